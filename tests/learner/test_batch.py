@@ -37,7 +37,7 @@ def packed(row_tokens: int = 20, normalize_std: bool = False) -> list[MicroBatch
 
 
 @pytest.mark.parametrize("row_tokens", [15, 20, 25, 64, 512])
-def test_every_token_comes_once_with_its_own_logprob_and_advantage(row_tokens: int) -> None:
+def test_every_token_is_packed_once_with_its_logprob_and_advantage(row_tokens: int) -> None:
     wanted = {}
     for one in GROUPS:
         mean = sum(one.rewards) / len(one.rewards)
@@ -54,14 +54,14 @@ def test_every_token_comes_once_with_its_own_logprob_and_advantage(row_tokens: i
     assert all(len(micro.pack.tokens_T) <= row_tokens for micro in packed(row_tokens))
 
 
-def test_rows_are_as_long_as_the_longest_sequence_needs() -> None:
+def test_a_row_is_as_long_as_its_longest_sequence_needs() -> None:
     """What the validator accepted, the learner can train on: 3 tokens of prompt and 12 of a completion in rows of 8."""
     assert max(len(micro.pack.tokens_T) for micro in packed(row_tokens=8)) == 15
     assert sum(len(micro.advantage_N) for micro in packed(row_tokens=8)) == sum(group.n_tokens for group in GROUPS)
 
 
 @pytest.mark.parametrize("row_tokens", [15, 20, 512])
-def test_tokens_of_one_rollout_have_one_number(row_tokens: int) -> None:
+def test_the_tokens_of_a_rollout_have_one_index(row_tokens: int) -> None:
     rollouts = []
     for micro in packed(row_tokens):
         numbers, counts = torch.unique_consecutive(micro.rollout_N, return_counts=True)
@@ -71,7 +71,7 @@ def test_tokens_of_one_rollout_have_one_number(row_tokens: int) -> None:
     assert sorted(rollouts) == sorted(wanted)
 
 
-def test_the_predictor_of_a_token_is_the_token_before_it(tiny_model: Any) -> None:
+def test_each_target_is_predicted_from_the_token_before_it(tiny_model: Any) -> None:
     one = Group("s", 0, [5, 6], [[7, 8], [9]], [[0.0, 0.0], [0.0]], [0.0, 1.0])
     (micro,) = micro_batches([one], row_tokens=16, normalize_std=False)
     assert micro.pack.tokens_T[micro.pack.predictor_N].tolist() == [6, 7, 6]
@@ -79,7 +79,7 @@ def test_the_predictor_of_a_token_is_the_token_before_it(tiny_model: Any) -> Non
         assert forward_hidden(tiny_model, micro.pack).shape[0] == len(micro.behaviour_N) == 3
 
 
-def test_groups_of_equal_rewards_teach_nothing_unless_every_token_counts() -> None:
+def test_groups_of_equal_rewards_have_no_gradient_without_beta_and_entropy() -> None:
     flat = group(500, [3, 3], [0.25, 0.25])
     assert with_gradient([*GROUPS, flat], LossSection(beta=0, entropy=0)) == GROUPS
     for loss in (LossSection(beta=0.1, entropy=0), LossSection(beta=0, entropy=0.1)):
@@ -98,7 +98,7 @@ def conversation(answer: list[int]) -> Group:
 
 
 @pytest.mark.parametrize("row_tokens", [12, 64])
-def test_what_an_environment_wrote_has_no_loss_but_is_read(row_tokens: int) -> None:
+def test_environment_tokens_are_inputs_but_never_targets(row_tokens: int) -> None:
     batches = micro_batches([*GROUPS, conversation([7, 8, 9])], row_tokens=row_tokens, normalize_std=False)
     found = {
         int(target): (float(behaviour), float(advantage))
@@ -112,7 +112,7 @@ def test_what_an_environment_wrote_has_no_loss_but_is_read(row_tokens: int) -> N
     assert sum(token in (7, 8, 9) for micro in batches for token in micro.pack.tokens_T.tolist()) == 3
 
 
-def test_another_answer_leaves_what_is_trained_on_and_changes_what_is_read(tiny_model: Any) -> None:
+def test_environment_tokens_change_the_logprobs_of_later_tokens_only(tiny_model: Any) -> None:
     """Of the tokens after it, not of those before it."""
     logps = []
     for answer in ([7, 8, 9], [9, 7, 30]):
@@ -133,7 +133,7 @@ def test_another_answer_leaves_what_is_trained_on_and_changes_what_is_read(tiny_
 REWARDS = torch.tensor([1.0, 0.0, 0.25, 0.9, 0.0])
 
 
-def test_advantages_are_rewards_minus_their_mean_normalised_by_a_samples_std_where_asked_for() -> None:
+def test_advantages_are_rewards_minus_the_mean_optionally_over_the_sample_std() -> None:
     """As in TRL and verl: a group is a sample of the policy's completions."""
     expected = torch.tensor([0.57, -0.43, -0.18, 0.47, -0.43])
     torch.testing.assert_close(group_advantages(REWARDS, normalize_std=False), expected)
@@ -152,7 +152,7 @@ def test_advantages_are_rewards_minus_their_mean_normalised_by_a_samples_std_whe
 @pytest.mark.parametrize("normalize_std", [True, False])
 @settings(deadline=None)
 @given(reward=st.floats(-100, 100, width=32), size=st.integers(1, 64))
-def test_equal_rewards_give_exactly_zero(normalize_std: bool, reward: float, size: int) -> None:
+def test_equal_rewards_give_advantages_of_exactly_zero(normalize_std: bool, reward: float, size: int) -> None:
     """Exactly, because the online filter drops a group whose advantages are all zero."""
     advantages_G = group_advantages(torch.full((size,), reward), normalize_std=normalize_std)
     assert torch.equal(advantages_G, torch.zeros(size))

@@ -60,7 +60,7 @@ def test_a_steps_loss_equals_one_computed_rollout_by_rollout(
     assert learner.train(make_groups())["loss"] == pytest.approx(wanted, rel=1e-4)
 
 
-def test_what_nobody_checked_is_recomputed_and_nothing_else(tiny_folder: Path, tmp_path: Path) -> None:
+def test_only_unchecked_logprobs_are_recomputed(tiny_folder: Path, tmp_path: Path) -> None:
     """The worker claims -4 nats, or what dominates the batch: of an unchecked group neither is used."""
     learner = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=20)
     checked, *rest = make_groups()
@@ -78,13 +78,13 @@ def unchecked() -> list[Group]:
     return [replace(group, checked=False) for group in make_groups()]
 
 
-def test_what_nobody_checked_is_on_policy(tiny_folder: Path, tmp_path: Path) -> None:
+def test_unchecked_logprobs_are_recomputed_on_policy(tiny_folder: Path, tmp_path: Path) -> None:
     """The files claim -4 nats for every token, which none has. The first update's ratio is 1 if nobody believes them."""
     figures = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=20).train(unchecked())
     assert figures["policy/mismatch_kl"] == figures["policy/clip_low"] + figures["policy/clip_high"] == 0.0
 
 
-def test_recomputed_behaviour_is_of_the_steps_start_for_all_its_updates(tiny_folder: Path, tmp_path: Path) -> None:
+def test_recomputed_logprobs_are_those_at_the_start_of_the_step(tiny_folder: Path, tmp_path: Path) -> None:
     learner = alone(tiny_folder, tmp_path, row_tokens=512, optimizer_steps_per_step=3)
     figures = learner.train(unchecked())
     assert learner.policy.updates == 3
@@ -109,7 +109,7 @@ def test_recomputed_activations_give_the_same_gradients(
     assert equal(*map(state, both))
 
 
-def test_activations_are_recomputed_where_asked_for(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activation_checkpointing_computes_each_block_twice(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {}
     for again in (False, True):
         policy = make_policy(tiny_folder, activation_checkpointing=again)

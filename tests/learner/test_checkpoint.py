@@ -73,7 +73,7 @@ EMPTY = -1  # in `train`: an update of a share without any gradient
 
 
 @pytest.mark.parametrize("plan", [[0, EMPTY, 1, 2], [EMPTY, 0, EMPTY, 1]], ids=["later", "at first"])
-def test_writing_checkpoints_changes_nothing_also_with_empty_updates(
+def test_writing_checkpoints_does_not_change_training_even_with_empty_updates(
     tiny_folder: Path, tmp_path: Path, plan: list[int]
 ) -> None:
     """AdamW counts only updates with a gradient, the policy counts all; its bias correction depends on AdamW's count."""
@@ -89,7 +89,7 @@ def test_writing_checkpoints_changes_nothing_also_with_empty_updates(
     assert equal(state(resumed), state(without))
 
 
-def test_what_is_written_is_the_progress_as_it_was_at_the_beginning(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_progress_from_when_it_was_begun(tiny_folder: Path, tmp_path: Path) -> None:
     policy = fresh(tiny_folder)
     told = {"skipped_in_row": 2, "version_digest": "ab", "place": {"share": 3}}
     checkpoints, progress = Checkpoints(tmp_path, policy), LearnerProgress(step=1, trained=["a"], **told)  # type: ignore[arg-type]
@@ -103,9 +103,7 @@ def test_what_is_written_is_the_progress_as_it_was_at_the_beginning(tiny_folder:
     assert resumed.model.lm_head.weight is resumed.model.model.embed_tokens.weight
 
 
-def test_restoring_into_a_policy_that_went_on_sets_back_all_of_it_and_the_random_numbers(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_restoring_resets_a_policy_that_trained_on_and_the_random_state(tiny_folder: Path, tmp_path: Path) -> None:
     policy = fresh(tiny_folder)
     train(policy, 0, 1)
     torch.manual_seed(1)
@@ -117,7 +115,7 @@ def test_restoring_into_a_policy_that_went_on_sets_back_all_of_it_and_the_random
     assert torch.equal(torch.rand(3), wanted)
 
 
-def test_a_checkpoint_is_safetensors_and_json_and_nothing_that_is_unpickled(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_contains_only_safetensors_and_json(tiny_folder: Path, tmp_path: Path) -> None:
     policy = fresh(tiny_folder)
     train(policy, 0)
     save(policy, 1, tmp_path)
@@ -135,7 +133,7 @@ def test_a_checkpoint_is_safetensors_and_json_and_nothing_that_is_unpickled(tiny
 
 
 @pytest.mark.parametrize("folder", ["empty", "missing"])
-def test_without_a_checkpoint_it_begins_at_step_0(tiny_folder: Path, tmp_path: Path, folder: str) -> None:
+def test_without_a_checkpoint_training_starts_at_step_0(tiny_folder: Path, tmp_path: Path, folder: str) -> None:
     (tmp_path / "empty").mkdir()
     policy = fresh(tiny_folder)
     before = state(policy)
@@ -143,7 +141,7 @@ def test_without_a_checkpoint_it_begins_at_step_0(tiny_folder: Path, tmp_path: P
     assert equal(state(policy), before)
 
 
-def test_a_half_written_checkpoint_is_passed_over_with_a_word_and_written_again(
+def test_an_incomplete_checkpoint_is_skipped_with_a_warning_and_written_again(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = fresh(tiny_folder)
@@ -164,9 +162,7 @@ def test_a_half_written_checkpoint_is_passed_over_with_a_word_and_written_again(
     assert equal(state(resumed), state(policy))
 
 
-def test_a_checkpoint_with_one_flipped_bit_is_refused_and_an_older_one_is_resumed(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_with_a_flipped_bit_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     policy = fresh(tiny_folder)
     for step in (1, 2):
         train(policy, step)
@@ -186,14 +182,14 @@ def test_a_checkpoint_with_one_flipped_bit_is_refused_and_an_older_one_is_resume
 
 
 @pytest.mark.parametrize(("keep_last", "left"), [(2, [12, 16]), (1, [16])])
-def test_the_newest_are_kept(tiny_folder: Path, tmp_path: Path, keep_last: int, left: list[int]) -> None:
+def test_the_newest_checkpoints_are_kept(tiny_folder: Path, tmp_path: Path, keep_last: int, left: list[int]) -> None:
     policy = fresh(tiny_folder, keep_last=keep_last)
     for step in (0, 4, 8, 12, 16):
         save(policy, step, tmp_path)
     assert steps(tmp_path) == [f"step-{step:06d}" for step in left]
 
 
-def test_a_checkpoint_once_written_is_never_another(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_complete_checkpoint_is_never_overwritten(tiny_folder: Path, tmp_path: Path) -> None:
     policy = fresh(tiny_folder)
     save(policy, 1, tmp_path)
     before = {path.name: path.read_bytes() for path in (tmp_path / "step-000001").iterdir()}
@@ -237,7 +233,7 @@ def test_the_optimizer_waits_for_the_checkpoint_being_written(
     assert equal(state(resumed), then)
 
 
-def test_a_full_disk_names_the_folder_and_leaves_older_checkpoints(
+def test_a_full_disk_names_the_folder_and_keeps_older_checkpoints(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = fresh(tiny_folder)
@@ -259,6 +255,6 @@ def test_a_full_disk_names_the_folder_and_leaves_older_checkpoints(
     ("billions", "steps", "every"),
     [(0.135, None, 1), (0.83, None, 1), (7.6, None, 10), (32.8, None, 40), (32.8, 1, 1), (0.135, 8, 8)],
 )
-def test_checkpoints_write_ten_gigabytes_a_step_or_less(billions: float, steps: int | None, every: int) -> None:
+def test_checkpoints_write_at_most_ten_gigabytes_per_step(billions: float, steps: int | None, every: int) -> None:
     section = LearnerSection() if steps is None else LearnerSection(checkpoint_every=steps)
     assert section.steps_between_checkpoints(round(billions * 1e9)) == every

@@ -31,7 +31,9 @@ def validated(folder: Path, dtype: DtypeName, groups: Sequence[Group]) -> list[G
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_on_policy_nothing_mismatches(tiny_folder: Path, tmp_path: Path, dtype: DtypeName, recompute: bool) -> None:
+def test_on_policy_mismatch_kl_is_exactly_zero(
+    tiny_folder: Path, tmp_path: Path, dtype: DtypeName, recompute: bool
+) -> None:
     """At every published version: the divergence is 0, not small, though the masters are not what was published."""
     skip_unless_exact(dtype)
     settings: dict[str, Any] = {"temperature": 0.8, "dtype": dtype, "numerics": "exact"}

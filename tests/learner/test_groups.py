@@ -45,7 +45,7 @@ def changed(data: bytes) -> bytes:
     return data.replace(b"0" * 32 + b'"', b"1" * 32 + b'"')
 
 
-def test_the_run_is_asked_once_who_may_validate(quarantine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_validators_keys_are_requested_once_per_batch(quarantine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, asked = Store(accepted(), accepted()), []
     descriptor = store.descriptor()
     monkeypatch.setattr(store, "descriptor", lambda: asked.append(1) or descriptor)
@@ -53,7 +53,7 @@ def test_the_run_is_asked_once_who_may_validate(quarantine: Path, monkeypatch: p
     assert len(asked) == 1
 
 
-def test_groups_come_as_the_batch_names_them(quarantine: Path) -> None:
+def test_groups_are_in_the_order_of_the_batch_and_each_file_is_read_once(quarantine: Path) -> None:
     store = Store(accepted(), accepted(version=3))
     found = fetched(store, quarantine, (0, 2), (1, 0), (0, 0))
     assert (found.refused, found.quarantined) == (0, 0) and not quarantine.exists()
@@ -87,7 +87,7 @@ def test_groups_come_as_the_batch_names_them(quarantine: Path) -> None:
         *("no completion", "no prompt"),
     ],
 )
-def test_a_file_that_must_not_be_trained_on_is_left_out_and_does_not_stop_the_learner(
+def test_a_file_of_another_origin_or_with_incomplete_groups_is_left_out(
     data: bytes, message: str, quarantine: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The same batch comes again at each restart. A validator that was evicted since has files in it, too."""
@@ -105,7 +105,7 @@ def test_a_file_that_must_not_be_trained_on_is_left_out_and_does_not_stop_the_le
     ],
     ids=["changed", "empty", "more rows than a submission holds"],
 )
-def test_a_file_that_breaks_the_schema_is_quarantined_and_the_others_are_taken(
+def test_a_file_that_breaks_the_schema_is_quarantined(
     broken: bytes, why: str, quarantine: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store(accepted(), broken)
@@ -128,7 +128,7 @@ def test_a_file_that_breaks_the_schema_is_quarantined_and_the_others_are_taken(
     ],
     ids=["broken", "old"],
 )
-def test_a_batch_with_nothing_to_train_on_says_why(files: list[bytes], why: str, quarantine: Path) -> None:
+def test_an_empty_batch_says_why_its_groups_were_left_out(files: list[bytes], why: str, quarantine: Path) -> None:
     found = fetched(Store(*files), quarantine, (0, 0), (1, 0))
     assert not found.groups and why in found.left_out
 
@@ -157,7 +157,7 @@ IMPOSSIBLE = [-9999.0, -50.5, 0.00390625, 0.5, float("nan"), float("-inf")]
         (conversation(logprobs=[-0.5] * 6), "there are 6 logprobs for 4 sampled tokens"),
     ],
 )
-def test_a_group_with_an_impossible_reward_logprob_or_number_of_them_is_counted_and_left_out(
+def test_a_group_with_an_impossible_reward_or_logprob_is_counted_and_left_out(
     row: AcceptedRollout, why: str, quarantine: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The logprobs of a submission that was accepted without a prefill are the worker's."""
@@ -169,7 +169,7 @@ def test_a_group_with_an_impossible_reward_logprob_or_number_of_them_is_counted_
     assert line.startswith(f"group 1 of {submission(0)} is left out: ") and why in line
 
 
-def test_logprobs_that_nobody_checked_may_have_any_value_because_none_is_used(quarantine: Path) -> None:
+def test_unchecked_logprobs_may_have_any_value_because_they_are_not_used(quarantine: Path) -> None:
     """Otherwise a worker could empty the batch with them."""
     rows = [replace(row, logprobs=[-9999.0, float("nan")]) for row in rollouts()]
     found = fetched(Store(accepted(rows=rows, prefilled=False)), quarantine, (0, 0), (0, 1))
@@ -177,7 +177,7 @@ def test_logprobs_that_nobody_checked_may_have_any_value_because_none_is_used(qu
 
 
 @pytest.mark.parametrize("logprob", [-50.0, 0.0, 0.0009765625])
-def test_a_logprob_within_rounding_of_what_is_possible_is_taken(logprob: float, quarantine: Path) -> None:
+def test_a_logprob_within_rounding_of_the_bounds_is_accepted(logprob: float, quarantine: Path) -> None:
     rows = rollouts()
     rows[3] = replace(rows[3], logprobs=[-0.5, logprob])
     assert fetched(Store(accepted(rows=rows)), quarantine, (0, 1)).implausible == 0
@@ -190,7 +190,7 @@ def test_a_prompt_may_be_longer_than_any_completion(quarantine: Path) -> None:
     assert list(group.prompt) == prompt
 
 
-def test_outlines_survive_the_way_to_other_ranks_exactly() -> None:
+def test_outlines_are_encoded_exactly() -> None:
     groups = [
         Group("s", 3, [1, 2], [[3], []], [[-1 / 3], []], [0.1, 1e-30]),
         Group("t", 0, [1], [[2]], [[-0.0]], [1.0], checked=False, number=2),
@@ -201,7 +201,7 @@ def test_outlines_survive_the_way_to_other_ranks_exactly() -> None:
     assert [outline.trained for outline in found] == [group.trained for group in groups] == [[1, 0], [1], [2, 1]]
 
 
-def test_a_group_holds_views_of_its_files_arrays(quarantine: Path) -> None:
+def test_a_groups_arrays_are_views_of_its_file(quarantine: Path) -> None:
     """A step of 33 million tokens is 8 bytes a token here, and never a list."""
     [group] = fetched(Store(accepted()), quarantine, (0, 1)).groups
     assert [(array.dtype, array.base is not None) for array in (group.prompt, *group.completions)] == [
@@ -210,7 +210,7 @@ def test_a_group_holds_views_of_its_files_arrays(quarantine: Path) -> None:
     assert [(array.dtype, array.base is not None) for array in group.behaviour] == [(np.float32, True)] * 2
 
 
-def test_a_group_of_several_turns_is_taken_with_them(quarantine: Path) -> None:
+def test_a_group_keeps_its_turns(quarantine: Path) -> None:
     rows = rollouts()
     rows[3] = conversation()
     [group] = fetched(Store(accepted(rows=rows)), quarantine, (0, 1)).groups

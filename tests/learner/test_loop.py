@@ -109,7 +109,7 @@ def test_a_killed_learner_resumes_to_the_same_versions_bit_for_bit(
     assert (tmp_path / last / "progress.json").read_text() == (straight / last / "progress.json").read_text()
 
 
-def test_a_run_leaves_its_versions_its_progress_and_the_trained_model(straight: Path) -> None:
+def test_a_finished_run_leaves_versions_checkpoints_and_the_model(straight: Path) -> None:
     found, last = versions(straight), straight / "versions" / f"v{STEPS:06d}"
     assert sorted(found) == [f"v{version:06d}" for version in range(STEPS + 1)]
     assert len(set(found.values())) == STEPS + 1
@@ -123,13 +123,13 @@ def test_a_run_leaves_its_versions_its_progress_and_the_trained_model(straight: 
         assert progress == told | {"trained": trained, "version_digest": blake3(found[f"v{step:06d}"]).hexdigest()}
 
 
-def test_old_versions_go(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
+def test_old_versions_and_checkpoints_are_deleted(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
     make_learner(tiny_folder, tmp_path, Pool(*files), steps=3, keep_versions=2, keep_last=1).run(threading.Event())
     assert names(tmp_path / "versions") == ["v000002", "v000003"]
     assert names(tmp_path / "checkpoints") == ["step-000003"]
 
 
-def test_every_metric_of_a_step_is_documented_and_a_finished_run_reports_nothing_more(
+def test_every_metric_is_documented_and_a_finished_run_reports_nothing_more(
     tiny_folder: Path, tmp_path: Path, files: list[bytes]
 ) -> None:
     pools = Pool(*files), Pool(*files)
@@ -140,7 +140,7 @@ def test_every_metric_of_a_step_is_documented_and_a_finished_run_reports_nothing
     assert set(pools[0].reports[0].metrics) <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 
-def test_it_stops_on_request_and_its_checkpoint_is_whole(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
+def test_a_stop_request_leaves_a_complete_checkpoint(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
     stop = threading.Event()
 
     class Once(Pool):
@@ -168,9 +168,7 @@ class Mixed(Pool):
         return batch.model_copy(update={"groups": groups})
 
 
-def test_a_step_continues_without_broken_and_old_groups_and_counts_them(
-    tiny_folder: Path, tmp_path: Path, files: list[bytes]
-) -> None:
+def test_a_step_counts_and_skips_broken_and_old_groups(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
     make_learner(tiny_folder, tmp_path, Pool(*files), steps=3).run(threading.Event())
     old = accepted(version=0, rows=rollouts(5, 4))
     pool = Mixed(files[0], b"broken", old, files[3])
@@ -191,7 +189,7 @@ def test_a_sequence_longer_than_a_row_is_trained_on(tiny_folder: Path, tmp_path:
     assert len(pool.reports[0].trained) == 5
 
 
-def test_a_step_of_equal_rewards_changes_no_weight_and_is_reported(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_step_of_equal_rewards_changes_no_weight(tiny_folder: Path, tmp_path: Path) -> None:
     pool = Pool(accepted(version=0, rows=[replace(row, reward=1.0) for row in rollouts(5, 4)]))
     loss = {"loss": {"beta": 0.0, "entropy": 0.0}}
     make_learner(tiny_folder, tmp_path, pool, steps=1, **loss).run(threading.Event())
@@ -202,7 +200,7 @@ def test_a_step_of_equal_rewards_changes_no_weight_and_is_reported(tiny_folder: 
     assert before == after
 
 
-def test_a_step_with_nothing_left_is_skipped_and_reported(
+def test_a_step_without_usable_groups_is_skipped_and_reported(
     tiny_folder: Path, tmp_path: Path, files: list[bytes]
 ) -> None:
     pool = Pool(files[0], b"broken", accepted(version=2, rows=rollouts(5, 4), by=STRANGER), files[3])
@@ -214,9 +212,7 @@ def test_a_step_with_nothing_left_is_skipped_and_reported(
     assert not pool.reports[1].trained
 
 
-def test_nothing_to_train_on_several_times_in_a_row_stops_the_run_and_says_why(
-    tiny_folder: Path, tmp_path: Path, files: list[bytes]
-) -> None:
+def test_several_skipped_steps_in_a_row_stop_the_run(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
     pool = Pool(files[0], *[b"broken"] * (MAX_SKIPS + 1))
     for _ in range(2):  # and after a restart
         with pytest.raises(ShoalError, match=r"step 5: .*5 are in files moved to quarantine.* The 3 steps before"):
@@ -224,7 +220,7 @@ def test_nothing_to_train_on_several_times_in_a_row_stops_the_run_and_says_why(
     assert len(pool.reports) == 1 + MAX_SKIPS
 
 
-def test_unchecked_logprobs_are_not_trained_on_and_no_metric_is_infinite(tiny_folder: Path, tmp_path: Path) -> None:
+def test_impossible_unchecked_logprobs_change_neither_training_nor_metrics(tiny_folder: Path, tmp_path: Path) -> None:
     """8 of 20 completions claim logprobs that nothing has: with the validator's, or the learner's own, all stays finite."""
     spoilt = [replace(row, logprobs=[-9999.0] * len(row.logprobs)) if i % 5 < 2 else row for i, row in enumerate(FILE)]
     pools = []
@@ -239,7 +235,7 @@ def test_unchecked_logprobs_are_not_trained_on_and_no_metric_is_infinite(tiny_fo
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of open files are read from Linux's /proc")
-def test_what_gets_its_final_name_is_on_disk_before(
+def test_folders_are_fsynced_before_they_get_their_final_name(
     tiny_folder: Path, tmp_path: Path, files: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a power cut a version that has its name is whole: a restart does not write it again."""

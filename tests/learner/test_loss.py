@@ -111,7 +111,7 @@ def test_loss_and_gradient_equal_a_plain_loop(kind: LossKind, seed: int) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_random_data_meets_every_bound_of_the_kind(kind: LossKind) -> None:
+def test_the_random_data_reaches_every_bound(kind: LossKind) -> None:
     bounds = {"clip_low", "clip_high", "clip_delta"} - ({"clip_low", "clip_high"} if kind == "cispo" else set())
     settings = section(kind, delta=3.0 if kind == "dppo" else 2.0)
     totals = {name: sum(getattr(loss_of(case(seed), settings), name) for seed in range(3)) for name in bounds}
@@ -155,7 +155,7 @@ def token(logp: float, behaviour: float, advantage: float) -> dict[str, Tensor]:
         (0.74, 0.95, -1.0, False),  # a ratio of 0.78, beyond
     ],
 )
-def test_dppo_masks_a_token_that_moved_far_the_way_its_advantage_pushes(
+def test_dppo_masks_a_token_that_moved_far_in_the_direction_of_its_advantage(
     now: float, then: float, advantage: float, moves: bool
 ) -> None:
     gradient_N = gradient(token(math.log(now), math.log(then), advantage), section("dppo"))
@@ -165,7 +165,7 @@ def test_dppo_masks_a_token_that_moved_far_the_way_its_advantage_pushes(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_policy_every_kind_is_the_policy_gradient_where_rollouts_are_as_long_as_may_be(kind: LossKind) -> None:
+def test_on_policy_every_kind_is_the_policy_gradient_for_rollouts_of_max_tokens(kind: LossKind) -> None:
     data = {name: tensor[-300:] for name, tensor in case().items()}  # three rollouts of 100
     data["logp_N"] = data["behaviour_N"]
     settings = section(kind)
@@ -243,7 +243,7 @@ def test_every_reported_sum_is_finite_for_impossible_logprobs(kind: LossKind) ->
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "gspo"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-def test_a_ratio_too_large_for_float32_gives_no_gradient_where_ratios_are_clipped(
+def test_a_ratio_too_large_for_float32_gives_no_gradient_if_ratios_are_clipped(
     kind: LossKind, advantage: float
 ) -> None:
     assert gradient(token(0.0, -200.0, advantage), section(kind)).tolist() == [0.0]
@@ -253,7 +253,7 @@ def test_a_ratio_too_large_for_float32_gives_no_gradient_where_ratios_are_clippe
 
 
 @pytest.mark.parametrize("d", [-30.0, -1.0, 0.5, 7.9, 8.1, 15.0, 300.0])
-def test_k3_pulls_towards_the_reference_and_its_pull_is_bounded(d: float) -> None:
+def test_the_gradient_of_k3_points_towards_the_reference_and_is_bounded(d: float) -> None:
     """Without a bound one token of 15 nats outweighs three million others; clipped to a constant it would have no pull."""
     logp = torch.tensor(-400.0, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(k3(logp, torch.tensor(d - 400.0, dtype=torch.float64)), logp)
@@ -289,12 +289,12 @@ CLIPPED = {"clip_low": 1, "clip_high": 2, "clip_delta": 2}
         ("dppo", {"clip_low": 1, "clip_high": 1, "clip_delta": 2}),  # probabilities 0.15 then; 0.075, 0.195, 0.75 now
     ],
 )
-def test_a_counter_counts_only_tokens_whose_clip_binds(kind: LossKind, counts: dict[str, int]) -> None:
+def test_a_clip_counter_counts_only_tokens_without_gradient(kind: LossKind, counts: dict[str, int]) -> None:
     terms = hand_made(kind)
     assert {name: getattr(terms, name) for name in counts} == counts
 
 
-def test_the_reported_sums_are_what_they_are_called() -> None:
+def test_the_reported_sums_are_kl_mismatch_kl_and_entropy() -> None:
     data, settings = case(), section(beta=0.3)
     terms = loss_of(data, settings)
     for d_N, figure in (
@@ -317,15 +317,13 @@ def test_the_reported_sums_are_what_they_are_called() -> None:
         (lambda: section("gspo"), "rollout_N", "needs rollout_N"),
     ],
 )
-def test_a_loss_without_what_it_needs_is_refused(
-    settings: Callable[[], LossSection], missing: str, message: str
-) -> None:
+def test_a_missing_input_is_refused(settings: Callable[[], LossSection], missing: str, message: str) -> None:
     data = {name: tensor for name, tensor in case().items() if name != missing}
     with pytest.raises(ValueError, match=message):
         loss_of(data, settings())
 
 
-def test_gspo_finds_rollouts_whatever_their_numbers_are_and_refuses_one_in_two_places() -> None:
+def test_gspo_accepts_any_rollout_numbers_but_only_contiguous_rollouts() -> None:
     data = case()
     renamed = data | {"rollout_N": 7 * (len(LENGTHS) - data["rollout_N"])}
     assert loss_of(renamed, section("gspo")) == loss_of(data, section("gspo"))
@@ -342,7 +340,7 @@ def test_gspo_finds_rollouts_whatever_their_numbers_are_and_refuses_one_in_two_p
         ({"kind": "dr_grpo", "normalize_std": True}, "set learner.loss.normalize_std = false"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(changed: dict[str, Any], message: str) -> None:
+def test_contradictory_settings_are_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LossSection(**changed)
 
@@ -359,11 +357,11 @@ def test_settings_that_contradict_each_other_are_refused(changed: dict[str, Any]
         ({"kind": "dppo"}, (0.2, 0.2, 20.0)),
     ],
 )
-def test_bounds_that_are_not_set_follow_the_kind(values: dict[str, Any], bounds: tuple[float, float, float]) -> None:
+def test_unset_bounds_default_to_those_of_the_kind(values: dict[str, Any], bounds: tuple[float, float, float]) -> None:
     section = LossSection(**values)
     assert (section.epsilon, section.epsilon_high, section.delta) == pytest.approx(bounds)
 
 
 @pytest.mark.parametrize("kind", ["gspo", "cispo", "dppo"])
-def test_a_delta_within_epsilon_is_no_matter_where_the_kind_does_not_read_both(kind: LossKind) -> None:
+def test_a_small_delta_is_accepted_if_the_kind_does_not_clip_with_it(kind: LossKind) -> None:
     assert LossSection(kind=kind, delta=1.1).delta == 1.1

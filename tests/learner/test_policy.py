@@ -37,7 +37,7 @@ def test_the_learning_rate_warms_up_in_steps_and_stays(tiny_folder: Path, warmup
     assert trained.optimizer.param_groups[0]["lr"] == pytest.approx(figures[-1])
 
 
-def test_the_reported_norm_is_that_before_clipping(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reported_norm_is_the_one_before_clipping(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = make_policy(tiny_folder, grad_clip=0.1)
     seen = []
     step = trained.optimizer.step
@@ -54,9 +54,7 @@ def test_the_reported_norm_is_that_before_clipping(tiny_folder: Path, monkeypatc
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_weights_state_and_updates_after_a_diverged_one_are_as_if_that_had_not_been(
-    tiny_folder: Path, bad: float
-) -> None:
+def test_an_update_after_a_diverged_one_is_as_if_that_had_not_happened(tiny_folder: Path, bad: float) -> None:
     once, twice = make_policy(tiny_folder), make_policy(tiny_folder)
     for trained in (once, twice):
         trained.update(batches(), N_TOKENS)
@@ -77,7 +75,7 @@ def assert_same_gradients(one: Policy, other: Policy) -> None:
 
 
 @pytest.mark.parametrize("row_tokens", [20, 8])
-def test_a_batch_in_pieces_gives_the_same_update_as_whole(tiny_folder: Path, row_tokens: int) -> None:
+def test_a_batch_in_pieces_gives_the_same_update(tiny_folder: Path, row_tokens: int) -> None:
     loss = {"beta": 0.01, "entropy": 0.01}
     whole, pieces = make_policy(tiny_folder, loss=loss), make_policy(tiny_folder, loss=loss)
     assert len(batches(512)) == 1 and len(batches(row_tokens)) > 1
@@ -87,7 +85,7 @@ def test_a_batch_in_pieces_gives_the_same_update_as_whole(tiny_folder: Path, row
 
 
 @pytest.mark.parametrize("kind", get_args(LossKind))
-def test_slices_of_logits_make_no_difference(
+def test_computing_logits_in_slices_makes_no_difference(
     tiny_folder: Path, kind: LossKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of no loss: neither one of single tokens, nor one whose gradients depend on whole rollouts."""
@@ -99,7 +97,7 @@ def test_slices_of_logits_make_no_difference(
     assert_same_gradients(whole, sliced)
 
 
-def test_gradients_reach_the_masters_as_they_are_complete(tiny_folder: Path) -> None:
+def test_gradients_move_to_the_masters_as_soon_as_they_are_complete(tiny_folder: Path) -> None:
     trained = make_policy(tiny_folder, dtype="bfloat16")
     trained.accumulate(batches(20))
     assert all(weight.grad is None for weight in trained.weights.values())
@@ -111,7 +109,7 @@ def flat() -> list[MicroBatch]:
     return [replace(micro, advantage_N=torch.zeros_like(micro.advantage_N)) for micro in batches()]
 
 
-def test_beta_and_entropy_have_a_gradient_and_without_them_there_is_no_reference(tiny_folder: Path) -> None:
+def test_beta_and_entropy_have_a_gradient_and_only_beta_needs_a_reference(tiny_folder: Path) -> None:
     free, held = make_policy(tiny_folder), make_policy(tiny_folder, loss={"beta": 0.5})
     assert free.reference is None and free.update(flat(), N_TOKENS)["optim/grad_norm"] == 0
     assert held.update(batches(), N_TOKENS)["policy/kl"] == pytest.approx(0.0, abs=1e-5)  # it is the reference still
@@ -133,7 +131,7 @@ def test_logprobs_are_at_the_sampling_temperature(tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_computed_with_and_published_is_the_masters_rounded(tiny_folder: Path, dtype: DtypeName) -> None:
+def test_the_computed_and_published_weights_are_the_rounded_masters(tiny_folder: Path, dtype: DtypeName) -> None:
     trained = make_policy(tiny_folder, dtype=dtype)
     for _ in range(2):
         computed = dict(trained.model.named_parameters())
@@ -146,7 +144,7 @@ def test_what_is_computed_with_and_published_is_the_masters_rounded(tiny_folder:
     assert any(not torch.equal(master, master.bfloat16().float()) for master in masters(trained).values())
 
 
-def test_small_updates_add_up_though_no_single_one_moves_what_is_published(tiny_folder: Path) -> None:
+def test_updates_too_small_for_bf16_add_up(tiny_folder: Path) -> None:
     trained = make_policy(tiny_folder, lr=1e-6)
     name, moved = "model.layers.0.mlp.up_proj.weight", []
     with torch.no_grad():  # bf16 steps of 0.002 and more from here: Adam's of 1e-6 vanish in them
@@ -161,7 +159,7 @@ def test_small_updates_add_up_though_no_single_one_moves_what_is_published(tiny_
 
 
 @pytest.mark.parametrize("kind", get_args(LossKind))
-def test_an_update_is_the_same_with_and_without_groups_that_teach_nothing(tiny_folder: Path, kind: LossKind) -> None:
+def test_groups_without_a_gradient_do_not_change_the_update(tiny_folder: Path, kind: LossKind) -> None:
     groups = make_groups()
     groups[1] = replace(groups[1], rewards=[1.0] * 4)
     whole, chosen = (make_policy(tiny_folder, loss={"kind": kind}) for _ in range(2))
@@ -174,7 +172,7 @@ def test_an_update_is_the_same_with_and_without_groups_that_teach_nothing(tiny_f
     assert_same_gradients(whole, chosen)
 
 
-def test_an_update_on_nothing_moves_nothing(tiny_folder: Path) -> None:
+def test_an_empty_update_changes_nothing(tiny_folder: Path) -> None:
     policy = make_policy(tiny_folder)
     policy.update(batches(), N_TOKENS)
     before = state(policy)
@@ -189,9 +187,7 @@ SMALL, LOWERS = LearnerSection(row_tokens=4096), "learner.row_tokens (now 4096)"
 
 @pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory.\nmore"), MemoryError()])
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_an_allocation_that_fails_names_the_field_its_value_and_what_is_not_set_yet(
-    error: Exception | None, recomputes: bool
-) -> None:
+def test_an_out_of_memory_error_names_the_settings_to_change(error: Exception | None, recomputes: bool) -> None:
     section = SMALL.model_copy(update={"activation_checkpointing": recomputes})
     with pytest.raises(OutOfMemoryError, match=FIELD) as caught, explain_out_of_memory(section, LOWERS):
         if error:
@@ -203,14 +199,14 @@ def test_an_allocation_that_fails_names_the_field_its_value_and_what_is_not_set_
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("x"), KeyboardInterrupt()])
-def test_another_failure_passes_unchanged(error: BaseException) -> None:
+def test_other_errors_pass_unchanged(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, explain_out_of_memory(SMALL, LOWERS):
         raise error
     assert caught.value is error
 
 
 @pytest.mark.parametrize("again", ["update", "own_logprobs"])
-def test_the_policy_explains_it_and_is_unchanged(
+def test_an_out_of_memory_error_leaves_the_policy_unchanged(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, again: str, one_thread: None
 ) -> None:
     policy = make_policy(tiny_folder, row_tokens=4096)

@@ -245,7 +245,7 @@ def found(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("ranks", "name"), cases(QUICK, SHARDED))
-def test_loading_in_shards_gives_the_bits_of_loading_whole(
+def test_loading_in_shards_gives_the_same_bits_as_loading_whole(
     request: pytest.FixtureRequest, ranks: str, name: str
 ) -> None:
     for rank, of in enumerate(found(request.getfixturevalue(ranks), name)):
@@ -256,7 +256,7 @@ def test_loading_in_shards_gives_the_bits_of_loading_whole(
 
 
 @pytest.mark.parametrize(("ranks", "name"), cases(["memory"], ["memory"]))
-def test_no_rank_reads_or_holds_more_than_its_share(request: pytest.FixtureRequest, ranks: str, name: str) -> None:
+def test_no_rank_reads_or_keeps_more_than_its_share(request: pytest.FixtureRequest, ranks: str, name: str) -> None:
     """Of 16 blocks, two are gathered at once, one used and one to come, beside what stands outside of them."""
     results = found(request.getfixturevalue(ranks), name)
     for of in results:
@@ -271,13 +271,13 @@ def test_no_rank_reads_or_holds_more_than_its_share(request: pytest.FixtureReque
 
 
 @pytest.mark.slow
-def test_a_model_whose_files_name_its_tensors_differently_is_loaded_whole(four: Path) -> None:
+def test_a_model_with_other_tensor_names_is_loaded_whole(four: Path) -> None:
     for of in found(four, "renamed"):
         assert of["whole"] and "name tensors differently from transformers" in of["why"]
 
 
 @pytest.mark.parametrize("name", ["float32", "lora"])
-def test_two_ranks_publish_the_files_of_one(two: Path, alone: Path, name: str) -> None:
+def test_two_ranks_publish_the_same_files_as_one(two: Path, alone: Path, name: str) -> None:
     """Before the first step, where both have the same weights."""
     versions = [folder / name / "versions/v000000" for folder in (two, alone)]
     first, second = ({path.name: path.read_bytes() for path in version.iterdir()} for version in versions)
@@ -305,7 +305,7 @@ def test_every_item_goes_to_one_rank_and_shares_have_equal_length(n: int, size: 
     assert {len(share) for share in shares} == {-(-n // size)}
 
 
-def test_only_the_leaders_messages_are_waited_for_for_days(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_leaders_messages_have_the_long_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that hangs in a collective ends the run after the short time; an idle pool does not."""
     import torch.distributed as dist
 

@@ -53,7 +53,7 @@ def test_the_shape_counts_matrices_once_and_embeddings_never() -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_flops_are_those_that_torch_counts(kv_heads: int) -> None:
+def test_flops_equal_torchs_count(kv_heads: int) -> None:
     """Of one long completion after a prompt of one token: then head and body see nearly the same positions."""
     model, length = tiny(tied=False, kv_heads=kv_heads), 9
     with FlopCounterMode(display=False) as counter:
@@ -72,7 +72,7 @@ def test_each_completion_attends_to_its_prompt_and_to_itself() -> None:
     assert forward_flops(shape, 2, [1, 3]) == 4 * 2 * 8 * pairs
 
 
-def test_a_pass_of_the_reference_adds_a_third() -> None:
+def test_a_reference_pass_adds_a_third() -> None:
     shape, groups = Shape(body=10, head=5, layers=1, width=4), [group([0, 1], [2, 3])]
     alone = training_flops(shape, groups, extra_forwards=0)
     assert training_flops(shape, groups, extra_forwards=1) == pytest.approx(alone * 4 / 3)
@@ -90,7 +90,7 @@ def test_figures_of_groups_are_of_rewards_within_them_of_ages_in_versions_and_of
     assert completion_metrics([turns], max_tokens=5) == means, "an environment's tokens count towards the limit alone"
 
 
-def test_policy_sums_become_means_a_token_and_norms_means_an_update() -> None:
+def test_policy_sums_become_means_per_token_and_norms_means_per_update() -> None:
     updates = [
         (30, {"policy/entropy": 30.0, "optim/grad_norm": 1.0, "optim/lr": 1e-6}),
         (10, {"policy/entropy": 50.0, "optim/grad_norm": 3.0, "optim/lr": 2e-6}),
@@ -101,7 +101,7 @@ def test_policy_sums_become_means_a_token_and_norms_means_an_update() -> None:
     assert update_metrics(empty) == {"optim/skipped": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1}, "no token"
 
 
-def test_mfu_counts_training_alone_and_tokens_the_whole_step() -> None:
+def test_mfu_counts_only_training_and_tokens_per_second_the_whole_step() -> None:
     figures = speed_metrics(n_tokens=1000, flops=6e12, train_s=20, busy_s=25, waiting_s=25, peak_gflops=600)
     assert figures["perf/mfu"] == pytest.approx(0.5)
     assert figures["perf/tokens_per_s"] == 20
@@ -113,12 +113,12 @@ def test_memory_is_measured_in_bytes() -> None:
     assert 50e6 < figures["memory/rss_peak_bytes"] < 1e12, "torch alone takes more than 50 MB"
 
 
-def test_a_version_weighs_what_its_files_do(tmp_path: Path) -> None:
+def test_sync_bytes_is_the_size_of_the_versions_files(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x" * 70)
     (tmp_path / "config.json").write_bytes(b"x" * 30)
     assert sync_metrics(tmp_path, 0.5) == {"sync/bytes": 100.0, "sync/seconds": 0.5}
 
 
-def test_a_figure_that_is_not_finite_is_left_out_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_is_not_finite_is_left_out_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert finite({"loss": 0.5, "policy/kl": math.inf, "optim/lr": math.nan}) == {"loss": 0.5}
     assert caplog.messages == ["metric policy/kl is inf and is left out", "metric optim/lr is nan and is left out"]

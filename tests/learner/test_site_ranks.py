@@ -107,7 +107,7 @@ def test_two_ranks_at_each_site_train_as_one_does(trained: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_site_of_two_ranks_says_so_and_names_both_sites_groups(trained: Path, name: str) -> None:
+def test_a_sites_record_has_its_ranks_and_the_groups_of_both_sites(trained: Path, name: str) -> None:
     for at in SITES:
         reports = json.loads((trained / name / at / "reports.json").read_text())
         assert [report["step"] for report in reports] == list(range(STEPS))

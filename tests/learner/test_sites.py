@@ -100,7 +100,7 @@ def test_one_site_with_h_1_is_the_plain_learner_bit_for_bit(
         assert report.metrics["sites/site-0/computed_s"] > 0 < report.metrics["sites/site-0/sent_bytes"]
 
 
-def test_the_death_of_one_site_costs_its_share_of_one_batch_and_it_heals(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_dead_site_costs_its_share_of_one_batch_and_returns(tiny_folder: Path, tmp_path: Path) -> None:
     steps, clock, stop = 4, Clock(), threading.Event()
     of, pool = config(steps, 2), SitePool(*(step_file(step) for step in range(steps)))
     meeting = meeting_of(tiny_folder, tmp_path / "meet", of, clock)
@@ -150,9 +150,7 @@ def test_the_death_of_one_site_costs_its_share_of_one_batch_and_it_heals(tiny_fo
     assert all(now.after == then.before for now, then in zip(chain, chain[1:], strict=False))
 
 
-def test_a_step_that_nobody_could_report_any_more_is_reported_by_who_comes_back(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_an_unreported_step_is_reported_by_the_site_that_returns(tiny_folder: Path, tmp_path: Path) -> None:
     of, pool = config(2, 1), SitePool(*(step_file(step) for step in range(2)))
     meeting = meeting_of(tiny_folder, tmp_path / "meet", of)
     first = site(tiny_folder, tmp_path, pool, meeting, of, "site-0")
@@ -169,7 +167,7 @@ def test_a_step_that_nobody_could_report_any_more_is_reported_by_who_comes_back(
     assert len(records(pool)[0].groups) == GROUPS and records(pool)[0].after == records(pool)[1].before
 
 
-def test_the_step_says_of_every_site_how_it_fared() -> None:
+def test_the_metrics_have_each_sites_outcome_and_figures() -> None:
     figures = {"a": Figures(loss=0.5, computed_s=3.0, sent_bytes=7), "b": Figures(loss=None)}
     outcome = RoundOutcome(
         round=0, kept=["a"], left_out={"b": "not finite"}, missing=["c"], dealt=["a", "b", "c"], figures=figures,
@@ -195,7 +193,7 @@ def test_every_group_has_exactly_one_site(count: int) -> None:
     assert [terms.weight(0, name, sites) for name in sites] == sizes, "the meeting weighs a site by its groups"
 
 
-def test_only_groups_of_sites_that_count_are_in_the_version() -> None:
+def test_only_groups_of_kept_sites_count() -> None:
     groups = make_groups()
     members = [BatchGroup(submission=submission(i), group=0) for i in range(3)]
     named = [type(group)(**vars(group) | {"submission": submission(i)}) for i, group in enumerate(groups)]

@@ -29,7 +29,7 @@ def test_a_folder_of_something_else_is_refused_and_kept(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize(("step", "kept"), [(0, []), (2, [1, 2]), (9, [1, 2, 3])])
-def test_lines_of_repeated_steps_and_a_torn_one_are_dropped(tmp_path: Path, step: int, kept: list[int]) -> None:
+def test_lines_of_repeated_steps_and_incomplete_lines_are_dropped(tmp_path: Path, step: int, kept: list[int]) -> None:
     path = tmp_path / "metrics.jsonl"
     drop_after(path, step)
     assert not path.exists()

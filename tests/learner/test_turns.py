@@ -54,7 +54,7 @@ def test_the_learners_logprobs_are_those_of_the_file(talkative_folder: Path, gro
             torch.testing.assert_close(logp_N, micro.behaviour_N, atol=2e-3, rtol=0)
 
 
-def test_an_update_is_of_the_models_tokens_alone(talkative_folder: Path, groups: list[Group]) -> None:
+def test_only_the_models_tokens_have_a_gradient(talkative_folder: Path, groups: list[Group]) -> None:
     """With the ratio at 1, the gradient of grpo is that of sum(advantage * logp) over the model's tokens."""
     n_tokens = sum(group.n_tokens for group in groups)
     assert n_tokens < sum(len(tokens) for group in groups for tokens in group.completions)

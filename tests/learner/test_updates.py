@@ -37,9 +37,7 @@ def groups(count: int = 11) -> list[Group]:
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "dr_grpo"])
-def test_eight_updates_are_of_equal_shares_each_over_its_own_denominator(
-    tiny_folder: Path, tmp_path: Path, kind: str
-) -> None:
+def test_each_of_eight_updates_has_its_own_share_and_denominator(tiny_folder: Path, tmp_path: Path, kind: str) -> None:
     """All tokens and rollouts of a share count, those of groups that teach nothing as well, and of no other share."""
     trained = alone(tiny_folder, tmp_path, kind=kind, **SECTION)
     by_hand = make_policy(tiny_folder, loss={"kind": kind}, grad_clip=1e9)
@@ -57,13 +55,13 @@ def test_eight_updates_are_of_equal_shares_each_over_its_own_denominator(
     assert equal(state(trained.policy), state(by_hand))  # the moments show each gradient's size
 
 
-def test_fewer_groups_than_updates_are_an_update_each(tiny_folder: Path, tmp_path: Path) -> None:
+def test_fewer_groups_than_updates_get_one_update_each(tiny_folder: Path, tmp_path: Path) -> None:
     trained = alone(tiny_folder, tmp_path, **SECTION)
     trained.train(groups(3))
     assert trained.policy.updates == 3
 
 
-def test_the_ratio_of_every_update_is_to_the_policy_that_sampled(tiny_folder: Path, tmp_path: Path) -> None:
+def test_the_ratio_of_every_update_is_relative_to_the_sampling_policy(tiny_folder: Path, tmp_path: Path) -> None:
     """Not to the one that the update begins with: of later updates it is not 1."""
     trained = alone(tiny_folder, tmp_path, **SECTION | {"optimizer_steps_per_step": 2})
     on_policy = []
@@ -83,7 +81,7 @@ def test_the_ratio_of_every_update_is_to_the_policy_that_sampled(tiny_folder: Pa
     assert seen[0] == pytest.approx(0.0, abs=1e-6) and seen[1] > 1e-4
 
 
-def test_updates_are_adamws_at_the_rate_that_is_set(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_are_adamws_at_the_configured_rate(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the formula of arXiv 1711.05101, in float64, over three updates of the warm-up."""
     (beta1, beta2), lr = BETAS, 2e-3
     trained = make_policy(tiny_folder, lr=lr, warmup_steps=5, grad_clip=1e9)
@@ -148,7 +146,7 @@ def assert_same_row(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_each_rank_gets_its_own_rows_and_they_are_those_of_one_rank(size: int) -> None:
+def test_each_rank_gets_its_own_rows_and_together_they_are_those_of_one_rank(size: int) -> None:
     wanted = micro_batches(several(), row_tokens=12, normalize_std=False)
     outlines = [group.outline for group in several()]
     dealt = [deal(planned(several() if rank == 0 else outlines), Wired(rank, size)) for rank in range(size)]
@@ -170,7 +168,7 @@ def test_a_message_of_other_rows_is_refused() -> None:
         decode(data, rows[:-1])
 
 
-def test_a_row_costs_what_its_trees_do_and_several_ranks_begin_with_the_costliest() -> None:
+def test_rows_are_dealt_costliest_first() -> None:
     groups = make_groups()
     (row,) = plan(groups, row_tokens=512)
     flops = [forward_flops(SMALL, len(g.prompt), [len(c) for c in g.completions]) for g in groups]
@@ -180,7 +178,7 @@ def test_a_row_costs_what_its_trees_do_and_several_ranks_begin_with_the_costlies
     assert dealing_order([], 2) == []
 
 
-def test_ranks_wait_for_the_costliest_row_of_each_turn_and_less_when_dealt_by_cost() -> None:
+def test_dealing_by_cost_reduces_the_ranks_idle_time() -> None:
     assert idle_frac([4.0, 2.0, 3.0, 3.0], 2) == pytest.approx(2 / 14)
     assert idle_frac([5.0], 2) == pytest.approx(0.5)  # the other rank has no row
     assert idle_frac([4.0, 2.0, 3.0], 1) == idle_frac([], 2) == 0

@@ -55,7 +55,7 @@ def alone(config: Path, one_thread: None) -> Path:
     return config.parent / "one"
 
 
-def test_ranks_train_like_one_and_any_number_of_ranks_resumes_them(config: Path, alone: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_like_one_and_one_resumes_them(config: Path, alone: Path, tmp_path: Path) -> None:
     """A step of one micro-batch leaves a rank idle."""
     out = tmp_path / "two"
     assert on_two_ranks(command(config, out)) == [DONE, DONE]
@@ -84,7 +84,7 @@ class Alone(Direct):
         return super().join(greeting)
 
 
-def test_what_a_meeting_agrees_on_reaches_every_rank(
+def test_the_agreed_state_reaches_every_rank(
     config: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretrain, "read_invite", lambda path: path)
@@ -99,7 +99,7 @@ def test_what_a_meeting_agrees_on_reaches_every_rank(
 
 
 @pytest.mark.slow
-def test_what_breaks_the_training_ends_all_ranks(
+def test_a_diverged_update_ends_all_ranks(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "RANKS_TIMEOUT_S", 60.0)

@@ -31,7 +31,7 @@ def run(tmp_path: Path, tiny_folder: Path) -> Iterator[Run]:
     found.close()
 
 
-def test_sites_and_meeting_are_killed_and_stopped_and_every_round_leaves_all_with_the_same_bits(run: Run) -> None:
+def test_all_sites_have_the_same_bits_after_every_round_although_processes_die(run: Run) -> None:
     run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 100_000_000"))  # until all was seen
     sites = ["site-0", "site-1", "site-2"]
     for name in ("meet", *sites):
@@ -67,7 +67,7 @@ def test_sites_and_meeting_are_killed_and_stopped_and_every_round_leaves_all_wit
     assert held[-1] < held[0]
 
 
-def test_a_meeting_whose_state_has_a_flipped_bit_ends_and_changes_no_site(run: Run) -> None:
+def test_a_meeting_with_a_flipped_bit_in_its_state_ends(run: Run) -> None:
     run.config.write_text(
         run.config.read_text().replace("steps = 300", "steps = 100_000_000").replace("sites = 3", "sites = 1")
     )
@@ -90,7 +90,7 @@ def heldout(run: Run, name: str) -> list[dict[str, Any]]:
     return [each for each in run.figures(name) if "heldout_loss" in each]
 
 
-def test_a_site_of_two_ranks_meets_another_and_comes_back_after_one_rank_died(run: Run) -> None:
+def test_a_site_of_two_ranks_returns_after_one_rank_died(run: Run) -> None:
     a_row_each = "pretrain.micro_batch=1"
     run.start("meet", "sites.sites=2", "sites.quorum=2")  # so each waits for the other
     run.start("site-0", a_row_each, ranks=2)
@@ -108,7 +108,7 @@ def test_a_site_of_two_ranks_meets_another_and_comes_back_after_one_rank_died(ru
     assert held[-1] < held[0]
 
 
-def test_a_site_that_differs_is_told_what_and_the_others_go_on(run: Run) -> None:
+def test_a_site_that_differs_is_refused_and_the_others_continue(run: Run) -> None:
     run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 20"))
     run.start("meet", "sites.sites=2")
     invite = run.invite("site-1")
@@ -126,7 +126,7 @@ def test_a_site_that_differs_is_told_what_and_the_others_go_on(run: Run) -> None
     assert [run.end(name) for name in ("site-0", "meet")] == [0, 0]
 
 
-def test_a_site_whose_disk_is_full_ends_with_that_message_and_the_others_go_on(run: Run, tmp_path: Path) -> None:
+def test_a_site_with_a_full_disk_ends_and_the_others_continue(run: Run, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True).returncode:

@@ -48,7 +48,7 @@ def test_every_format_gives_the_same_documents(name: str, tmp_path: Path) -> Non
     assert texts(Corpus(f"{tmp_path}/[az]*.*")) == [*TEXTS, "three"] or name.startswith("c4"), "in the order of names"
 
 
-def test_pieces_of_a_text_file_are_the_file(tmp_path: Path) -> None:
+def test_the_pieces_of_a_text_file_add_up_to_it(tmp_path: Path) -> None:
     content = "".join(f"line {i} ünï\r\n" for i in range(5000)) + "no end"
     path = tmp_path / "a.txt"
     path.write_bytes(content.encode())
@@ -108,7 +108,7 @@ def stream(folder: Path, **changed: Any) -> TokenStream:
     return TokenStream(Corpus(str(write(folder, "a.jsonl"))), tiny_tokenizer(), **({"first": 2, "share": 4} | changed))
 
 
-def test_tokens_are_the_documents_end_to_end_and_every_epoch_has_all_of_them(tmp_path: Path) -> None:
+def test_every_epoch_is_all_documents_concatenated(tmp_path: Path) -> None:
     wanted = tiny_tokenizer()("<eos>".join([*TEXTS[2:], ""]))["input_ids"]
     opened = stream(tmp_path)
     assert opened.sequences(1, len(wanted)).flatten().tolist() == wanted
@@ -116,7 +116,7 @@ def test_tokens_are_the_documents_end_to_end_and_every_epoch_has_all_of_them(tmp
 
 
 @pytest.mark.parametrize("before", [1, 7, 40, 130])
-def test_a_stream_goes_on_at_any_token(before: int, tmp_path: Path) -> None:
+def test_a_stream_resumes_at_any_token(before: int, tmp_path: Path) -> None:
     whole = stream(tmp_path).sequences(1, before + 60).flatten().tolist()
     first = stream(tmp_path)
     first.sequences(1, before)
@@ -126,7 +126,7 @@ def test_a_stream_goes_on_at_any_token(before: int, tmp_path: Path) -> None:
     assert again.sequences(1, 60).flatten().tolist() == whole[before:]
 
 
-def test_sites_that_share_the_numbers_read_every_document_once(tmp_path: Path) -> None:
+def test_sites_with_different_shares_read_every_document_once(tmp_path: Path) -> None:
     given = iter(range(100))
     sites = [stream(tmp_path, first=3, share=2, take=lambda: next(given)) for _ in range(3)]
     tokenizer, read = tiny_tokenizer(), [""] * 3
@@ -140,7 +140,7 @@ def test_sites_that_share_the_numbers_read_every_document_once(tmp_path: Path) -
     assert sorted(found) == sorted(TEXTS[3:])
 
 
-def test_held_out_documents_are_whole_sequences(tmp_path: Path) -> None:
+def test_held_out_documents_are_cut_into_full_sequences(tmp_path: Path) -> None:
     corpus = Corpus(str(write(tmp_path, "a.jsonl")))
     tokens = tiny_tokenizer()("0:<eos>1:ab<eos>")["input_ids"]
     assert heldout(corpus, tiny_tokenizer(), 2, 3).tolist() == [tokens[:3], tokens[3:6]]

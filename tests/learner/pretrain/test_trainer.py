@@ -79,7 +79,7 @@ def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(
     assert losses[0][-1] < losses[0][0]
 
 
-def test_after_a_kill_it_goes_on_from_the_newest_whole_checkpoint(
+def test_a_killed_run_resumes_from_the_newest_complete_checkpoint(
     config: str, tmp_path: Path, stop_after: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shoal.learner.pretrain.trainer import Pretraining
@@ -96,7 +96,7 @@ def test_after_a_kill_it_goes_on_from_the_newest_whole_checkpoint(
     assert [name for name in whole if not torch.equal(whole[name], killed[name])] == []
 
 
-def test_a_step_does_not_depend_on_micro_batches_but_for_rounding(config: str, tmp_path: Path, stop_after: Any) -> None:
+def test_micro_batches_change_a_step_only_by_rounding(config: str, tmp_path: Path, stop_after: Any) -> None:
     for name, size in (("one", 4), ("four", 1)):
         assert train(config, tmp_path / name, f"pretrain.micro_batch={size}", "pretrain.steps=2") == DONE
     one, four = newest(tmp_path / "one"), newest(tmp_path / "four")
@@ -120,7 +120,7 @@ def test_the_rate_warms_up_and_follows_a_cosine() -> None:
         ("model.device=cuda:99", USAGE, 'set model.device = "cpu"'),
     ],
 )
-def test_a_failure_is_one_line(
+def test_an_error_is_one_line(
     config: str,
     tmp_path: Path,
     stop_after: Any,

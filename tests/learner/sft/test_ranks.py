@@ -39,7 +39,7 @@ def check_close(one: Path, other: Path, moved: float = 2 * LR * UPDATES) -> None
     assert float((a != b).float().mean()) < 1e-3
 
 
-def test_data_are_the_same_on_every_rank(tiny_folder: Path, rows: Path) -> None:
+def test_data_are_encoded_exactly_for_other_ranks(tiny_folder: Path, rows: Path) -> None:
     data = data_of(tiny_folder, config(rows))
     assert Data.from_bytes(data.to_bytes()) == data
 
@@ -58,7 +58,7 @@ def test_two_ranks_train_as_one_does_and_one_resumes_them(tiny_folder: Path, row
 
 
 @pytest.mark.slow
-def test_what_stops_the_leader_ends_all_ranks(
+def test_an_error_of_the_leader_ends_all_ranks(
     tiny_folder: Path, rows: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = command(tiny_folder, rows, tmp_path / "out")

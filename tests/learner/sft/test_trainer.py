@@ -64,7 +64,7 @@ class StopsAfter(threading.Event):
         return self.left < 0
 
 
-def test_packed_and_alone_the_loss_is_the_same(tiny_folder: Path, rows: Path, tmp_path: Path) -> None:
+def test_packing_does_not_change_the_loss(tiny_folder: Path, rows: Path, tmp_path: Path) -> None:
     settings = config(rows)
     sft = make(tiny_folder, tmp_path / "out", settings)
     examples = sft.data.train
@@ -85,7 +85,7 @@ def test_packed_and_alone_the_loss_is_the_same(tiny_folder: Path, rows: Path, tm
     assert sum(packed) == pytest.approx(nats / sum(example.n_trained for example in examples), rel=1e-5)
 
 
-def test_the_loss_falls_and_what_is_left_is_a_model(tiny_folder: Path, rows: Path, tmp_path: Path) -> None:
+def test_the_loss_falls_and_the_model_is_written(tiny_folder: Path, rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     settings = config(rows, epochs=6, checkpoint_every=0)
     model = make(tiny_folder, out, settings).run(NEVER)
@@ -119,7 +119,7 @@ def test_a_resumed_run_equals_the_straight_one_bit_for_bit(tiny_folder: Path, ro
 
 
 @pytest.mark.parametrize("changed", [{"batch": 5}, {"eval_frac": 0.1}])
-def test_a_folder_of_another_run_is_left_alone(
+def test_a_folder_of_another_run_is_refused(
     tiny_folder: Path, rows: Path, tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     make(tiny_folder, tmp_path / "out", config(rows)).run(StopsAfter(0))
@@ -127,7 +127,7 @@ def test_a_folder_of_another_run_is_left_alone(
         make(tiny_folder, tmp_path / "out", config(rows, **changed)).run(NEVER)
 
 
-def test_each_epoch_trains_on_everything_once_in_an_order_of_its_own() -> None:
+def test_each_epoch_trains_on_everything_once_in_a_new_order() -> None:
     updates = plan(10, SftSection(epochs=3, batch=4), seed=1)
     assert [len(batch) for _, batch in updates] == [4, 4, 2] * 3
     orders = [[i for epoch, batch in updates if epoch == e for i in batch] for e in range(3)]
@@ -138,14 +138,14 @@ def test_each_epoch_trains_on_everything_once_in_an_order_of_its_own() -> None:
     assert updates != plan(10, SftSection(epochs=3, batch=4), seed=2)
 
 
-def test_what_is_held_out_is_not_trained_on(tiny_folder: Path, rows: Path) -> None:
+def test_held_out_conversations_are_not_trained_on(tiny_folder: Path, rows: Path) -> None:
     data, whole = data_of(tiny_folder, config(rows)), data_of(tiny_folder, config(rows, eval_frac=0)).train
     assert (len(data.train), len(data.heldout)) == (16, 4)
     parts = [e.tokens.tobytes() for e in [*data.train, *data.heldout]]
     assert sorted(parts) == sorted(e.tokens.tobytes() for e in whole)
 
 
-def test_long_conversations_are_dropped_with_one_log_line(
+def test_long_conversations_are_dropped_with_one_warning(
     tiny_folder: Path, rows: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -155,7 +155,7 @@ def test_long_conversations_are_dropped_with_one_log_line(
     assert line.startswith(f"dropped {20 - len(data.train)} of 20 conversations: longer than sft.max_tokens = 24")
 
 
-def test_a_conversation_that_is_far_too_long_is_encoded_once_whatever_its_turns(
+def test_a_conversation_that_is_far_too_long_is_encoded_only_once(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each turn is found by encoding all that precedes it: a row of 60 kB with 1,600 turns took two minutes."""
@@ -189,9 +189,7 @@ def test_data_that_leaves_nothing_to_train_on_is_refused(
         data_of(tiny_folder, config(rows, **changed))
 
 
-def test_a_token_that_ended_every_turn_ends_completions_of_the_model(
-    tiny_folder: Path, rows: Path, tmp_path: Path
-) -> None:
+def test_tokens_that_end_turns_become_the_models_eos_tokens(tiny_folder: Path, rows: Path, tmp_path: Path) -> None:
     settings = config(rows, batch=16, eval_frac=0, checkpoint_every=0)
     sft = make(tiny_folder, tmp_path / "out", settings)
     model = Sft(sft.policy, Data(sft.data.train, [], {1, 2}), settings, tmp_path / "out").run(NEVER)
