@@ -4,10 +4,9 @@
     python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.process JOBS.json
 
 Each job is a run in its folder: {"model", "out", "files", "validator", "steps", "dtype", "changed", "die"}. The posted
-reports go to OUT/reports.json. `die`: the process sends itself SIGKILL in "computing" gradients of a row, "updating" or
-"checkpointing" after that many. `shown`, if there is one, is `Pool.shown`. A job with "site", the file of an invite, is at
-one of several sites.
-A job with "check" calls one of `sharding` instead: {"check", "model", "out", "settings"}.
+reports go to OUT/reports.json. `die`: {"updating": n} or {"checkpointing": n}: the process sends itself SIGKILL after n of
+these. A job with "site", the file of an invite, is at one of several sites.
+A job with "check" runs one of `sharding` instead: {"check", "model", "out", "settings"}.
 """
 
 import json
@@ -35,8 +34,8 @@ def main() -> None:
         out = Path(job["out"])
         if "check" in job:
             out.mkdir(parents=True, exist_ok=True)
-            found = CHECKS[job["check"]](ranks, Path(job["model"]), job["settings"])
-            (out / f"{ranks.rank}.json").write_text(json.dumps(found))
+            result = CHECKS[job["check"]](ranks, Path(job["model"]), job["settings"])
+            (out / f"{ranks.rank}.json").write_text(json.dumps(result))
             continue
         files = [path.read_bytes() for path in sorted(Path(job["files"]).iterdir())]
         kind = SitePool if "site" in job else Pool

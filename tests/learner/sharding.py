@@ -1,6 +1,5 @@
-"""What the tests of several ranks do inside the ranks, where a run's files cannot show it. Each check returns what it found.
-
-What rank R found goes to OUT/R.json (`tests.learner.process`).
+"""Checks that run inside each of several ranks. Each returns its result, which rank R writes to OUT/R.json
+(`tests.learner.process`).
 """
 
 from pathlib import Path
@@ -25,7 +24,7 @@ from .support import N_TOKENS, make_groups, make_policy
 
 
 def loads(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """A policy loaded in shards, and one loaded whole and sharded then: what of them differs, also after two updates."""
+    """Compare a policy loaded in shards with one loaded whole and then sharded, also after two updates."""
 
     def made() -> tuple[Policy, Tensor]:
         torch.manual_seed(1)
@@ -33,7 +32,7 @@ def loads(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]
 
     (sharded, state), old = (
         made(),
-        mock.patch.object(masters, "opened", return_value="this is the test's old way"),
+        mock.patch.object(masters, "opened", return_value="the test loads it whole"),
     )
     with old:
         whole_, whole_state = made()
@@ -60,13 +59,13 @@ def loads(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]
 
 
 def _different(one: Policy, other: Policy) -> list[str]:
-    found = []
+    result = []
     for of in ("named_parameters", "named_buffers"):
         pairs = [{name: local(x.detach()) for name, x in getattr(policy.model, of)()} for policy in (one, other)]
-        found += [] if pairs[0].keys() == pairs[1].keys() else [of]
-        found += [name for name in pairs[0] if not _same(pairs[0][name], pairs[1][name])]
-    found += [] if list(one.masters) == list(other.masters) else ["masters"]
-    return found + [
+        result += [] if pairs[0].keys() == pairs[1].keys() else [of]
+        result += [name for name in pairs[0] if not _same(pairs[0][name], pairs[1][name])]
+    result += [] if list(one.masters) == list(other.masters) else ["masters"]
+    return result + [
         f"master {name}" for name in one.masters if not _same(*(local(p.masters[name]) for p in (one, other)))
     ]
 
@@ -76,17 +75,17 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def memory(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Bytes read and the most that tensors held, of loading in shards; bytes of the whole model in float32."""
+    """Measure bytes read and peak bytes of tensors while loading in shards, and the size of the whole model in float32."""
     with Live() as live:
-        found = opened(model, "cpu", "fast", ranks.shard)
-        assert isinstance(found, Sharded), found
+        result = opened(model, "cpu", "fast", ranks.shard)
+        assert isinstance(result, Sharded), result
         compared = live.peak_bytes
-        root = Root(found.skeleton())
+        root = Root(result.skeleton())
         ranks.shard(root, torch.float32)
-        found.fill_(root)
+        result.fill_(root)
     parameters = sum(parameter.numel() for parameter in root.parameters())
     return {
-        "read_bytes": found.weights.read_bytes,
+        "read_bytes": result.weights.read_bytes,
         "stored_bytes": 4 * parameters,
         "compared_bytes": compared,
         "peak_bytes": live.peak_bytes,
@@ -95,7 +94,7 @@ def memory(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any
 
 
 class Live(TorchDispatchMode):
-    """The most bytes that tensors made within it held at once."""
+    """Measure the peak bytes of the tensors made within it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,17 +103,17 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its parts come here, too
-        found = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(found):
+            return NotImplemented  # its local parts come here, too
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not leaf.is_meta:
                 self.storages.add(leaf.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, sum({s.data_ptr(): s.nbytes() for s in self.storages}.values()))
-        return found
+        return result
 
 
 def renamed(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """What a policy says of files that must be loaded whole."""
+    """Report why a model's files must be loaded whole."""
     policy = make_policy(model, ranks=ranks)
     return {"why": opened(model, "cpu", "fast", ranks.shard), "whole": policy.sharded is None}
 

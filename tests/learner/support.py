@@ -1,5 +1,6 @@
-"""Shared by the tests of the learner: a policy, groups to train it on, and a node that serves accepted files."""
+"""Shared by the learner's tests: policies, groups, accepted files, and stubs of the pool."""
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,7 @@ def make_policy(
     numerics: Numerics = "fast",
     **changed: Any,
 ) -> Policy:
-    """The weights in `folder`, trained from the first update on at a rate of 1e-3; no KL and no entropy bonus."""
+    """A policy with the weights in `folder`: learning rate 1e-3 without warm-up, no KL, no entropy bonus."""
     settings = {"lr": 1e-3, "warmup_steps": 0, "grad_clip": 1.0} | changed
     section = LearnerSection(**settings, loss=LossSection(**{"beta": 0.0, "entropy": 0.0} | (loss or {})))
     return Policy(folder, section, dtype, device, temperature, ranks, numerics=numerics)
@@ -69,13 +70,13 @@ def masters(of: Policy) -> dict[str, torch.Tensor]:
 
 
 def state(of: Policy) -> dict[str, torch.Tensor]:
-    """Everything that an update changes: masters, the model's weights and the optimizer's state."""
-    found = {f"model/{name}": parameter.detach().clone() for name, parameter in of.model.named_parameters()}
+    """Everything that an update changes: masters, weights and optimizer state."""
+    result = {f"model/{name}": parameter.detach().clone() for name, parameter in of.model.named_parameters()}
     for name, master in of.masters.items():
-        found[name] = master.detach().clone()
+        result[name] = master.detach().clone()
         for key, value in of.optimizer.state[master].items():
-            found[f"{name}/{key}"] = torch.as_tensor(value).clone()
-    return found
+            result[f"{name}/{key}"] = torch.as_tensor(value).clone()
+    return result
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -130,27 +131,27 @@ def accepted(
 
 
 class Store:
-    """A node that is asked for accepted files, and for who may sign them."""
+    """A stub of the leader's node that has accepted files and the validators' keys."""
 
     def __init__(self, *files: bytes, validator: str = VALIDATOR.public) -> None:
         self.files = {f"/v1/accepted/{submission(i)}": data for i, data in enumerate(files)}
         self.invite = SimpleNamespace(run="run")
         self.validator = validator
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     def descriptor(self) -> Any:
         return SimpleNamespace(keys={"validator": [self.validator], "worker": [STRANGER.public]})
 
     def fetch_file(self, path: str, *, most_bytes: int) -> bytes:
-        self.asked.append(path)
+        self.requests.append(path)
         return self.files[path]
 
 
 # --- a run without a pool ---------------------------------------------------------------------------------------------
 
-GROUPS, SIZE = 5, 4  # of a step's only file
+GROUPS, SIZE = 5, 4  # in a step's only file
 RUN = {
-    "sites": {"kind": "fp64", "wait_s": 10.0},  # where learner.sites says that there are several
+    "sites": {"kind": "fp64", "wait_s": 10.0},  # used if learner.sites is set
     "run": {"steps": 3},
     "coordinator": {"prompts_per_step": GROUPS, "async_level": 2},
     "workers": {"groups_per_submission": GROUPS},
@@ -160,7 +161,7 @@ SETTINGS = {
     "lr": 1e-3,
     "warmup_steps": 2,
     "grad_clip": 1.0,
-    "row_tokens": 40,  # a group each: five rows
+    "row_tokens": 40,  # one group per row: five rows
     "optimizer_steps_per_step": 1,
     "keep_versions": 99,
     "keep_last": 99,
@@ -173,7 +174,7 @@ def run_config(steps: int, changed: dict[str, Any]) -> Config:
 
 
 def step_file(step: int) -> bytes:
-    """A step's accepted file: five groups of which no two share a row."""
+    """A step's accepted file: five groups, each in its own row."""
     draw = torch.Generator().manual_seed(step)
     rows = []
     for group in range(GROUPS):
@@ -186,7 +187,7 @@ def step_file(step: int) -> bytes:
 
 
 class Pool(Store):
-    """The leader's node: step s's batch is all of file s. Keeps the reports."""
+    """A stub of the leader's node: step s's batch is file s. It keeps the reports."""
 
     def __init__(self, *files: bytes, validator: str = VALIDATOR.public) -> None:
         super().__init__(*files, validator=validator)
@@ -210,7 +211,7 @@ class Pool(Store):
 
 
 class SitePool(Pool):
-    """The same for one of several sites, which asks how many steps are reported."""
+    """A `Pool` that also tells sites how many steps are reported."""
 
     def get(self, path: str, kind: Any) -> Any:
         if path == "/v1/status":
@@ -228,7 +229,7 @@ def make_learner(
     ranks: Ranks | None = None,
     **changed: Any,
 ) -> Learner:
-    """The learner of such a run, as `shoal learner` makes it. `pool` is None on ranks that do not lead."""
+    """Make a learner as `shoal learner` does. `pool` is None on ranks other than the leader."""
     config = run_config(steps, changed)
     torch.manual_seed(config.run.seed)
     policy = Policy(model, config.learner, dtype, "cpu", config.sampling.temperature, ranks)
@@ -238,8 +239,20 @@ def make_learner(
 def make_site_learner(
     invite: Path, model: Path, out: Path, pool: Pool | None, *, steps: int, ranks: Ranks, **changed: Any
 ) -> SiteLearner:
-    """The same at the site of this invite, whose meeting is reached over HTTP."""
+    """Make the learner of the site that this invite is for. It reaches its meeting over HTTP."""
     of = make_learner(model, out, pool, steps=steps, ranks=ranks, **changed)
     read, terms = read_invite(str(invite)), learner_terms(of.config, of.policy)
     way = Remote(read, out, terms, patience_s=60.0) if ranks.leads else None
     return SiteLearner(of.node, of.config, of.policy, out, name_of(read), way)
+
+
+class StopsAfter(threading.Event):
+    """An event that is set after `n` queries: training queries it once per step."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.left = n
+
+    def is_set(self) -> bool:
+        self.left -= 1
+        return self.left < 0

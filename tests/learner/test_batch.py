@@ -1,4 +1,4 @@
-"""Groups as training data: each of their tokens once, with its own logprob and advantage, whatever the row's budget."""
+"""Packing groups into rows: each token once, with its logprob and advantage, whatever the row length."""
 
 import math
 from typing import Any
@@ -43,19 +43,19 @@ def test_every_token_is_packed_once_with_its_logprob_and_advantage(row_tokens: i
         mean = sum(one.rewards) / len(one.rewards)
         for tokens, reward in zip(one.completions, one.rewards, strict=True):
             wanted |= dict.fromkeys(tokens, reward - mean)
-    found = [
+    result = [
         (int(token), float(behaviour), float(advantage))
         for micro in packed(row_tokens)
         for token, behaviour, advantage in zip(micro.pack.target_N, micro.behaviour_N, micro.advantage_N, strict=True)
     ]
-    assert sorted(token for token, _, _ in found) == sorted(wanted)
-    assert all(behaviour == -token for token, behaviour, _ in found)
-    assert all(advantage == pytest.approx(wanted[token]) for token, _, advantage in found)
+    assert sorted(token for token, _, _ in result) == sorted(wanted)
+    assert all(behaviour == -token for token, behaviour, _ in result)
+    assert all(advantage == pytest.approx(wanted[token]) for token, _, advantage in result)
     assert all(len(micro.pack.tokens_T) <= row_tokens for micro in packed(row_tokens))
 
 
 def test_a_row_is_as_long_as_its_longest_sequence_needs() -> None:
-    """What the validator accepted, the learner can train on: 3 tokens of prompt and 12 of a completion in rows of 8."""
+    """A prompt of 3 tokens and a completion of 12, in rows of 8."""
     assert max(len(micro.pack.tokens_T) for micro in packed(row_tokens=8)) == 15
     assert sum(len(micro.advantage_N) for micro in packed(row_tokens=8)) == sum(group.n_tokens for group in GROUPS)
 
@@ -65,7 +65,7 @@ def test_the_tokens_of_a_rollout_have_one_index(row_tokens: int) -> None:
     rollouts = []
     for micro in packed(row_tokens):
         numbers, counts = torch.unique_consecutive(micro.rollout_N, return_counts=True)
-        assert len(set(numbers.tolist())) == len(numbers)  # none comes back
+        assert len(set(numbers.tolist())) == len(numbers)  # each is contiguous
         rollouts += [part.tolist() for part in micro.pack.target_N.split(counts.tolist())]
     wanted = [tokens for one in GROUPS for tokens in one.completions if tokens]
     assert sorted(rollouts) == sorted(wanted)
@@ -90,7 +90,7 @@ def test_groups_of_equal_rewards_have_no_gradient_without_beta_and_entropy() -> 
 
 
 def conversation(answer: list[int]) -> Group:
-    """Two completions, the first in three turns of which the environment wrote the one in the middle."""
+    """Two completions. The first has three turns, the middle one by the environment."""
     own = [[500, 501, 502, 503], [600, 601]]
     completions = [[500, 501, *answer, 502, 503], own[1]]
     behaviour = [[-float(token) for token in tokens] for tokens in own]
@@ -100,20 +100,19 @@ def conversation(answer: list[int]) -> Group:
 @pytest.mark.parametrize("row_tokens", [12, 64])
 def test_environment_tokens_are_inputs_but_never_targets(row_tokens: int) -> None:
     batches = micro_batches([*GROUPS, conversation([7, 8, 9])], row_tokens=row_tokens, normalize_std=False)
-    found = {
+    result = {
         int(target): (float(behaviour), float(advantage))
         for micro in batches
         for target, behaviour, advantage in zip(micro.pack.target_N, micro.behaviour_N, micro.advantage_N, strict=True)
     }
-    assert {token: found[token] for token in (500, 501, 502, 503)} == {
+    assert {token: result[token] for token in (500, 501, 502, 503)} == {
         token: (-float(token), -0.5) for token in (500, 501, 502, 503)
     }
-    assert not {7, 8, 9} & set(found)
+    assert not {7, 8, 9} & set(result)
     assert sum(token in (7, 8, 9) for micro in batches for token in micro.pack.tokens_T.tolist()) == 3
 
 
 def test_environment_tokens_change_the_logprobs_of_later_tokens_only(tiny_model: Any) -> None:
-    """Of the tokens after it, not of those before it."""
     logps = []
     for answer in ([7, 8, 9], [9, 7, 30]):
         one = conversation(answer)
@@ -134,15 +133,15 @@ REWARDS = torch.tensor([1.0, 0.0, 0.25, 0.9, 0.0])
 
 
 def test_advantages_are_rewards_minus_the_mean_optionally_over_the_sample_std() -> None:
-    """As in TRL and verl: a group is a sample of the policy's completions."""
+    """The std is the sample std, as in TRL and verl."""
     expected = torch.tensor([0.57, -0.43, -0.18, 0.47, -0.43])
     torch.testing.assert_close(group_advantages(REWARDS, normalize_std=False), expected)
     assert float(group_advantages(REWARDS, normalize_std=True).std(correction=1)) == pytest.approx(1, abs=1e-4)
     (micro,) = packed(row_tokens=512, normalize_std=True)
-    found = dict(zip(micro.pack.target_N.tolist(), micro.advantage_N.tolist(), strict=True))
-    size = len(GROUPS[0].completions)  # half of them right: 1 / 2 over the sample's std
+    result = dict(zip(micro.pack.target_N.tolist(), micro.advantage_N.tolist(), strict=True))
+    size = len(GROUPS[0].completions)  # half of the rewards are 1: 1 / 2 over the sample's std
     for token in GROUPS[0].completions[0]:
-        assert abs(found[token]) == pytest.approx(math.sqrt((size - 1) / size), abs=1e-4)
+        assert abs(result[token]) == pytest.approx(math.sqrt((size - 1) / size), abs=1e-4)
     for dtype in (torch.float64, torch.int64, torch.bool):
         for normalize_std in (True, False):
             of = group_advantages(torch.tensor([1, 0, 0]).to(dtype), normalize_std=normalize_std)
@@ -153,6 +152,6 @@ def test_advantages_are_rewards_minus_the_mean_optionally_over_the_sample_std() 
 @settings(deadline=None)
 @given(reward=st.floats(-100, 100, width=32), size=st.integers(1, 64))
 def test_equal_rewards_give_advantages_of_exactly_zero(normalize_std: bool, reward: float, size: int) -> None:
-    """Exactly, because the online filter drops a group whose advantages are all zero."""
+    """The online filter drops a group whose advantages are all zero."""
     advantages_G = group_advantages(torch.full((size,), reward), normalize_std=normalize_std)
     assert torch.equal(advantages_G, torch.zeros(size))

@@ -1,4 +1,4 @@
-"""Each loss.kind through a whole update, against a forward that knows no packing; what the ratio divides by."""
+"""Each loss.kind in an update, compared with a forward pass without packing; and which behaviour logprobs are used."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ MAX_TOKENS = 16
 
 
 def by_hand(policy: Policy, completion: list[int], prompt: list[int]) -> Tensor:
-    """logp_T of one completion, by transformers' own forward of it alone."""
+    """logp_T of one completion, computed by transformers without packing."""
     with torch.no_grad():
         logits_TV = policy.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits_TV, -1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
@@ -61,7 +61,7 @@ def test_a_steps_loss_equals_one_computed_rollout_by_rollout(
 
 
 def test_only_unchecked_logprobs_are_recomputed(tiny_folder: Path, tmp_path: Path) -> None:
-    """The worker claims -4 nats, or what dominates the batch: of an unchecked group neither is used."""
+    """The worker claims -4 nats, or values that would dominate the batch. Neither is used if the group is unchecked."""
     learner = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=20)
     checked, *rest = make_groups()
     figures = [
@@ -79,7 +79,7 @@ def unchecked() -> list[Group]:
 
 
 def test_unchecked_logprobs_are_recomputed_on_policy(tiny_folder: Path, tmp_path: Path) -> None:
-    """The files claim -4 nats for every token, which none has. The first update's ratio is 1 if nobody believes them."""
+    """The files claim -4 nats for every token, which is false. If that is not used, the first update's ratio is 1."""
     figures = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=20).train(unchecked())
     assert figures["policy/mismatch_kl"] == figures["policy/clip_low"] + figures["policy/clip_high"] == 0.0
 
@@ -88,7 +88,7 @@ def test_recomputed_logprobs_are_those_at_the_start_of_the_step(tiny_folder: Pat
     learner = alone(tiny_folder, tmp_path, row_tokens=512, optimizer_steps_per_step=3)
     figures = learner.train(unchecked())
     assert learner.policy.updates == 3
-    assert figures["policy/mismatch_kl"] > 0  # the first update's is 0, the others' is not
+    assert figures["policy/mismatch_kl"] > 0  # 0 in the first update, not in the others
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 4}}], ids=["weights", "adapters"])
@@ -98,7 +98,7 @@ def test_recomputed_activations_give_the_same_gradients(
 ) -> None:
     both = []
     for again in (False, True):
-        torch.manual_seed(0)  # adapters begin at random numbers
+        torch.manual_seed(0)  # adapters start at random values
         loss = {"beta": 0.01, "entropy": 0.01}
         both.append(policy := make_policy(tiny_folder, loss=loss, activation_checkpointing=again, **lora))
         for _ in range(2):

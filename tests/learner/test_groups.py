@@ -1,4 +1,4 @@
-"""What the learner accepts: verified files, whole groups, young enough and plausible. A broken file is quarantined."""
+"""Which groups the learner accepts: signed, complete, recent and plausible ones. A malformed file is quarantined."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ CONFIG = parse(
 
 @pytest.fixture
 def quarantine(tmp_path: Path) -> Path:
-    """Where files that break the schema go. The first one creates it."""
+    """The folder for files that break the schema. It is created when first needed."""
     return tmp_path / "quarantine"
 
 
@@ -41,32 +41,32 @@ def fetched(store: Store, quarantine: Path, *members: tuple[int, int], step: int
 
 
 def changed(data: bytes) -> bytes:
-    """With another nonce in its header."""
+    """Change the nonce in the header."""
     return data.replace(b"0" * 32 + b'"', b"1" * 32 + b'"')
 
 
 def test_the_validators_keys_are_requested_once_per_batch(quarantine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, asked = Store(accepted(), accepted()), []
+    store, requests = Store(accepted(), accepted()), []
     descriptor = store.descriptor()
-    monkeypatch.setattr(store, "descriptor", lambda: asked.append(1) or descriptor)
+    monkeypatch.setattr(store, "descriptor", lambda: requests.append(1) or descriptor)
     fetched(store, quarantine, (0, 2), (1, 0), (0, 0))
-    assert len(asked) == 1
+    assert len(requests) == 1
 
 
 def test_groups_are_in_the_order_of_the_batch_and_each_file_is_read_once(quarantine: Path) -> None:
     store = Store(accepted(), accepted(version=3))
-    found = fetched(store, quarantine, (0, 2), (1, 0), (0, 0))
-    assert (found.refused, found.quarantined) == (0, 0) and not quarantine.exists()
-    assert [(group.submission, group.policy_version) for group in found.groups] == [
+    result = fetched(store, quarantine, (0, 2), (1, 0), (0, 0))
+    assert (result.refused, result.quarantined) == (0, 0) and not quarantine.exists()
+    assert [(group.submission, group.policy_version) for group in result.groups] == [
         (submission(0), 4),
         (submission(1), 3),
         (submission(0), 4),
     ]
-    first = found.groups[0]
+    first = result.groups[0]
     assert first.outline == Outline(submission(0), 2, 4, 2, [2, 2], [0.0, 1.0], [[], []]) and first.n_tokens == 4
     assert [list(part) for part in (first.prompt, *first.completions)] == [[6, 5], [30, 2], [31, 2]]
     assert [list(part) for part in first.behaviour] == [[-0.5, -0.25]] * 2
-    assert len(store.asked) == 2  # each file once
+    assert len(store.requests) == 2  # each file once
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_groups_are_in_the_order_of_the_batch_and_each_file_is_read_once(quarant
 def test_a_file_of_another_origin_or_with_incomplete_groups_is_left_out(
     data: bytes, message: str, quarantine: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The same batch comes again at each restart. A validator that was evicted since has files in it, too."""
-    found = fetched(Store(data, accepted()), quarantine, (0, 2), (1, 0))
-    assert ([group.submission for group in found.groups], found.foreign) == ([submission(1)], 1)
+    """It must not stop the learner, because the batch is the same after each restart."""
+    result = fetched(Store(data, accepted()), quarantine, (0, 2), (1, 0))
+    assert ([group.submission for group in result.groups], result.foreign) == ([submission(1)], 1)
     assert re.search(message, caplog.text)
 
 
@@ -110,10 +110,10 @@ def test_a_file_that_breaks_the_schema_is_quarantined(
 ) -> None:
     store = Store(accepted(), broken)
     with caplog.at_level(logging.ERROR):
-        found = fetched(store, quarantine, (1, 0), (0, 1), (1, 2))
-    assert [group.submission for group in found.groups] == [submission(0)]
-    assert (found.refused, found.quarantined) == (0, 2)  # groups, of one file that was asked for once
-    assert len(store.asked) == 2
+        result = fetched(store, quarantine, (1, 0), (0, 1), (1, 2))
+    assert [group.submission for group in result.groups] == [submission(0)]
+    assert (result.refused, result.quarantined) == (0, 2)  # groups, of one file that was asked for once
+    assert len(store.requests) == 2
     assert [path.name for path in quarantine.iterdir()] == [f"{submission(1)}.parquet"]
     assert (quarantine / f"{submission(1)}.parquet").read_bytes() == broken
     [line] = caplog.messages
@@ -129,18 +129,18 @@ def test_a_file_that_breaks_the_schema_is_quarantined(
     ids=["broken", "old"],
 )
 def test_an_empty_batch_says_why_its_groups_were_left_out(files: list[bytes], why: str, quarantine: Path) -> None:
-    found = fetched(Store(*files), quarantine, (0, 0), (1, 0))
-    assert not found.groups and why in found.left_out
+    result = fetched(Store(*files), quarantine, (0, 0), (1, 0))
+    assert not result.groups and why in result.left_out
 
 
 @pytest.mark.parametrize(("version", "taken"), [(4, 1), (2, 1), (1, 0), (0, 0)])
 def test_a_group_beyond_the_async_level_is_counted_and_left_out(version: int, taken: int, quarantine: Path) -> None:
-    found = fetched(Store(accepted(version=version), accepted()), quarantine, (0, 0), (1, 0))
-    assert (len(found.groups), found.refused) == (1 + taken, 1 - taken)
+    result = fetched(Store(accepted(version=version), accepted()), quarantine, (0, 0), (1, 0))
+    assert (len(result.groups), result.refused) == (1 + taken, 1 - taken)
 
 
 def conversation(**changed: Any) -> AcceptedRollout:
-    """A rollout of group 1 with an answer of two tokens."""
+    """A rollout of group 1 in several turns, with two environment tokens."""
     return replace(rollouts()[3], **{"tokens": [10, 2, 8, 9, 11, 2], "logprobs": [-0.5] * 4, "turns": [2, 2]} | changed)
 
 
@@ -160,20 +160,19 @@ IMPOSSIBLE = [-9999.0, -50.5, 0.00390625, 0.5, float("nan"), float("-inf")]
 def test_a_group_with_an_impossible_reward_or_logprob_is_counted_and_left_out(
     row: AcceptedRollout, why: str, quarantine: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The logprobs of a submission that was accepted without a prefill are the worker's."""
     rows = rollouts()
     rows[3] = row
-    found = fetched(Store(accepted(rows=rows)), quarantine, (0, 0), (0, 1), (0, 2))
-    assert ([group.prompt[0] for group in found.groups], found.implausible) == ([4, 6], 1)
+    result = fetched(Store(accepted(rows=rows)), quarantine, (0, 0), (0, 1), (0, 2))
+    assert ([group.prompt[0] for group in result.groups], result.implausible) == ([4, 6], 1)
     [line] = caplog.messages
     assert line.startswith(f"group 1 of {submission(0)} is left out: ") and why in line
 
 
 def test_unchecked_logprobs_may_have_any_value_because_they_are_not_used(quarantine: Path) -> None:
-    """Otherwise a worker could empty the batch with them."""
+    """Otherwise a worker could empty the batch."""
     rows = [replace(row, logprobs=[-9999.0, float("nan")]) for row in rollouts()]
-    found = fetched(Store(accepted(rows=rows, prefilled=False)), quarantine, (0, 0), (0, 1))
-    assert [group.checked for group in found.groups] == [False, False] and found.implausible == 0
+    result = fetched(Store(accepted(rows=rows, prefilled=False)), quarantine, (0, 0), (0, 1))
+    assert [group.checked for group in result.groups] == [False, False] and result.implausible == 0
 
 
 @pytest.mark.parametrize("logprob", [-50.0, 0.0, 0.0009765625])
@@ -196,13 +195,13 @@ def test_outlines_are_encoded_exactly() -> None:
         Group("t", 0, [1], [[2]], [[-0.0]], [1.0], checked=False, number=2),
         Group("u", 3, [1, 2], [[3, 4, 5], [6]], [[-0.5, -1.0], [-0.25]], [0.1, 1.0], [[1, 1], []]),
     ]
-    found = decode(encode(groups))
-    assert found == [group.outline for group in groups]
-    assert [outline.trained for outline in found] == [group.trained for group in groups] == [[1, 0], [1], [2, 1]]
+    result = decode(encode(groups))
+    assert result == [group.outline for group in groups]
+    assert [outline.trained for outline in result] == [group.trained for group in groups] == [[1, 0], [1], [2, 1]]
 
 
 def test_a_groups_arrays_are_views_of_its_file(quarantine: Path) -> None:
-    """A step of 33 million tokens is 8 bytes a token here, and never a list."""
+    """So a step takes 8 bytes per token."""
     [group] = fetched(Store(accepted()), quarantine, (0, 1)).groups
     assert [(array.dtype, array.base is not None) for array in (group.prompt, *group.completions)] == [
         (np.int32, True)
@@ -223,6 +222,6 @@ def test_a_file_with_turns_that_do_not_fit_is_quarantined(
 ) -> None:
     rows = rollouts()
     rows[3] = replace(conversation(), turns=turns)
-    found = fetched(Store(accepted(rows=rows)), quarantine, (0, 0), (0, 1))
-    assert (found.groups, found.quarantined) == ([], 2)
+    result = fetched(Store(accepted(rows=rows)), quarantine, (0, 0), (0, 1))
+    assert (result.groups, result.quarantined) == ([], 2)
     assert f"turns of {turns} do not fit 6 tokens" in caplog.text

@@ -1,4 +1,4 @@
-"""What the leader of several ranks tells the others: a step's groups, and what it reads before they compute."""
+"""What the leader sends to the other ranks: a step's groups, and what it reads for them."""
 
 import json
 import threading
@@ -23,7 +23,7 @@ def files() -> list[bytes]:
 
 
 class Wire:
-    """One of two ranks. `sent`: what the leader told the other, which takes it."""
+    """One of two ranks. `sent`: the leader's messages to the other."""
 
     size = 2
 
@@ -39,7 +39,7 @@ class Wire:
 
 
 def both(pool: Pool, wire: Any, folder: Path) -> tuple[IncomingBatches, IncomingBatches]:
-    """The leader's and another rank's."""
+    """The incoming batches of the leader and of another rank."""
     config: Any = run_config(STEPS, {})
     return tuple(IncomingBatches(node, wire, config, folder) for node in (pool, None))  # type: ignore[arg-type,return-value]
 
@@ -47,10 +47,10 @@ def both(pool: Pool, wire: Any, folder: Path) -> tuple[IncomingBatches, Incoming
 def test_other_ranks_get_the_groups_outlines(tmp_path: Path) -> None:
     wire, stop = Wire(), threading.Event()
     leader, other = both(Pool(*files()), wire, tmp_path)
-    found = leader.wait(0, stop)
-    assert found is not None and len(json.loads(wire.sent[0])) == 5 and b"tokens" in wire.sent[0]
-    told = other.wait(0, stop)
-    assert told is not None and told.groups == [group.outline for group in found.fetched.groups]
+    actual = leader.wait(0, stop)
+    assert actual is not None and len(json.loads(wire.sent[0])) == 5 and b"tokens" in wire.sent[0]
+    received = other.wait(0, stop)
+    assert received is not None and received.groups == [group.outline for group in actual.fetched.groups]
     stop.set()
     assert leader.wait(1, stop) is None and other.wait(1, stop) is None
 
@@ -83,11 +83,11 @@ def test_the_next_steps_files_are_prefetched_once(tmp_path: Path) -> None:
     pool, config = Slow(*files()), run_config(2, {})
     incoming = IncomingBatches(pool, Ranks(), config, tmp_path)  # type: ignore[arg-type]
     incoming.prefetch(1)
-    assert pool.fetched.wait(60), "nobody waits for it"
-    found = incoming.wait(1, threading.Event())
-    assert found is not None
-    assert [group.submission for group in found.fetched.groups] == [submission(1)] * 5
-    assert pool.asked == [f"/v1/accepted/{submission(1)}"]
+    assert pool.fetched.wait(60), "it is fetched before anyone waits for it"
+    actual = incoming.wait(1, threading.Event())
+    assert actual is not None
+    assert [group.submission for group in actual.fetched.groups] == [submission(1)] * 5
+    assert pool.requests == [f"/v1/accepted/{submission(1)}"]
     assert pool.activities == ["the batch of step 2", "training step 2"], "people count steps from 1"
 
 
@@ -96,14 +96,14 @@ def test_an_error_in_the_prefetch_ends_the_wait_on_all_ranks(tmp_path: Path) -> 
         def get(self, path: str, kind: Any) -> Any:
             raise ShoalError("the coordinator is gone")
 
-    class Told(Ranks):
+    class Recording(Ranks):
         sent: list[bytes] = []
 
         def broadcast(self, message: bytes | None) -> bytes:
             self.sent.append(message or b"")
             return b""
 
-    ranks = Told(0, 2)
+    ranks = Recording(0, 2)
     incoming = IncomingBatches(Gone(), ranks, run_config(2, {}), tmp_path)  # type: ignore[arg-type]
     incoming.prefetch(1)
     incoming.node = Pool()  # type: ignore[assignment]
@@ -115,8 +115,8 @@ def test_an_error_in_the_prefetch_ends_the_wait_on_all_ranks(tmp_path: Path) -> 
 # --- what it reads -----------------------------------------------------------------------------------------------------
 
 
-def told(rank: Any, read: Callable[[], int]) -> int:
-    return from_leader(cast(Ranks, rank), read, lambda found: str(found).encode(), lambda data: int(data))
+def on_rank(rank: Any, read: Callable[[], int]) -> int:
+    return from_leader(cast(Ranks, rank), read, lambda actual: str(actual).encode(), lambda data: int(data))
 
 
 def never(*_: Any) -> Any:
@@ -129,16 +129,16 @@ def refuse() -> int:
 
 def test_every_rank_gets_what_the_leader_read() -> None:
     wire: list[bytes] = []
-    assert told(Wire(wire, leads=True), lambda: 7) == 7
-    assert told(Wire(wire, leads=False), never) == 7 and not wire
+    assert on_rank(Wire(wire, leads=True), lambda: 7) == 7
+    assert on_rank(Wire(wire, leads=False), never) == 7 and not wire
 
 
 def test_a_leaders_error_is_raised_on_every_rank() -> None:
     wire: list[bytes] = []
     with pytest.raises(ShoalError, match="^no such file"):
-        told(Wire(wire, leads=True), refuse)
+        on_rank(Wire(wire, leads=True), refuse)
     with pytest.raises(ShoalError, match="rank 0 ended: no such file"):
-        told(Wire(wire, leads=False), never)
+        on_rank(Wire(wire, leads=False), never)
 
 
 def test_a_single_rank_encodes_nothing() -> None:

@@ -38,7 +38,7 @@ def files() -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def straight(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, files: list[bytes], one_thread: None) -> Path:
-    """The folder of the run that nothing disturbed."""
+    """The folder of an uninterrupted run."""
     out = tmp_path_factory.mktemp("straight")
     assert make_learner(tiny_folder, out, Pool(*files), steps=STEPS, **CHANGED).run(threading.Event()) == "finished"
     return out
@@ -49,10 +49,10 @@ def versions(out: Path) -> dict[str, bytes]:
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for path in checkpoint.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
+        result |= load_file(path)
+    return result
 
 
 def names(folder: Path) -> list[str]:
@@ -60,7 +60,7 @@ def names(folder: Path) -> list[str]:
 
 
 def killed(folder: Path, out: Path, files: list[bytes], die: dict[str, int]) -> None:
-    """A run in `out` by a process that gets SIGKILL."""
+    """Run the learner in `out` in a process that gets SIGKILL."""
     kept = out / "files"
     kept.mkdir(parents=True)
     for step, data in enumerate(files):
@@ -77,7 +77,7 @@ def killed(folder: Path, out: Path, files: list[bytes], die: dict[str, int]) -> 
 @pytest.mark.parametrize(
     ("die", "kept", "half"),
     [
-        ({"updating": 3}, ["step-000002"], []),  # in step 3: version 3 is published, but no checkpoint has that step
+        ({"updating": 3}, ["step-000002"], []),  # in step 3: version 3 is published, but not in a checkpoint
         ({"checkpointing": 1}, ["step-000002"], [".step-000004"]),
     ],
     ids=["in an update", "in a checkpoint"],
@@ -110,17 +110,17 @@ def test_a_killed_learner_resumes_to_the_same_versions_bit_for_bit(
 
 
 def test_a_finished_run_leaves_versions_checkpoints_and_the_model(straight: Path) -> None:
-    found, last = versions(straight), straight / "versions" / f"v{STEPS:06d}"
-    assert sorted(found) == [f"v{version:06d}" for version in range(STEPS + 1)]
-    assert len(set(found.values())) == STEPS + 1
+    result, last = versions(straight), straight / "versions" / f"v{STEPS:06d}"
+    assert sorted(result) == [f"v{version:06d}" for version in range(STEPS + 1)]
+    assert len(set(result.values())) == STEPS + 1
     assert names(straight / "model") == names(last)
-    assert (straight / "model" / "model.safetensors").read_bytes() == found[last.name]
+    assert (straight / "model" / "model.safetensors").read_bytes() == result[last.name]
     assert names(straight / "checkpoints") == ["step-000002", "step-000004", "step-000005"]
     for step in (2, 4, 5):
         progress = json.loads((straight / f"checkpoints/step-{step:06d}/progress.json").read_text())
-        told = {"step": step, "updates": step, "skipped_in_row": 0, "place": None}
+        fields = {"step": step, "updates": step, "skipped_in_row": 0, "place": None}
         trained = [submission(number) for number in range(step)]
-        assert progress == told | {"trained": trained, "version_digest": blake3(found[f"v{step:06d}"]).hexdigest()}
+        assert progress == fields | {"trained": trained, "version_digest": blake3(result[f"v{step:06d}"]).hexdigest()}
 
 
 def test_old_versions_and_checkpoints_are_deleted(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
@@ -156,7 +156,7 @@ def test_a_stop_request_leaves_a_complete_checkpoint(tiny_folder: Path, tmp_path
 
 
 class Mixed(Pool):
-    """Step 3's batch: two groups of a file that breaks the schema, one that is too old, two of a good one."""
+    """Step 3's batch: two groups of a malformed file, one too old group, and two good groups."""
 
     def get(self, path: str, kind: Any) -> Any:
         batch = super().get(path, kind)
@@ -205,8 +205,8 @@ def test_a_step_without_usable_groups_is_skipped_and_reported(
 ) -> None:
     pool = Pool(files[0], b"broken", accepted(version=2, rows=rollouts(5, 4), by=STRANGER), files[3])
     assert make_learner(tiny_folder, tmp_path, pool, steps=4).run(threading.Event()) == "finished"
-    found = versions(tmp_path)
-    assert found["v000001"] == found["v000002"] == found["v000003"] != found["v000004"]
+    result = versions(tmp_path)
+    assert result["v000001"] == result["v000002"] == result["v000003"] != result["v000004"]
     assert [report.metrics["optim/skipped"] for report in pool.reports] == [0.0, 1.0, 1.0, 0.0]
     assert (pool.reports[1].metrics["data/quarantined"], pool.reports[2].metrics["data/foreign"]) == (5.0, 5.0)
     assert not pool.reports[1].trained
@@ -221,7 +221,7 @@ def test_several_skipped_steps_in_a_row_stop_the_run(tiny_folder: Path, tmp_path
 
 
 def test_impossible_unchecked_logprobs_change_neither_training_nor_metrics(tiny_folder: Path, tmp_path: Path) -> None:
-    """8 of 20 completions claim logprobs that nothing has: with the validator's, or the learner's own, all stays finite."""
+    """8 of 20 completions claim impossible logprobs."""
     spoilt = [replace(row, logprobs=[-9999.0] * len(row.logprobs)) if i % 5 < 2 else row for i, row in enumerate(FILE)]
     pools = []
     for rows in (spoilt, FILE):
@@ -238,7 +238,7 @@ def test_impossible_unchecked_logprobs_change_neither_training_nor_metrics(tiny_
 def test_folders_are_fsynced_before_they_get_their_final_name(
     tiny_folder: Path, tmp_path: Path, files: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a power cut a version that has its name is whole: a restart does not write it again."""
+    """A restart does not write a version again, so it must be complete after a power cut."""
     done: list[str] = []
     rename, fsync = Path.rename, os.fsync
 

@@ -1,4 +1,4 @@
-"""Adapters in place of weights: what is trained, what is published, what is kept."""
+"""LoRA: what is trained, published, merged and saved."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ SCALE = 3.0
 
 
 def adapted(folder: Path, **changed: Any) -> Policy:
-    torch.manual_seed(0)  # adapters begin at random numbers
+    torch.manual_seed(0)  # adapters start at random values
     return make_policy(folder, **{"lora": SECTION, "lr": 1e-2} | changed)
 
 
@@ -83,7 +83,7 @@ def test_an_adapter_adds_its_product_to_its_layer(tiny_folder: Path) -> None:
 def test_a_loaded_version_computes_exactly_what_the_learner_computes(
     tiny_folder: Path, tmp_path: Path, lr: float, dtype: Any
 ) -> None:
-    """Merged into bf16, small updates would vanish. Gain: how much likelier good completions became, bad ones unlikelier."""
+    """Merged into bf16 weights, small updates would vanish. Gain: the sum of advantage times logprob."""
     policy = adapted(tiny_folder, lr=lr, dtype=dtype)
     (micro,) = batches(512)
     start = gain(micro, policy.logprobs(micro.pack)[0])
@@ -94,7 +94,7 @@ def test_a_loaded_version_computes_exactly_what_the_learner_computes(
     loaded = Scorer(load_model(tmp_path / "v", dtype))
     workers = gain(micro, loaded(micro.pack, 1.0, False)[0]) - start
     assert learners != 0
-    assert workers == learners  # not nearly: both compute the same
+    assert workers == learners  # exactly
 
 
 def gain(micro: MicroBatch, logp_N: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Every `loss.kind` against a plain loop in float64, and the promises about clips, sums, extremes and what is reported."""
+"""Every `loss.kind` against a plain loop in float64; clips, sums, extreme values, and reported sums."""
 
 import math
 from collections.abc import Callable
@@ -21,13 +21,13 @@ D = 200.0
 
 
 def section(kind: LossKind = "grpo", **changed: Any) -> LossSection:
-    """No KL, no entropy bonus; gspo's range wide enough that random rollouts lie on both sides of its bounds."""
+    """No KL, no entropy bonus; for gspo a range that random rollouts leave on both sides."""
     wide = {"epsilon": 0.15} if kind == "gspo" else {}
     return LossSection(**{"kind": kind, "beta": 0.0, "entropy": 0.0} | wide | changed)
 
 
 def case(seed: int = 0) -> dict[str, Tensor]:
-    """Ratios from e^-3 to e^3, so every clip binds somewhere, with both signs of advantage. float64."""
+    """Random data in float64: ratios from e^-3 to e^3, so that every bound is reached, with both signs of advantage."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal() -> Tensor:
@@ -36,7 +36,7 @@ def case(seed: int = 0) -> dict[str, Tensor]:
     behaviour_N = -normal().abs() - 0.1
     drift_N = 6 * torch.rand(N, generator=generator, dtype=torch.float64) - 3
     rollout_N = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    shift_R = 2.5 * torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)  # apart as whole rollouts too
+    shift_R = 2.5 * torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)  # so whole rollouts drift, too
     return {
         "logp_N": (behaviour_N + 0.5 * drift_N + 0.5 * shift_R[rollout_N]).clamp(max=-1e-3),
         "behaviour_N": behaviour_N,
@@ -57,7 +57,7 @@ def gradient(data: dict[str, Tensor], settings: LossSection | None = None) -> Te
     return gradient_N
 
 
-# ---- each kind in plain loops: the loss, and its derivative by every token's logprob
+# ---- plain loops: the loss, and its derivative by each token's logprob
 
 
 def clipped_loop(r: float, a: float, low: float, high: float, delta: float) -> tuple[float, float]:
@@ -67,8 +67,8 @@ def clipped_loop(r: float, a: float, low: float, high: float, delta: float) -> t
     return value, r * a if free else 0.0
 
 
-def weighted_loop(p: float, r: float, a: float, most: float, keep: bool) -> tuple[float, float]:
-    weight = min(r, most) * a * keep
+def weighted_loop(p: float, r: float, a: float, max_ratio: float, keep: bool) -> tuple[float, float]:
+    weight = min(r, max_ratio) * a * keep
     return weight * p, weight
 
 
@@ -96,7 +96,7 @@ def slow(data: dict[str, Tensor], s: LossSection) -> tuple[float, list[float]]:
             kl = math.exp(bound) * (1 + log_ref - bound) - 1 - log_ref
             total += share * (-value + s.beta * kl - s.entropy * d["entropy_N"][t])
             slopes[t] += share * s.beta * (1 - math.exp(bound))
-            for u in tokens if s.kind == "gspo" else [t]:  # a rollout's ratio moves with each of its tokens
+            for u in tokens if s.kind == "gspo" else [t]:  # a rollout's ratio depends on each of its tokens
                 slopes[u] -= share * slope / (len(tokens) if s.kind == "gspo" else 1)
     return total / D, [slope / D for slope in slopes]
 
@@ -145,14 +145,14 @@ def token(logp: float, behaviour: float, advantage: float) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("now", "then", "advantage", "moves"),
     [
-        (0.75, 0.5, 1.0, False),  # up by more than 0.2, and pushed up further
-        (0.75, 0.5, -1.0, True),  # the same, pushed back
-        (0.25, 0.5, -1.0, False),  # down by more than 0.2, and pushed down further
+        (0.75, 0.5, 1.0, False),  # 0.25 up, and pushed further up
+        (0.75, 0.5, -1.0, True),  # pushed back
+        (0.25, 0.5, -1.0, False),  # 0.25 down, and pushed further down
         (0.25, 0.5, 1.0, True),
-        (0.65, 0.5, 1.0, True),  # not far enough: PPO would clip this ratio of 1.3
-        (0.15, 0.001, 1.0, True),  # a rare token, 150 times as likely: still a small change of the policy
-        (0.75, 0.95, -1.0, True),  # a common one, just within
-        (0.74, 0.95, -1.0, False),  # a ratio of 0.78, beyond
+        (0.65, 0.5, 1.0, True),  # 0.15 up; PPO would clip this ratio of 1.3
+        (0.15, 0.001, 1.0, True),  # a rare token that became 150 times as likely
+        (0.75, 0.95, -1.0, True),  # a common token, just within the bound
+        (0.74, 0.95, -1.0, False),  # just beyond it, at a ratio of 0.78
     ],
 )
 def test_dppo_masks_a_token_that_moved_far_in_the_direction_of_its_advantage(
@@ -161,7 +161,7 @@ def test_dppo_masks_a_token_that_moved_far_in_the_direction_of_its_advantage(
     gradient_N = gradient(token(math.log(now), math.log(then), advantage), section("dppo"))
     assert (float(gradient_N) != 0) == moves
     kept_N = gradient(token(math.log(0.1), math.log(0.001), advantage), section("dppo"))
-    assert float(kept_N) == pytest.approx(-20.0 * advantage / D), "the weight of what it keeps is bounded"
+    assert float(kept_N) == pytest.approx(-20.0 * advantage / D), "the weight of kept tokens is bounded"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,7 +174,7 @@ def test_on_policy_every_kind_is_the_policy_gradient_for_rollouts_of_max_tokens(
     terms = policy_loss(**data | {"logp_N": logp_N}, denominator=of_batch, settings=settings)
     (gradient_N,) = torch.autograd.grad(terms.loss, logp_N)
     expected_N = data["advantage_N"]
-    if kind == "gspo":  # the rollout's mean; a rollout has one advantage, this data has not
+    if kind == "gspo":  # the mean over the rollout, as this data has an advantage per token
         expected_N = expected_N.view(3, 100).mean(1).repeat_interleave(100)
     torch.testing.assert_close(gradient_N, -expected_N / 300)
 
@@ -224,7 +224,7 @@ def test_no_extreme_logprob_gives_a_loss_or_gradient_that_is_not_finite(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_reported_sum_is_finite_for_impossible_logprobs(kind: LossKind) -> None:
-    """exp(80) per token, added up over some thousand tokens, overflows float32."""
+    """exp(80) per token, summed over thousands of tokens, overflows float32."""
     n = 20_000
     data = {
         "logp_N": torch.full((n,), -1.0),
@@ -236,7 +236,7 @@ def test_every_reported_sum_is_finite_for_impossible_logprobs(kind: LossKind) ->
     data["logp_N"].requires_grad_()
     terms = policy_loss(**data, denominator=float(n), settings=section(kind, beta=0.001))
     assert {name for name, value in vars(terms).items() if isinstance(value, Tensor)} == {"loss"}, (
-        "figures hold no graph"
+        "the reported sums are plain floats"
     )
     assert all(math.isfinite(float(torch.as_tensor(value).detach())) for value in vars(terms).values())
 
@@ -254,7 +254,7 @@ def test_a_ratio_too_large_for_float32_gives_no_gradient_if_ratios_are_clipped(
 
 @pytest.mark.parametrize("d", [-30.0, -1.0, 0.5, 7.9, 8.1, 15.0, 300.0])
 def test_the_gradient_of_k3_points_towards_the_reference_and_is_bounded(d: float) -> None:
-    """Without a bound one token of 15 nats outweighs three million others; clipped to a constant it would have no pull."""
+    """Unbounded, one token of 15 nats outweighs three million others; clipped to a constant, it has no gradient."""
     logp = torch.tensor(-400.0, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(k3(logp, torch.tensor(d - 400.0, dtype=torch.float64)), logp)
     assert float(slope) == pytest.approx(1 - math.exp(min(d, 8.0)))
@@ -269,7 +269,7 @@ def test_the_mean_of_k3_over_samples_is_the_kl_from_policy_to_reference() -> Non
 # ---- what is reported
 
 
-def hand_made(kind: LossKind) -> LossTerms:
+def counted_terms(kind: LossKind) -> LossTerms:
     ratio_N = torch.tensor([0.5, 0.5, 0.9, 1.3, 1.3, 5.0, 5.0, 5.0, 1.0])
     advantage_N = torch.tensor([-1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 0.0])
     settings = section(kind, **{"epsilon": 0.07 if kind == "dppo" else 0.2, "delta": 4.0})
@@ -286,11 +286,14 @@ CLIPPED = {"clip_low": 1, "clip_high": 2, "clip_delta": 2}
         ("grpo", CLIPPED),
         ("gspo", CLIPPED),
         ("cispo", {"clip_low": 0, "clip_high": 0, "clip_delta": 3}),
-        ("dppo", {"clip_low": 1, "clip_high": 1, "clip_delta": 2}),  # probabilities 0.15 then; 0.075, 0.195, 0.75 now
+        (
+            "dppo",
+            {"clip_low": 1, "clip_high": 1, "clip_delta": 2},
+        ),  # probabilities: 0.15 at sampling; 0.075, 0.195, 0.75 now
     ],
 )
 def test_a_clip_counter_counts_only_tokens_without_gradient(kind: LossKind, counts: dict[str, int]) -> None:
-    terms = hand_made(kind)
+    terms = counted_terms(kind)
     assert {name: getattr(terms, name) for name in counts} == counts
 
 

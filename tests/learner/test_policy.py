@@ -1,4 +1,4 @@
-"""One update: what it changes, what it must not, how a batch is cut up; where memory ends."""
+"""One update: what it changes, how a batch is split, and what happens when memory runs out."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_an_update_after_a_diverged_one_is_as_if_that_had_not_happened(tiny_fold
 
 
 def assert_same_gradients(one: Policy, other: Policy) -> None:
-    """Adam's first step is lr * sign(gradient): compare the averaged gradients that it kept."""
+    """Compare Adam's averaged gradients, because its first step is only lr * sign(gradient)."""
     for a, b in zip(one.optimizer.state.values(), other.optimizer.state.values(), strict=True):
         torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-3, atol=1e-7)
 
@@ -88,7 +88,7 @@ def test_a_batch_in_pieces_gives_the_same_update(tiny_folder: Path, row_tokens: 
 def test_computing_logits_in_slices_makes_no_difference(
     tiny_folder: Path, kind: LossKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of no loss: neither one of single tokens, nor one whose gradients depend on whole rollouts."""
+    """Neither for losses of single tokens nor for gspo, whose gradients depend on whole rollouts."""
     loss = {"kind": kind, "beta": 0.01, "entropy": 0.01}
     whole, sliced = make_policy(tiny_folder, loss=loss), make_policy(tiny_folder, loss=loss)
     one = whole.update(batches(512), N_TOKENS)
@@ -105,14 +105,16 @@ def test_gradients_move_to_the_masters_as_soon_as_they_are_complete(tiny_folder:
 
 
 def flat() -> list[MicroBatch]:
-    """Without any advantage: all of the gradient comes from KL and entropy."""
+    """Rows without advantages: only KL and entropy have a gradient."""
     return [replace(micro, advantage_N=torch.zeros_like(micro.advantage_N)) for micro in batches()]
 
 
 def test_beta_and_entropy_have_a_gradient_and_only_beta_needs_a_reference(tiny_folder: Path) -> None:
     free, held = make_policy(tiny_folder), make_policy(tiny_folder, loss={"beta": 0.5})
     assert free.reference is None and free.update(flat(), N_TOKENS)["optim/grad_norm"] == 0
-    assert held.update(batches(), N_TOKENS)["policy/kl"] == pytest.approx(0.0, abs=1e-5)  # it is the reference still
+    assert held.update(batches(), N_TOKENS)["policy/kl"] == pytest.approx(
+        0.0, abs=1e-5
+    )  # it still equals the reference
     moved = held.update(flat(), N_TOKENS)
     assert moved["policy/kl"] > 0 and moved["optim/grad_norm"] > 0
     assert held.reference is not None and all(p.grad is None for p in held.reference.parameters())
@@ -147,7 +149,7 @@ def test_the_computed_and_published_weights_are_the_rounded_masters(tiny_folder:
 def test_updates_too_small_for_bf16_add_up(tiny_folder: Path) -> None:
     trained = make_policy(tiny_folder, lr=1e-6)
     name, moved = "model.layers.0.mlp.up_proj.weight", []
-    with torch.no_grad():  # bf16 steps of 0.002 and more from here: Adam's of 1e-6 vanish in them
+    with torch.no_grad():  # a bf16 step is 0.002 or more at these values; Adam's steps are 1e-6
         trained.masters[name].copy_(0.5 * trained.masters[name].sign())
     trained.round()
     start = masters(trained)[name]

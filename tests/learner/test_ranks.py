@@ -40,13 +40,13 @@ CHANGED: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4}, "activation_checkpointing": True},
 }
 RUNS = list(CHANGED)
-SHARDED: dict[str, tuple[str, dict[str, Any]]] = {  # a model of `models`, and the settings of its policy
+SHARDED: dict[str, tuple[str, dict[str, Any]]] = {  # a model in `models`, and settings of its policy
     "tied": ("tied", {"dtype": "bfloat16", "loss": {"beta": 0.01}}),
     "untied": ("untied", {}),
     "lora": ("tied", {"lora": {"rank": 4}}),
     "published": ("adapters", {"lora": {"rank": 4}}),
 }
-QUICK = ["tied"]  # on two ranks; all on four, which is slow
+QUICK = ["tied"]  # checked on two ranks; all are checked on four, which is slow
 SUMS = ("loss", "optim/grad_norm", "policy/entropy", "policy/kl", "policy/mismatch_kl", "policy/clip_low")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,7 +61,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of(name: str) -> dict[str, Any]:
-    """Steps and dtype of the run. All but one take two steps."""
+    """Steps and dtype of the run."""
     dtype = "bfloat16" if name == "bfloat16" else "float32"
     return {"steps": STEPS if name == "float32" else 2, "dtype": dtype}
 
@@ -76,7 +76,7 @@ def pool(files: Path) -> Pool:
 
 
 def torchrun(n: int, folder: Path, jobs: list[dict[str, Any]]) -> None:
-    """Run these jobs one after the other on `n` ranks."""
+    """Run these jobs in turn on `n` ranks."""
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
@@ -98,7 +98,7 @@ def torchrun(n: int, folder: Path, jobs: list[dict[str, Any]]) -> None:
 
 
 def without_last_step(out: Path, to: Path) -> Path:
-    """A copy of a run's folder as it was before the last step, without that step's version."""
+    """Copy a run's folder as it was before the last step."""
     shutil.copytree(out, to)
     shutil.rmtree(to / f"checkpoints/step-{STEPS:06d}")
     for version in (STEPS - 1, STEPS):
@@ -124,7 +124,7 @@ def models(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     folder = tmp_path_factory.mktemp("models")
     untied = tiny_llama(
         2, tie_word_embeddings=False, vocab_size=61, num_hidden_layers=3
-    )  # 61 rows: no rank has equal ones
+    )  # 61 rows do not divide equally
     untied.save_pretrained(folder / "untied", max_shard_size="500KB")  # float32, in several files
     assert (folder / "untied" / INDEX).exists()
     tiny_llama(3, tie_word_embeddings=False, num_hidden_layers=16).save_pretrained(folder / "deep")
@@ -137,7 +137,7 @@ def models(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def checks(models: dict[str, Path], folder: Path, names: list[str]) -> list[dict[str, Any]]:
-    """Jobs of `sharding`."""
+    """Jobs that run checks of `sharding`."""
     made = [("loads", name, *SHARDED[name]) for name in names]
     made += [("memory", "memory", "deep", {})]
     made += [] if names == QUICK else [("renamed", "renamed", "qwen2_moe", {})]
@@ -177,27 +177,29 @@ def version(out: Path, number: int) -> dict[str, torch.Tensor]:
     return load_file(out / f"versions/v{number:06d}/model.safetensors")
 
 
-def assert_same_weights(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], most: float = 1e-3) -> None:
-    assert list(found) == list(wanted)
-    a, b = (torch.cat([weights[name].flatten().float() for name in wanted]) for weights in (found, wanted))
+def assert_same_weights(
+    result: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], max_frac: float = 1e-3
+) -> None:
+    assert list(result) == list(wanted)
+    a, b = (torch.cat([weights[name].flatten().float() for name in wanted]) for weights in (result, wanted))
     assert bool(((a - b).abs() <= SETTINGS["lr"] + 2**-8 * b.abs()).all())  # type: ignore[operator]
-    assert float((a != b).float().mean()) < most
+    assert float((a != b).float().mean()) < max_frac
 
 
-def assert_same_run(found: Path, wanted: Path) -> None:
-    """Steps of five rows each: no number of ranks here divides them."""
+def assert_same_run(result: Path, wanted: Path) -> None:
+    """Each step has five rows, which no number of ranks here divides."""
     expected = reports(wanted)
-    for one, other in zip(reports(found), expected, strict=True):
+    for one, other in zip(reports(result), expected, strict=True):
         for name in SUMS:
             assert one.metrics[name] == pytest.approx(other.metrics[name], rel=1e-4, abs=1e-6), name
         assert one.metrics["perf/tokens"] == other.metrics["perf/tokens"]
         assert one.trained == other.trained
     for number in range(len(expected) + 1):
-        assert_same_weights(version(found, number), version(wanted, number))
+        assert_same_weights(version(result, number), version(wanted, number))
 
 
 def cases(quick: Iterable[str], every: Iterable[str]) -> list[Any]:
-    """Names of what is compared on two ranks, and of what on four, which is slow."""
+    """Parameters: names to compare on two ranks, and on four, which is slow."""
     four = [pytest.param("four", name, marks=pytest.mark.slow) for name in every]
     return [*(("two", name) for name in quick), *four]
 
@@ -208,7 +210,7 @@ def test_several_ranks_train_as_one_does(request: pytest.FixtureRequest, alone: 
 
 
 def test_each_step_changes_the_published_weights(alone: Path) -> None:
-    """Without this, the tests above would also pass for ranks that train nothing."""
+    """Otherwise the tests above would also pass for ranks that train nothing."""
     for number in range(STEPS):
         before, after = version(alone / "float32", number), version(alone / "float32", number + 1)
         assert sum(not torch.equal(before[name], after[name]) for name in before) > len(before) / 2
@@ -228,7 +230,7 @@ def test_two_ranks_checkpoint_resumes_on_four(four: Path, two: Path) -> None:
 def assert_continued(out: Path, straight: Path, posted: list[StepReport]) -> None:
     resumed_at = STEPS - 1
     files = [(run / f"versions/v{resumed_at:06d}/model.safetensors").read_bytes() for run in (out, straight)]
-    assert files[0] == files[1]  # made from the checkpoint, which loses nothing
+    assert files[0] == files[1]  # written from the checkpoint, which is exact
     assert_same_weights(version(out, STEPS), version(straight, STEPS))
     [report], wanted = posted, reports(straight)[-1]
     assert report.step == resumed_at
@@ -239,8 +241,8 @@ def assert_continued(out: Path, straight: Path, posted: list[StepReport]) -> Non
 # --- loading and publishing in shards -------------------------------------------------------------------------------
 
 
-def found(folder: Path, name: str) -> list[dict[str, Any]]:
-    """What each rank found in this check."""
+def findings(folder: Path, name: str) -> list[dict[str, Any]]:
+    """What each rank reported in this check."""
     return [json.loads(path.read_text()) for path in sorted((folder / "checks" / name).iterdir())]
 
 
@@ -248,8 +250,8 @@ def found(folder: Path, name: str) -> list[dict[str, Any]]:
 def test_loading_in_shards_gives_the_same_bits_as_loading_whole(
     request: pytest.FixtureRequest, ranks: str, name: str
 ) -> None:
-    for rank, of in enumerate(found(request.getfixturevalue(ranks), name)):
-        assert of["sharded"] and of["loaded whole"], "else there is nothing to compare"
+    for rank, of in enumerate(findings(request.getfixturevalue(ranks), name)):
+        assert of["sharded"] and of["loaded whole"], "otherwise there is nothing to compare"
         assert of["differ"] == []
         assert of["generation"] and of["tied"] == (name != "untied")
         assert rank == 0 or of["published elsewhere"] == 0
@@ -257,13 +259,13 @@ def test_loading_in_shards_gives_the_same_bits_as_loading_whole(
 
 @pytest.mark.parametrize(("ranks", "name"), cases(["memory"], ["memory"]))
 def test_no_rank_reads_or_keeps_more_than_its_share(request: pytest.FixtureRequest, ranks: str, name: str) -> None:
-    """Of 16 blocks, two are gathered at once, one used and one to come, beside what stands outside of them."""
-    results = found(request.getfixturevalue(ranks), name)
+    """Of 16 blocks, two are gathered at once (one in use, one prefetched), besides what is outside of blocks."""
+    results = findings(request.getfixturevalue(ranks), name)
     for of in results:
         share = of["whole_bytes"] / len(results)
         assert of["read_bytes"] == pytest.approx(
             2 * of["stored_bytes"] / len(results), rel=0.01
-        )  # to compare; to train
+        )  # once to compare, once to train
         assert share < of["compared_bytes"] < share + 0.35 * of["whole_bytes"]
         assert of["peak_bytes"] < share + 0.35 * of["whole_bytes"]
     assert sum(of["read_bytes"] for of in results) == 2 * results[0]["stored_bytes"]
@@ -272,13 +274,13 @@ def test_no_rank_reads_or_keeps_more_than_its_share(request: pytest.FixtureReque
 
 @pytest.mark.slow
 def test_a_model_with_other_tensor_names_is_loaded_whole(four: Path) -> None:
-    for of in found(four, "renamed"):
+    for of in findings(four, "renamed"):
         assert of["whole"] and "name tensors differently from transformers" in of["why"]
 
 
 @pytest.mark.parametrize("name", ["float32", "lora"])
 def test_two_ranks_publish_the_same_files_as_one(two: Path, alone: Path, name: str) -> None:
-    """Before the first step, where both have the same weights."""
+    """The first version, where both have the same weights."""
     versions = [folder / name / "versions/v000000" for folder in (two, alone)]
     first, second = ({path.name: path.read_bytes() for path in version.iterdir()} for version in versions)
     assert first.keys() == second.keys()
@@ -306,7 +308,7 @@ def test_every_item_goes_to_one_rank_and_shares_have_equal_length(n: int, size: 
 
 
 def test_only_the_leaders_messages_have_the_long_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that hangs in a collective ends the run after the short time; an idle pool does not."""
+    """A rank that hangs in a collective ends the run soon; a pool without a full batch does not."""
     import torch.distributed as dist
 
     waits: dict[str, float] = {}

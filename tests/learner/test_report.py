@@ -1,3 +1,5 @@
+"""Metrics of a step: FLOPs, batches, updates, speed, memory."""
+
 import math
 from pathlib import Path
 
@@ -6,23 +8,19 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shoal.learner.groups import Group
+from shoal.learner.groups import Fetched, Group
 from shoal.learner.report import (
     Shape,
-    age_metrics,
-    completion_metrics,
+    batch_metrics,
     finite,
     forward_flops,
     memory_metrics,
-    reward_metrics,
     shape_of,
     speed_metrics,
     sync_metrics,
     training_flops,
     update_metrics,
 )
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 def group(rewards: list[float], lengths: list[int], *, version: int = 0, prompt: int = 4) -> Group:
@@ -54,7 +52,7 @@ def test_the_shape_counts_matrices_once_and_embeddings_never() -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_flops_equal_torchs_count(kv_heads: int) -> None:
-    """Of one long completion after a prompt of one token: then head and body see nearly the same positions."""
+    """For one long completion after a prompt of one token: then head and body compute nearly the same positions."""
     model, length = tiny(tied=False, kv_heads=kv_heads), 9
     with FlopCounterMode(display=False) as counter:
         model(torch.ones(1, length + 1, dtype=torch.long)).logits.sum().backward()
@@ -68,7 +66,7 @@ def test_flops_equal_torchs_count(kv_heads: int) -> None:
 
 def test_each_completion_attends_to_its_prompt_and_to_itself() -> None:
     shape = Shape(body=0, head=0, layers=2, width=8)
-    pairs = (1 + 2) + 3 + (3 + 4 + 5)  # of the prompt of 2, of the completion of 1, of that of 3
+    pairs = (1 + 2) + 3 + (3 + 4 + 5)  # of the prompt of 2, the completion of 1, and the completion of 3
     assert forward_flops(shape, 2, [1, 3]) == 4 * 2 * 8 * pairs
 
 
@@ -78,16 +76,30 @@ def test_a_reference_pass_adds_a_third() -> None:
     assert training_flops(shape, groups, extra_forwards=1) == pytest.approx(alone * 4 / 3)
 
 
-def test_figures_of_groups_are_of_rewards_within_them_of_ages_in_versions_and_of_the_models_own_tokens() -> None:
-    spread = reward_metrics([group([0.0, 2.0], [1, 1]), group([5.0, 5.0], [1, 1])])
-    assert spread == {"reward/batch_mean": 3.0, "reward/std": 0.5}
-    ages = age_metrics([group([0, 1], [1, 1], version=v) for v in (5, 3, 4)], 5, refused=2)
-    assert ages == {"async/staleness_mean": 1.0, "async/staleness_max": 2.0, "async/refused": 2.0}
-    cut = completion_metrics([group([0, 1], [8, 2]), group([0, 1], [4, 2])], max_tokens=8)
-    assert cut["completion/length_mean"] == 4.0 and cut["completion/truncated_frac"] == 0.25
+def test_batch_metrics_are_means_over_the_groups_trained_on() -> None:
+    first, second = group([0.0, 2.0], [8, 2], version=5), group([5.0, 5.0], [4, 2], version=3)
+    metrics = batch_metrics(Fetched([first, second], refused=2, foreign=1), 5, max_tokens=8)
+    assert metrics == {
+        "reward/batch_mean": 3.0,
+        "reward/std": 0.5,
+        "completion/length_mean": 4.0,
+        "completion/truncated_frac": 0.25,
+        "completion/turns_mean": 1.0,
+        "async/staleness_mean": 1.0,
+        "async/staleness_max": 2.0,
+        "async/refused": 2.0,
+        "data/quarantined": 0.0,
+        "data/implausible": 0.0,
+        "data/foreign": 1.0,
+    }
+    assert not batch_metrics(Fetched([]), 5, max_tokens=8)["async/refused"]
+
+
+def test_environment_tokens_count_only_towards_the_length_limit() -> None:
     turns = Group("s", 0, [1], [[4, 5, 6, 7, 8], [4]], [[-1.0] * 3, [-1.0]], [0.0, 1.0], [[2, 2], []])
-    means = {"completion/length_mean": 2.0, "completion/truncated_frac": 0.5, "completion/turns_mean": 1.5}
-    assert completion_metrics([turns], max_tokens=5) == means, "an environment's tokens count towards the limit alone"
+    metrics = batch_metrics(Fetched([turns]), 0, max_tokens=5)
+    assert (metrics["completion/length_mean"], metrics["completion/truncated_frac"]) == (2.0, 0.5)
+    assert metrics["completion/turns_mean"] == 1.5
 
 
 def test_policy_sums_become_means_per_token_and_norms_means_per_update() -> None:
@@ -95,8 +107,8 @@ def test_policy_sums_become_means_per_token_and_norms_means_per_update() -> None
         (30, {"policy/entropy": 30.0, "optim/grad_norm": 1.0, "optim/lr": 1e-6}),
         (10, {"policy/entropy": 50.0, "optim/grad_norm": 3.0, "optim/lr": 2e-6}),
     ]
-    found = {"policy/entropy": 2.0, "optim/grad_norm": 2.0, "optim/lr": 2e-6, "optim/skipped": 0.0}
-    assert update_metrics(updates) == found
+    result = {"policy/entropy": 2.0, "optim/grad_norm": 2.0, "optim/lr": 2e-6, "optim/skipped": 0.0}
+    assert update_metrics(updates) == result
     empty = [(0, {"policy/entropy": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1})]
     assert update_metrics(empty) == {"optim/skipped": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1}, "no token"
 
@@ -110,7 +122,7 @@ def test_mfu_counts_only_training_and_tokens_per_second_the_whole_step() -> None
 def test_memory_is_measured_in_bytes() -> None:
     figures = memory_metrics("cpu")
     assert set(figures) == {"memory/rss_peak_bytes"}
-    assert 50e6 < figures["memory/rss_peak_bytes"] < 1e12, "torch alone takes more than 50 MB"
+    assert 50e6 < figures["memory/rss_peak_bytes"] < 1e12, "torch alone needs more than 50 MB"
 
 
 def test_sync_bytes_is_the_size_of_the_versions_files(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The learner at several sites: alone it is the plain learner; two share each batch, one dies, and none is missed."""
+"""The learner at one or two sites: sharing batches, and a site that dies and returns."""
 
 import threading
 import time
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Quiet(Shared):
-    """It asks for an outcome without keeping the other thread from its work."""
+    """It sleeps before each query, so that the other thread can work."""
 
     def outcome(self, round: int) -> Any:
         time.sleep(0.01)
@@ -68,14 +68,14 @@ def versions(folder: Path) -> dict[str, bytes]:
 
 
 def records(pool: Pool) -> dict[int, StepRecord]:
-    """Of each step, the first: what the coordinator keeps."""
-    found: dict[int, StepRecord] = {}
+    """The first record of each step, which the coordinator keeps."""
+    result: dict[int, StepRecord] = {}
     for report in pool.reports:
         signed = Signed.model_validate_json(report.record)
-        found.setdefault(
+        result.setdefault(
             report.step, StepRecord.model_validate_json(signed.open(pool.identity.public, domain="trained"))
         )
-    return found
+    return result
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 4}}], ids=["weights", "adapters"])
@@ -87,7 +87,7 @@ def test_one_site_with_h_1_is_the_plain_learner_bit_for_bit(
     of, pool = config(2, 1, **lora), SitePool(*files)
     assert of.learner.optimizer_steps_per_step == 1
     meeting = meeting_of(tiny_folder, tmp_path / "meet", of)
-    assert (meeting.terms.shapes.size < 60_000) == bool(lora), "adapters alone travel"
+    assert (meeting.terms.shapes.size < 60_000) == bool(lora), "only adapters are transferred"
     assert site(tiny_folder, tmp_path, pool, meeting, of, "site-0").run(threading.Event()) == "finished"
     plain, merged = versions(tmp_path / "plain"), "model/model.safetensors"
     assert plain == versions(tmp_path / "site-0") == versions(tmp_path / "meet")
@@ -133,7 +133,7 @@ def test_a_dead_site_costs_its_share_of_one_batch_and_returns(tiny_folder: Path,
     other.start()
     with pytest.raises(Killed):
         b.run(stop)
-    while meeting.round < 3:  # the first site waits once, and then no more
+    while meeting.round < 3:  # the first site waits once
         clock.now_s += 10.0 * (meeting.round == 1 and len(meeting.offers) == 1)
         time.sleep(0.01)
     assert again.run(stop) == "finished"
@@ -173,24 +173,24 @@ def test_the_metrics_have_each_sites_outcome_and_figures() -> None:
         round=0, kept=["a"], left_out={"b": "not finite"}, missing=["c"], dealt=["a", "b", "c"], figures=figures,
         digest="0" * 64,
     )  # fmt: skip
-    found = site_metrics(outcome)
-    assert (found["sites/kept"], found["sites/lost"]) == (1.0, 2.0)
-    assert (found["sites/a/kept"], found["sites/a/left_out"], found["sites/a/loss"]) == (1.0, 0.0, 0.5)
-    assert (found["sites/a/computed_s"], found["sites/a/sent_bytes"]) == (3.0, 7.0)
-    assert (found["sites/b/kept"], found["sites/b/left_out"]) == (0.0, 1.0) and "sites/b/loss" not in found
-    assert (found["sites/c/kept"], found["sites/c/left_out"]) == (0.0, 0.0) and "sites/c/computed_s" not in found
+    result = site_metrics(outcome)
+    assert (result["sites/kept"], result["sites/lost"]) == (1.0, 2.0)
+    assert (result["sites/a/kept"], result["sites/a/left_out"], result["sites/a/loss"]) == (1.0, 0.0, 0.5)
+    assert (result["sites/a/computed_s"], result["sites/a/sent_bytes"]) == (3.0, 7.0)
+    assert (result["sites/b/kept"], result["sites/b/left_out"]) == (0.0, 1.0) and "sites/b/loss" not in result
+    assert (result["sites/c/kept"], result["sites/c/left_out"]) == (0.0, 0.0) and "sites/c/computed_s" not in result
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
 def test_every_group_has_exactly_one_site(count: int) -> None:
     groups = [BatchGroup(submission=submission(i // 4), group=i % 4) for i in range(12)]
     sites = [f"site-{i}" for i in range(count)]
-    found = shares(groups, sites)
-    assert set(found) == {(group.submission, group.group) for group in groups} and len(found) == 12
-    sizes = [list(found.values()).count(name) for name in sites]
+    result = shares(groups, sites)
+    assert set(result) == {(group.submission, group.group) for group in groups} and len(result) == 12
+    sizes = [list(result.values()).count(name) for name in sites]
     assert max(sizes) - min(sizes) <= 1 and sum(sizes) == 12
     terms = Terms(Shapes({}), rounds=1, items=lambda _: 12)
-    assert [terms.weight(0, name, sites) for name in sites] == sizes, "the meeting weighs a site by its groups"
+    assert [terms.weight(0, name, sites) for name in sites] == sizes, "the meeting weights a site by its groups"
 
 
 def test_only_groups_of_kept_sites_count() -> None:

@@ -1,4 +1,4 @@
-"""A folder holds one training, and what something else left in it is not touched."""
+"""A folder holds one training run, and files of anything else are not touched."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from shoal.learner.training import CHECKPOINTS, METRICS, MODEL, claim, drop_afte
 
 def test_a_folder_is_claimed_once_and_again_by_the_same_training(tmp_path: Path) -> None:
     claim(tmp_path / "new", {"model": "a", "lr": "1"})
-    (tmp_path / "new" / "model").mkdir()  # what it wrote itself
+    (tmp_path / "new" / "model").mkdir()  # written by this run
     claim(tmp_path / "new", {"lr": "1", "model": "a"})
     with pytest.raises(ConfigError, match="holds a run with lr = 1, not 2: restore it"):
         claim(tmp_path / "new", {"model": "a", "lr": "2"})

@@ -1,4 +1,4 @@
-"""A step of several updates: what each is made of, how its rows reach the ranks; AdamW does what its settings say."""
+"""The updates of a step: their groups and denominators, AdamW, and how rows are dealt to the ranks."""
 
 import random
 from dataclasses import replace
@@ -25,7 +25,7 @@ SECTION: dict[str, Any] = {"grad_clip": 1e9, "optimizer_steps_per_step": UPDATES
 
 
 def groups(count: int = 11) -> list[Group]:
-    """Of 2 to 5 completions and of other lengths each; in every third, all rewards are equal."""
+    """Groups of 2 to 5 completions of different lengths. In every third group all rewards are equal."""
     draw = torch.Generator().manual_seed(1)
     made = []
     for number in range(count):
@@ -38,7 +38,7 @@ def groups(count: int = 11) -> list[Group]:
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "dr_grpo"])
 def test_each_of_eight_updates_has_its_own_share_and_denominator(tiny_folder: Path, tmp_path: Path, kind: str) -> None:
-    """All tokens and rollouts of a share count, those of groups that teach nothing as well, and of no other share."""
+    """The denominator counts all tokens and rollouts of the share, including groups without a gradient."""
     trained = alone(tiny_folder, tmp_path, kind=kind, **SECTION)
     by_hand = make_policy(tiny_folder, loss={"kind": kind}, grad_clip=1e9)
     figures, losses = trained.train(groups()), []
@@ -52,7 +52,7 @@ def test_each_of_eight_updates_has_its_own_share_and_denominator(tiny_folder: Pa
         losses.append(by_hand.update(rows, float(over))["loss"])
     assert trained.policy.updates == UPDATES
     assert figures["loss"] == pytest.approx(sum(losses) / UPDATES)
-    assert equal(state(trained.policy), state(by_hand))  # the moments show each gradient's size
+    assert equal(state(trained.policy), state(by_hand))  # the moments depend on each gradient's size
 
 
 def test_fewer_groups_than_updates_get_one_update_each(tiny_folder: Path, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_fewer_groups_than_updates_get_one_update_each(tiny_folder: Path, tmp_pa
 
 
 def test_the_ratio_of_every_update_is_relative_to_the_sampling_policy(tiny_folder: Path, tmp_path: Path) -> None:
-    """Not to the one that the update begins with: of later updates it is not 1."""
+    """Not to the policy before the update: in later updates it is not 1."""
     trained = alone(tiny_folder, tmp_path, **SECTION | {"optimizer_steps_per_step": 2})
     on_policy = []
     for group in groups(2):
@@ -82,7 +82,7 @@ def test_the_ratio_of_every_update_is_relative_to_the_sampling_policy(tiny_folde
 
 
 def test_updates_are_adamws_at_the_configured_rate(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the formula of arXiv 1711.05101, in float64, over three updates of the warm-up."""
+    """Compare with the formula of arXiv 1711.05101 in float64, over three updates of the warm-up."""
     (beta1, beta2), lr = BETAS, 2e-3
     trained = make_policy(tiny_folder, lr=lr, warmup_steps=5, grad_clip=1e9)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -114,7 +114,7 @@ SMALL = Shape(body=1000, head=64, layers=2, width=8)
 
 
 def several() -> list[Group]:
-    """One of several turns, and one that nobody checked."""
+    """Groups, one with several turns and one unchecked."""
     first, second, third = make_groups()
     turns = [[1, 1], [], [2, 1], []]
     behaviour = [of[: len(of) - bool(own)] for of, own in zip(first.behaviour, turns, strict=True)]
@@ -126,7 +126,7 @@ def planned(known: list[Any], row_tokens: int = 12) -> list[Row]:
 
 
 class Wired(Ranks):
-    """One of several ranks in this process: the leader's messages go through `box`."""
+    """One of several ranks in this process. The leader's messages go through `box`."""
 
     box: list[bytes] = []
 
@@ -137,12 +137,12 @@ class Wired(Ranks):
         return self.box[self.rank]
 
 
-def assert_same_row(found: Any, wanted: Any) -> None:
+def assert_same_row(result: Any, wanted: Any) -> None:
     for name in ("tokens_T", "positions_T", "predictor_N", "target_N"):
-        assert torch.equal(getattr(found.pack, name), getattr(wanted.pack, name)), name
-    assert found.pack.layout.spans == wanted.pack.layout.spans
+        assert torch.equal(getattr(result.pack, name), getattr(wanted.pack, name)), name
+    assert result.pack.layout.spans == wanted.pack.layout.spans
     for name in ("behaviour_N", "advantage_N", "rollout_N"):
-        assert torch.equal(getattr(found, name).nan_to_num(9.0), getattr(wanted, name).nan_to_num(9.0)), name
+        assert torch.equal(getattr(result, name).nan_to_num(9.0), getattr(wanted, name).nan_to_num(9.0)), name
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -150,13 +150,13 @@ def test_each_rank_gets_its_own_rows_and_together_they_are_those_of_one_rank(siz
     wanted = micro_batches(several(), row_tokens=12, normalize_std=False)
     outlines = [group.outline for group in several()]
     dealt = [deal(planned(several() if rank == 0 else outlines), Wired(rank, size)) for rank in range(size)]
-    found = [row for own in dealt for each in own if (row := each.packed(normalize_std=False)) is not None]
-    assert len(found) == len(wanted) > 4
-    by_tokens = {tuple(micro.pack.tokens_T.tolist()): micro for micro in found}
+    result = [row for own in dealt for each in own if (row := each.packed(normalize_std=False)) is not None]
+    assert len(result) == len(wanted) > 4
+    by_tokens = {tuple(micro.pack.tokens_T.tolist()): micro for micro in result}
     for micro in wanted:
         assert_same_row(by_tokens[tuple(micro.pack.tokens_T.tolist())], micro)
     together = [[each.checked for each in own] for own in dealt]
-    assert all(of == together[0] for of in together), "all ranks know which turns lack behaviour"
+    assert all(of == together[0] for of in together), "all ranks know which rows are unchecked"
     assert set(together[0]) == {True, False}
 
 
@@ -180,7 +180,7 @@ def test_rows_are_dealt_costliest_first() -> None:
 
 def test_dealing_by_cost_reduces_the_ranks_idle_time() -> None:
     assert idle_frac([4.0, 2.0, 3.0, 3.0], 2) == pytest.approx(2 / 14)
-    assert idle_frac([5.0], 2) == pytest.approx(0.5)  # the other rank has no row
+    assert idle_frac([5.0], 2) == pytest.approx(0.5)  # the other rank idles
     assert idle_frac([4.0, 2.0, 3.0], 1) == idle_frac([], 2) == 0
     draw = random.Random(0)
     costs = [draw.uniform(1, 3) for _ in range(64)]

@@ -1,4 +1,4 @@
-"""A trainer among several sites, in one process: when rounds are due, healing, and places in the data."""
+"""Sites that pretrain, in one process: rounds, healing, and places in the data."""
 
 import json
 import threading
@@ -25,16 +25,16 @@ SHAPES = {"layers.0.w": (30, 3), "layers.1.w": (30, 3), "embed": (40, 2)}
 
 
 class Shared(Direct):
-    """The meeting is called by one thread at a time, as its server does."""
+    """Call the meeting from one thread at a time, as its server does."""
 
     def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
+        result = super().__getattribute__(name)
         if name not in ("offer", "outcome", "state", "join", "take", "deal", "leave"):
-            return found
+            return result
 
         def call(*arguments: Any) -> Any:
             with LOCK:
-                return found(*arguments)
+                return result(*arguments)
 
         return call
 
@@ -49,7 +49,7 @@ def config(**sites: Any) -> Any:
 
 
 class Trainee:
-    """A site whose training is random numbers; `saved`: by step, what a checkpoint holds."""
+    """A site whose training is random numbers."""
 
     def __init__(self, name: str, meeting: Meeting, settings: Any, folder: Path) -> None:
         self.name, self.folder, self.tensors = name, folder / name, tensors()
@@ -67,7 +67,7 @@ class Trainee:
         self.site = TextSite(name, policy, terms, link, settings.sites, self.folder, threading.Event())
         self.records: list[dict[str, Any]] = []
         self.place: dict[str, int] | None = None
-        self.trainer: Any = SimpleNamespace(  # what of a `Pretraining` a round needs
+        self.trainer: Any = SimpleNamespace(  # the part of `Pretraining` that a round needs
             about=ABOUT,
             record=lambda **figures: self.records.append(figures),
             computed_s=0.0,
@@ -153,7 +153,7 @@ def test_a_killed_site_resumes_after_its_last_accepted_offer(saved: LearnerProgr
     first.train(first.begin(), 10)  # round 1 is accepted, then it is killed
     again = Trainee("site-a", meeting, settings, tmp_path)
     assert again.begin(saved) == 8  # at the start of round 2
-    assert again.place == {"share": 8, "document": 0, "token": 0}  # what round 1 was trained on is not trained again
+    assert again.place == {"share": 8, "document": 0, "token": 0}  # after the data of round 1
     assert again.agreed == meeting.agreed.digest and meeting.members.unfinished() == 0
     again.train(8, 24)
     assert meeting.over

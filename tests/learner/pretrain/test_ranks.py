@@ -1,7 +1,7 @@
-"""Several ranks of one site train like one: processes over gloo, whose step has the same micro-batches as one rank's.
+"""Two ranks of one site, real processes over gloo, train like one.
 
-Shards round the gradient's norm otherwise than one rank does, and clipping scales the gradient by it. AdamW moves a weight
-by lr * m / sqrt(v), so a gradient that is only rounding may move its weight by up to lr either way.
+They compute the same micro-batches, but round the gradient's norm differently, and clipping scales the gradient by it. AdamW
+moves a weight by lr * m / sqrt(v), so a gradient that is only rounding may move its weight by up to lr in either direction.
 """
 
 import json
@@ -63,18 +63,18 @@ def test_two_ranks_train_like_one_and_one_resumes_them(config: Path, alone: Path
     assert figures(alone, "heldout_loss") == pytest.approx(figures(out, "heldout_loss"), abs=1e-3)
     shutil.rmtree(out / "checkpoints" / f"step-{STEPS:06d}")
     shutil.rmtree(out / "model")
-    assert main(command(config, out)) == DONE  # from the checkpoint that two ranks wrote
+    assert main(command(config, out)) == DONE  # from the checkpoint of two ranks
     check_close(alone, out, MOVED)
     assert on_two_ranks(command(config, tmp_path / "idle", "pretrain.micro_batch=4")) == [DONE, DONE]
     check_close(alone, tmp_path / "idle", MOVED)
 
 
 class Alone(Direct):
-    """A site in a meeting of its own."""
+    """A site alone in its meeting."""
 
     def __init__(self, invite: None, folder: Path, terms: Terms, **_: object) -> None:
         model = load_model(self.model, seed=0)
-        tensors = {name: 0.5 * each.detach() for name, each in model.named_parameters()}  # others than the site's own
+        tensors = {name: 0.5 * each.detach() for name, each in model.named_parameters()}  # unlike the site's own
         super().__init__(Meeting(folder / "meet", terms, {}, "run", lambda: Agreed.of(tensors, terms.shapes)), "site-0")
 
     model: Path

@@ -1,4 +1,4 @@
-"""Real processes: `shoal pool meet` and sites that are killed, stopped and started again; and what a wrong site is told."""
+"""Real processes: `shoal pool meet`, and sites that are killed, stopped, restarted or refused."""
 
 import json
 import signal
@@ -26,13 +26,15 @@ def run(tmp_path: Path, tiny_folder: Path) -> Iterator[Run]:
         f"checkpoint_every = 10\n[sites]\nsites = 3\ninner_steps = 10\nwait_s = {WAIT_S}\n"
         "momentum = 0.5\n"
     )
-    found = Run(tmp_path, config, "pretrain")
-    yield found
-    found.close()
+    result = Run(tmp_path, config, "pretrain")
+    yield result
+    result.close()
 
 
 def test_all_sites_have_the_same_bits_after_every_round_although_processes_die(run: Run) -> None:
-    run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 100_000_000"))  # until all was seen
+    run.config.write_text(
+        run.config.read_text().replace("steps = 300", "steps = 100_000_000")
+    )  # until the test ends it
     sites = ["site-0", "site-1", "site-2"]
     for name in ("meet", *sites):
         run.start(name)
@@ -47,7 +49,7 @@ def test_all_sites_have_the_same_bits_after_every_round_although_processes_die(r
     run.start("meet")
     run.until_together(*sites)
     since = len(run.rounds())
-    for name in ("site-0", "site-1"):  # more than half of them
+    for name in ("site-0", "site-1"):  # the majority
         run.signal(name, signal.SIGKILL)
     run.until_round(lambda each: each["kept"] == ["site-2"], "of site-2 alone", since)
     for name in ("site-0", "site-1"):
@@ -92,7 +94,7 @@ def heldout(run: Run, name: str) -> list[dict[str, Any]]:
 
 def test_a_site_of_two_ranks_returns_after_one_rank_died(run: Run) -> None:
     a_row_each = "pretrain.micro_batch=1"
-    run.start("meet", "sites.sites=2", "sites.quorum=2")  # so each waits for the other
+    run.start("meet", "sites.sites=2", "sites.quorum=2")  # so that each waits for the other
     run.start("site-0", a_row_each, ranks=2)
     run.start("site-1")
     run.until_together("site-0", "site-1")
@@ -133,7 +135,7 @@ def test_a_site_with_a_full_disk_ends_and_the_others_continue(run: Run, tmp_path
         pytest.skip("only root may mount a small disk")
     try:
         run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 60"))
-        run.start("meet", "sites.quorum=3")  # nobody trains before all are here
+        run.start("meet", "sites.quorum=3")  # no round closes before all have joined
         for name in ("site-0", "site-2"):
             run.start(name)
         run.start("site-1", out=disk / "site-1")

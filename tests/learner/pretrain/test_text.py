@@ -1,4 +1,4 @@
-"""Text from files of every format, and tokens that can be taken up anywhere."""
+"""Documents from files of every format, and token streams that resume anywhere."""
 
 import gzip
 import json
@@ -27,13 +27,13 @@ def write(folder: Path, name: str, texts: list[str] = TEXTS) -> Path:
 
 
 def texts(corpus: Corpus) -> list[str]:
-    found: list[str] = []
+    result: list[str] = []
     while True:
         try:
-            found.append(corpus.document(len(found)).text)
+            result.append(corpus.document(len(result)).text)
         except EndError as end:
-            assert end.count == len(found)
-            return found
+            assert end.count == len(result)
+            return result
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "c4-train.00000.json.gz", "a.parquet"])
@@ -85,15 +85,15 @@ def test_files_of_a_data_set_on_the_hub(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("en/part-1.txt", "en/part-0.txt", "de/part-0.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    asked = []
+    requests = []
 
     def download(name: str, repo_type: str, allow_patterns: list[str]) -> str:
-        asked.append((name, repo_type, allow_patterns))
+        requests.append((name, repo_type, allow_patterns))
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     corpus = Corpus("allenai/c4:en/*.txt")
-    assert asked == [("allenai/c4", "dataset", ["en/*.txt"])]
+    assert requests == [("allenai/c4", "dataset", ["en/*.txt"])]
     assert [corpus.document(number).text for number in range(2)] == ["en/part-0.txt", "en/part-1.txt"]
 
     def unreachable(*_: object, **__: object) -> str:
@@ -136,8 +136,8 @@ def test_sites_with_different_shares_read_every_document_once(tmp_path: Path) ->
             if place is not None and place.share >= 4:  # the second epoch
                 continue
             read[number] += tokenizer.decode(sites[number].sequences(1, 1).flatten())
-    found = [text for part in read for text in part.split("<eos>") if text]
-    assert sorted(found) == sorted(TEXTS[3:])
+    result = [text for part in read for text in part.split("<eos>") if text]
+    assert sorted(result) == sorted(TEXTS[3:])
 
 
 def test_held_out_documents_are_cut_into_full_sequences(tmp_path: Path) -> None:

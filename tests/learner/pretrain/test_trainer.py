@@ -1,4 +1,4 @@
-"""Pretraining alone: it learns, it resumes bit for bit, and the learning rate is what it says."""
+"""Pretraining at one site: resuming bit for bit, the learning rate, and errors."""
 
 import json
 import threading
@@ -14,24 +14,15 @@ from shoal.config.sites import PretrainSection
 from shoal.learner.pretrain.trainer import rate
 from shoal.model.load import load_model
 
+from ..support import StopsAfter
+
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class StopAfter:
-    """Set once it was asked so many times, which is once a step."""
-
-    def __init__(self, steps: int) -> None:
-        self.left = steps
-
-    def is_set(self) -> bool:
-        self.left -= 1
-        return self.left < 0
 
 
 @pytest.fixture
 def stop_after(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(steps: int) -> None:
-        monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: StopAfter(steps))
+        monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: StopsAfter(steps))
 
     install(10**9)
     return install
@@ -85,7 +76,7 @@ def test_a_killed_run_resumes_from_the_newest_complete_checkpoint(
     from shoal.learner.pretrain.trainer import Pretraining
 
     assert train(config, tmp_path / "whole") == DONE
-    monkeypatch.setattr(Pretraining, "pause", lambda self: None)  # as kill -9 leaves it
+    monkeypatch.setattr(Pretraining, "pause", lambda self: None)  # as after kill -9
     stop_after(5)
     assert train(config, tmp_path / "killed") == FAILED
     monkeypatch.undo()

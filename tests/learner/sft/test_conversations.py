@@ -1,4 +1,4 @@
-"""Conversations from files, as rows or errors that name their line; as tokens, of which the assistant's are trained."""
+"""Conversations: read from files, and encoded as tokens of which the assistant's are trained."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "harbour.jsonl"
 
 
 def test_json_lines_and_parquet_give_the_same_conversations(tmp_path: Path) -> None:
-    """Without the columns that Parquet fills in; a prompt and its completion are a conversation, too."""
+    """Absent fields, which Parquet stores as null, are dropped. A prompt and completion are a conversation, too."""
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
     rows = [{"messages": [{"role": "user", "content": "a"}, call], "tools": [{"name": "f"}]}, *ROWS]
     short = {"prompt": "a", "completion": "b"}
@@ -158,7 +158,7 @@ def test_without_end_tokens_in_the_template_eos_follows_the_last_turn() -> None:
 
 
 def test_generation_marks_in_a_template_are_used(tiny_folder: Path) -> None:
-    forgets = (  # earlier answers are shortened, so a conversation's beginning does not begin it
+    forgets = (  # it shortens earlier answers, so a prefix's tokens are not a prefix of the whole conversation's
         "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}"
         "{{ m['content'] if loop.last else m['content'][-1:] }}<eos>{% endgeneration %}{% else %}{{ m['content'] }}<eos>"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"

@@ -1,5 +1,5 @@
-"""Two ranks fine-tune as one does, but for rounding: real processes over gloo. What may differ is said in
-`tests.learner.pretrain.test_ranks`; weights are published in bf16, so a master between two numbers may give either."""
+"""Two ranks, real processes over gloo, fine-tune like one except for rounding (see `tests.learner.pretrain.test_ranks`).
+Weights are published in bf16, so a master halfway between two numbers may be published as either."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def command(folder: Path, rows: Path, out: Path) -> list[str]:
 
 
 def check_close(one: Path, other: Path, moved: float = 2 * LR * UPDATES) -> None:
-    """The published weights are the same but for a few, which lie within what the updates can move them."""
+    """Check that few published weights differ, and those by no more than the updates can move them."""
     weights = [load_file(out / "model" / "model.safetensors") for out in (one, other)]
     assert weights[0].keys() == weights[1].keys()
     a, b = (torch.cat([held[name].flatten().float() for name in weights[0]]) for held in weights)
@@ -53,7 +53,7 @@ def test_two_ranks_train_as_one_does_and_one_resumes_them(tiny_folder: Path, row
         assert metrics(tmp_path / "one", name) == pytest.approx(metrics(tmp_path / "two", name), abs=1e-3)
     shutil.rmtree(tmp_path / "two" / "model")
     shutil.rmtree(max((tmp_path / "two" / "checkpoints").glob("step-*")))
-    assert main(two) == DONE  # from a checkpoint that two ranks wrote
+    assert main(two) == DONE  # from the checkpoint of two ranks
     check_close(tmp_path / "one", tmp_path / "two")
 
 

@@ -1,4 +1,4 @@
-"""What makes bundled:tiny: it learns, on the answers only, and never sees a sum that is held out."""
+"""The training of bundled:tiny: it learns, on the answers only, and never from held-out sums."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: packing changes nothing, a resumed run is the same run, and the loss falls."""
+"""Fine-tuning on conversations: packing, data, resuming, and the written model."""
 
 import json
 import logging
@@ -16,6 +16,8 @@ from shoal.errors import UserError
 from shoal.learner.sft.conversations import ChatTemplate, Dialogue
 from shoal.learner.sft.trainer import Data, Sft, load_data, micro_batches, open_policy, plan
 from shoal.model.load import eos_ids, load_model, load_tokenizer
+
+from ..support import StopsAfter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEVER = threading.Event()
@@ -52,18 +54,6 @@ def metrics(out: Path, name: str) -> dict[int, float]:
     return {row["step"]: row[name] for row in rows if name in row}
 
 
-class StopsAfter(threading.Event):
-    """Set once it was asked `n` times."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.left = n
-
-    def is_set(self) -> bool:
-        self.left -= 1
-        return self.left < 0
-
-
 def test_packing_does_not_change_the_loss(tiny_folder: Path, rows: Path, tmp_path: Path) -> None:
     settings = config(rows)
     sft = make(tiny_folder, tmp_path / "out", settings)
@@ -72,7 +62,7 @@ def test_packing_does_not_change_the_loss(tiny_folder: Path, rows: Path, tmp_pat
     with torch.no_grad():
         packed = [float(loss(micro)) for micro in micro_batches(examples, row_tokens=256)]
         alone = [float(loss(micro)) for e in examples for micro in micro_batches([e], row_tokens=64)]
-        nats = 0.0  # and by transformers alone, a conversation at a time, token by token
+        nats = 0.0  # computed by transformers, one conversation at a time
         for example in examples:
             logits_TV = sft.policy.model(torch.tensor([list(example.tokens)])).logits[0]
             for start, stop in example.spans:
@@ -92,7 +82,7 @@ def test_the_loss_falls_and_the_model_is_written(tiny_folder: Path, rows: Path, 
     heldout = metrics(out, "heldout_loss")
     assert list(heldout) == [0, 24] and heldout[24] < heldout[0] - 1
     assert list(metrics(out, "loss")) == list(range(1, 25))
-    assert sorted(path.name for path in out.iterdir()) == ["metrics.jsonl", "model", "run.json"]  # checkpoints: none
+    assert sorted(path.name for path in out.iterdir()) == ["metrics.jsonl", "model", "run.json"]  # no checkpoints
 
     assert model is not None
     published = Sft(open_policy(model, settings, "float32"), data_of(model, settings), settings, tmp_path / "again")
@@ -115,7 +105,7 @@ def test_a_resumed_run_equals_the_straight_one_bit_for_bit(tiny_folder: Path, ro
     for name in ("loss", "heldout_loss", "lr", "grad_norm"):
         assert metrics(tmp_path / "straight", name) == metrics(tmp_path / "cut", name)
     lines = [(tmp_path / run / "metrics.jsonl").read_text().count("\n") for run in ("straight", "cut")]
-    assert lines[0] == lines[1]  # no update is recorded twice
+    assert lines[0] == lines[1]  # each update is recorded once
 
 
 @pytest.mark.parametrize("changed", [{"batch": 5}, {"eval_frac": 0.1}])
@@ -158,16 +148,16 @@ def test_long_conversations_are_dropped_with_one_warning(
 def test_a_conversation_that_is_far_too_long_is_encoded_only_once(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each turn is found by encoding all that precedes it: a row of 60 kB with 1,600 turns took two minutes."""
+    """Locating each turn encodes everything before it: a row of 60 kB with 1,600 turns took two minutes."""
     short = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     lines = [json.dumps({"messages": short * n}) for n in (1, 1, 200)]
     (tmp_path / "long.jsonl").write_text("\n".join(lines))
     encoded: list[Dialogue] = []
     encode = ChatTemplate._encode
 
-    def counted(self: ChatTemplate, asked: Dialogue, *arguments: Any, **options: bool) -> Any:
-        encoded.append(asked)
-        return encode(self, asked, *arguments, **options)
+    def counted(self: ChatTemplate, dialogue: Dialogue, *arguments: Any, **options: bool) -> Any:
+        encoded.append(dialogue)
+        return encode(self, dialogue, *arguments, **options)
 
     monkeypatch.setattr(ChatTemplate, "_encode", counted)
     data = data_of(tiny_folder, config(tmp_path / "long.jsonl", max_tokens=24, eval_frac=0))
