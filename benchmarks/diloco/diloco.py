@@ -32,7 +32,7 @@ from benchmarks.diloco.diloco_model import Size, Trainee, Trainees, perplexity, 
 from shoal.diloco.agreed import Agreed, Shapes
 from shoal.diloco.codec import Kind
 from shoal.diloco.meeting import Meeting
-from shoal.diloco.messages import SILENT, Greeting, Terms
+from shoal.diloco.messages import Figures, Greeting, Terms
 from shoal.diloco.site import Site
 
 RESULT = RESULTS / "diloco.json"
@@ -105,7 +105,7 @@ def sparse(setting: Setting, first: Trainee, held_N: Tensor) -> dict[str, Any]:
             if step % setting.inner_steps == 0:
                 offers = [site.offer(tensors) for site, tensors in zip(sites, trainees.tensors, strict=True)]
                 for name, (digest, offered) in zip(names, offers, strict=True):
-                    meeting.offer(name, meeting.round, digest, offered, SILENT)
+                    meeting.offer(name, meeting.round, digest, offered, Figures())
                 meeting.close()
                 sent += len(offers[0][1])
                 for site, tensors in zip(sites, trainees.tensors, strict=True):

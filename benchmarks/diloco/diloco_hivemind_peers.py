@@ -79,7 +79,7 @@ def site(where: str, peer: int, peers: int, count: int) -> None:
 
     from shoal.diloco.agreed import Agreed
     from shoal.diloco.codec import Encoded, parts
-    from shoal.diloco.messages import SILENT, Greeting
+    from shoal.diloco.messages import Figures, Greeting
     from shoal.diloco.remote import Remote
     from shoal.diloco.site import Site, meet
     from shoal.protocol.invite import read_invite
@@ -98,7 +98,7 @@ def site(where: str, peer: int, peers: int, count: int) -> None:
         tell(ready=True)
         sys.stdin.readline()
         offer = own.offer(tensors)
-        outcome, data = meet(remote, own.round, *offer, SILENT, give_up_s=60)
+        outcome, data = meet(remote, own.round, *offer, Figures(), give_up_s=60)
         own.apply(tensors, outcome, data)
         tell(done=True)
         encoded = Encoded.from_bytes(data, terms.kind, len(change))

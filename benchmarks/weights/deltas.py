@@ -100,17 +100,18 @@ def measure(old: Path, new: Path, model: Any, turn: int) -> dict[str, Any]:
 
 def measure_files(old: Path, new: Path, files: Files, folder: Path) -> dict[str, Any]:
     with (folder / "delta").open("wb") as file:
-        stats, encode_s = timed(delta.encode, old, new, [path for path, _ in files], file.write)
+        _, encode_s = timed(delta.encode, old, new, [path for path, _ in files], file.write)
     _, apply_s = timed(delta.apply, old, [Link(folder / "delta", tuple(files))], folder / "out")
     if any((folder / "out" / path).read_bytes() != (new / path).read_bytes() for path, _ in files):
         sys.exit(f"shoal does not give {new} back")
+    changed = [(len(after), np.count_nonzero(before != after)) for before, after in load_pieces(old, new)]
     return {
         "from": old.name,
         "to": new.name,
-        "words": stats.compared_words,
-        "changed_words": stats.changed_words,
-        "whole_bytes": stats.size_bytes,
-        "files": {"bytes": stats.delta_bytes, "encode_s": encode_s, "apply_s": apply_s},
+        "words": sum(words for words, _ in changed),
+        "changed_words": sum(int(count) for _, count in changed),
+        "whole_bytes": sum(size for _, size in files),
+        "files": {"bytes": (folder / "delta").stat().st_size, "encode_s": encode_s, "apply_s": apply_s},
     }
 
 

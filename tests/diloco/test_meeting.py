@@ -124,7 +124,7 @@ def test_without_a_quorum_a_round_stays_open_and_names_the_missing_sites(tmp_pat
     clock.now_s += 1000
     assert not meeting.due()
     with pytest.raises(SilenceError, match="waited 0 s for b: start more sites"):
-        meet(a.exchange, 0, *a.sent, Figures(), give_up_s=0.0)
+        meet(a.link, 0, *a.sent, Figures(), give_up_s=0.0)
 
 
 def test_a_newcomer_starts_from_the_agreed_state_and_is_expected_from_the_next_round(tmp_path: Path) -> None:
