@@ -32,7 +32,7 @@ def nginx(store: Path, server: str) -> Iterator[int]:
     port, site = free_port(), CONFIG.read_text()
     for old, new in {
         "listen 80;": f"listen 127.0.0.1:{port};",
-        "127.0.0.1:8080": server.removeprefix("http://"),
+        "server 127.0.0.1:8080;": f"server {server.removeprefix('http://')};",
         "/srv/shardcast": str(store),
     }.items():
         assert site.count(old) == 1
