@@ -27,7 +27,7 @@ def check(result: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S)
-def test_a_minute_of_churn_loses_no_round_and_leaves_all_sites_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_minute_of_churn_loses_no_round_and_leaves_all_sites_with_the_same_bits(tmp_path):
     out = tmp_path / "result.json"
     command = [sys.executable, "-m", "benchmarks.diloco.diloco_churn", "--minutes", "1", "--every", "3"]
     done = subprocess.run(
@@ -42,7 +42,7 @@ def test_a_minute_of_churn_loses_no_round_and_leaves_all_sites_with_the_same_bit
     check(json.loads(out.read_text()))
 
 
-def test_the_page_states_the_committed_result() -> None:
+def test_the_page_states_the_committed_result():
     result = json.loads(RESULT.read_text())
     check(result)
     assert result["churned_s"] >= 20 * 60

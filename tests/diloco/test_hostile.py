@@ -4,7 +4,6 @@ import json
 import logging
 import socket
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -54,7 +53,7 @@ def file_of(dtype: str, shape: list[int], size_bytes: int) -> bytes:
         file_of("BF16", [LENGTH], 2 * LENGTH),
     ],
 )
-def test_a_malformed_offer_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_a_malformed_offer_is_refused(data, tmp_path):
     meeting = open_meeting(tmp_path, terms())
     joined(meeting, "a")
     with pytest.raises(BadOfferError, match="the offer of a for round 0 is malformed"):
@@ -64,7 +63,7 @@ def test_a_malformed_offer_is_refused(data: bytes, tmp_path: Path) -> None:
         meeting.offer("x", 0, meeting.agreed.digest, data, Figures())
 
 
-def test_only_the_first_of_several_offers_is_decoded_and_counts(tmp_path: Path) -> None:
+def test_only_the_first_of_several_offers_is_decoded_and_counts(tmp_path):
     meeting = open_meeting(tmp_path, terms(sites=2))
     joined(meeting, "ab")
     digest = meeting.agreed.digest
@@ -75,7 +74,7 @@ def test_only_the_first_of_several_offers_is_decoded_and_counts(tmp_path: Path) 
     assert meeting.offers["a"] is first
 
 
-def test_one_of_two_sites_cannot_break_the_first_round(tmp_path: Path) -> None:
+def test_one_of_two_sites_cannot_break_the_first_round(tmp_path):
     meeting = open_meeting(tmp_path, terms(sites=2, kind="fp32"))
     a, b = joined(meeting, "ab")
     a.offer()
@@ -85,7 +84,7 @@ def test_one_of_two_sites_cannot_break_the_first_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("returns", ["join", "heal"])
-def test_rounds_wait_ever_less_often_for_a_site_that_returns_but_never_offers(returns: str, tmp_path: Path) -> None:
+def test_rounds_wait_ever_less_often_for_a_site_that_returns_but_never_offers(returns, tmp_path):
     clock = Clock()
     meeting = open_meeting(tmp_path, terms(sites=2, wait_s=10.0), clock)
     a, b = joined(meeting, "ab")
@@ -108,7 +107,7 @@ def read(meeting: Meeting) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (meeting.folder / "rounds.jsonl").read_text().splitlines()]
 
 
-def test_the_work_of_a_round_is_dealt_only_to_a_quorum(tmp_path: Path) -> None:
+def test_the_work_of_a_round_is_dealt_only_to_a_quorum(tmp_path):
     clock = Clock()
     meeting = open_meeting(tmp_path, terms(sites=3, quorum=2), clock)
     a, b = joined(meeting, "ab")
@@ -125,9 +124,7 @@ def test_the_work_of_a_round_is_dealt_only_to_a_quorum(tmp_path: Path) -> None:
     assert meeting.round == 2
 
 
-def test_the_reason_for_healing_is_logged_once_per_round_in_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_reason_for_healing_is_logged_once_per_round_in_one_line(tmp_path, caplog):
     meeting = open_meeting(tmp_path, terms())
     meeting.join("a", Greeting(about=ABOUT, placed=True))
     with caplog.at_level(logging.WARNING):
@@ -138,7 +135,7 @@ def test_the_reason_for_healing_is_logged_once_per_round_in_one_line(
     ]
 
 
-def test_the_nonces_of_each_site_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nonces_of_each_site_take_bounded_memory(monkeypatch):
     monkeypatch.setattr(serve, "MAX_NONCES", 100)
     nonces, now_s = RecentNonces(), int(time.time())
     for number in range(100):
@@ -153,7 +150,7 @@ def test_the_nonces_of_each_site_take_bounded_memory(monkeypatch: pytest.MonkeyP
     assert sum(map(len, nonces._seen.values())) <= 100
 
 
-def test_an_unread_answer_counts_as_a_request_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_answer_counts_as_a_request_under_way(tmp_path, monkeypatch):
     monkeypatch.setattr(pace, "AT_ONCE", 1)
     with served(tmp_path / "meet", terms()) as host:
         site = RemoteTrainee(host, "site-a", tmp_path)
@@ -169,7 +166,7 @@ def test_an_unread_answer_counts_as_a_request_under_way(tmp_path: Path, monkeypa
         site.remote.take()  # retries until the other request has ended
 
 
-def test_a_replayed_join_request_is_refused(tmp_path: Path) -> None:
+def test_a_replayed_join_request_is_refused(tmp_path):
     """A replay would look like a site without a checkpoint, and cost the site its share of the data."""
     with served(tmp_path / "meet", terms()) as host:
         remote = Remote(host.invite("site-a"), tmp_path / "a", host.terms, patience_s=5.0)
@@ -184,7 +181,7 @@ def test_a_replayed_join_request_is_refused(tmp_path: Path) -> None:
         assert host.meeting.members["site-a"].share == share
 
 
-def test_two_keys_cannot_use_one_invite_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_keys_cannot_use_one_invite_at_once(tmp_path, monkeypatch):
     greeting = Greeting(about=ABOUT, placed=False)
     with served(tmp_path / "meet", terms()) as host:
         join = host.meeting.join

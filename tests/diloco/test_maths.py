@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shoal.diloco import codec
 from shoal.diloco.agreed import Agreed, Shapes, digest, outer_step, pseudo_gradient
-from shoal.diloco.codec import KINDS, CodecError, Encoded, ErrorFeedback, Kind, max_size_bytes
+from shoal.diloco.codec import KINDS, CodecError, Encoded, ErrorFeedback, max_size_bytes
 from shoal.diloco.meeting import refused
 
 from .support import decode, encode
@@ -31,7 +31,7 @@ def adam_step(weights: Tensor, optimizer: torch.optim.Optimizer, seed: int) -> N
     optimizer.step()
 
 
-def test_one_site_with_h_1_and_no_momentum_is_plain_training_bit_for_bit() -> None:
+def test_one_site_with_h_1_and_no_momentum_is_plain_training_bit_for_bit():
     plain, local = numbers(400, 0).requires_grad_(), numbers(400, 0).requires_grad_()
     agreed, velocity = local.detach().clone(), torch.zeros(400)
     optimizers = [torch.optim.AdamW([each], lr=0.05, weight_decay=0.1) for each in (plain, local)]
@@ -45,7 +45,7 @@ def test_one_site_with_h_1_and_no_momentum_is_plain_training_bit_for_bit() -> No
 
 
 @pytest.mark.parametrize("sites", [2, 3, 8])
-def test_several_sites_with_h_1_and_sgd_are_data_parallel_within_rounding(sites: int) -> None:
+def test_several_sites_with_h_1_and_sgd_are_data_parallel_within_rounding(sites):
     dense, agreed, velocity = numbers(50, 0), numbers(50, 0), torch.zeros(50)
     for step in range(20):
         seeds = [sites * step + site for site in range(sites)]
@@ -56,7 +56,7 @@ def test_several_sites_with_h_1_and_sgd_are_data_parallel_within_rounding(sites:
     assert (dense - agreed).abs().max() < 20 * 4 * 4 * 2.0**-24
 
 
-def test_the_outer_step_is_torchs_nesterov_sgd() -> None:
+def test_the_outer_step_is_torchs_nesterov_sgd():
     weights = numbers(100, 0).double().requires_grad_()
     optimizer = torch.optim.SGD([weights], lr=0.7, momentum=0.9, nesterov=True)
     agreed, velocity = numbers(100, 0), torch.zeros(100)
@@ -69,7 +69,7 @@ def test_the_outer_step_is_torchs_nesterov_sgd() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 511, 1025])
-def test_decoded_numbers_are_within_half_a_unit_of_the_encoded_ones(kind: Kind, count: int) -> None:
+def test_decoded_numbers_are_within_half_a_unit_of_the_encoded_ones(kind, count):
     values = numbers(count, 1, 1e-3)
     data = encode(values, kind)
     decoded = decode(data, kind, count)
@@ -83,7 +83,7 @@ def test_decoded_numbers_are_within_half_a_unit_of_the_encoded_ones(kind: Kind, 
             assert ((decoded - values)[at : at + block].abs() <= unit * 0.5001).all()
 
 
-def test_zeros_and_non_finite_numbers_are_preserved_and_int4_packs_two_numbers_per_byte() -> None:
+def test_zeros_and_non_finite_numbers_are_preserved_and_int4_packs_two_numbers_per_byte():
     assert len(encode(torch.zeros(1 << 16), "int4")) < (1 << 15) * 1.02 + 200
     assert decode(encode(torch.tensor([7.0, -7.0, 3.0]), "int4"), "int4", 3).tolist() == [7.0, -7.0, 3.0]
     for kind in KINDS:
@@ -93,7 +93,7 @@ def test_zeros_and_non_finite_numbers_are_preserved_and_int4_packs_two_numbers_p
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16", "int8", "int4"])
-def test_error_feedback_keeps_the_sum_of_decoded_vectors_exact(kind: Kind) -> None:
+def test_error_feedback_keeps_the_sum_of_decoded_vectors_exact(kind):
     feedback = ErrorFeedback(torch.zeros(2000))
     exact, arrived, without = (torch.zeros(2000, dtype=torch.float64) for _ in range(3))
     for seed in range(50):
@@ -107,7 +107,7 @@ def test_error_feedback_keeps_the_sum_of_decoded_vectors_exact(kind: Kind) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_computing_vectors_in_parts_gives_the_same_bits(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_computing_vectors_in_parts_gives_the_same_bits(kind, monkeypatch):
     def computed() -> tuple[bytes, Tensor, Tensor, str]:
         feedback = ErrorFeedback(numbers(5000, 1, 1e-4))
         encoded = feedback.encode(numbers(5000, 2, 1e-3).__getitem__, kind)
@@ -134,7 +134,7 @@ def test_computing_vectors_in_parts_gives_the_same_bits(kind: Kind, monkeypatch:
         (encode(torch.zeros(8), "int8"), "as fp16"),
     ],
 )
-def test_other_bytes_are_refused(data: bytes, message: str) -> None:
+def test_other_bytes_are_refused(data, message):
     with pytest.raises(CodecError, match=message):
         decode(data, "fp16", 8)
 
@@ -142,7 +142,7 @@ def test_other_bytes_are_refused(data: bytes, message: str) -> None:
 SHAPES = {"model.layers.0.q": (4, 3), "embed": (50, 2), "norm": (3,)}
 
 
-def test_every_parameter_is_restored_and_the_order_of_names_does_not_matter() -> None:
+def test_every_parameter_is_restored_and_the_order_of_names_does_not_matter():
     tensors = {name: numbers(prod(shape), i).view(shape) for i, (name, shape) in enumerate(SHAPES.items())}
     shapes, turned = Shapes.of(tensors), Shapes(dict(reversed(SHAPES.items())))
     copies = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -164,5 +164,5 @@ def test_every_parameter_is_restored_and_the_order_of_names_does_not_matter() ->
         ({"a": float("inf")}, [], {"a"}),
     ],
 )
-def test_a_broken_vector_is_left_out(norms: dict[str, float], past: list[float], left_out: set[str]) -> None:
+def test_a_broken_vector_is_left_out(norms, past, left_out):
     assert set(refused(norms, past, 10.0, 0.0)) == left_out

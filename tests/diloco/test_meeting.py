@@ -11,7 +11,7 @@ import torch
 
 from shoal.diloco import archive
 from shoal.diloco.agreed import Agreed, StateError
-from shoal.diloco.codec import KINDS, Kind
+from shoal.diloco.codec import KINDS
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import (
     Figures,
@@ -30,7 +30,7 @@ from .support import ABOUT, SHAPES, Clock, Trainee, digests, initial, joined, op
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_every_round_all_sites_have_the_same_bits(kind: Kind, tmp_path: Path) -> None:
+def test_after_every_round_all_sites_have_the_same_bits(kind, tmp_path):
     meeting = open_meeting(tmp_path, terms(kind=kind, sites=3))
     trainees = joined(meeting, "abc")
     for _ in range(4):
@@ -45,7 +45,7 @@ def test_after_every_round_all_sites_have_the_same_bits(kind: Kind, tmp_path: Pa
 @pytest.mark.parametrize(
     ("items", "weights"), [(4, (2, 1, 1)), (5, (2, 2, 1)), (6, (1, 1, 1)), (2, (1, 1, 0)), (0, (0, 0, 0))]
 )
-def test_a_site_is_weighted_by_the_work_dealt_to_it(items: int, weights: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_site_is_weighted_by_the_work_dealt_to_it(items, weights, tmp_path):
     meeting = open_meeting(tmp_path, terms(kind="fp64", sites=3, lr=1.0, momentum=0.0, items=lambda _: items))
     trainees, before = joined(meeting, "abc"), initial()
     assert trainees[0].link.deal(0) == ["a", "b", "c"]
@@ -59,7 +59,7 @@ def test_a_site_is_weighted_by_the_work_dealt_to_it(items: int, weights: tuple[i
         assert torch.allclose(trainees[0].tensors[name], expected, atol=1e-6, rtol=0)
 
 
-def test_a_dead_site_costs_one_wait_and_a_late_one_is_healed(tmp_path: Path) -> None:
+def test_a_dead_site_costs_one_wait_and_a_late_one_is_healed(tmp_path):
     clock = Clock()
     meeting = open_meeting(tmp_path, terms(sites=3), clock)
     a, b, c = joined(meeting, "abc")
@@ -84,7 +84,7 @@ def test_a_dead_site_costs_one_wait_and_a_late_one_is_healed(tmp_path: Path) -> 
     assert meeting.outcomes[4].kept == ["a", "b", "c"]
 
 
-def test_a_restarted_meeting_still_expects_a_site_that_healed(tmp_path: Path) -> None:
+def test_a_restarted_meeting_still_expects_a_site_that_healed(tmp_path):
     clock = Clock()
     meeting = open_meeting(tmp_path, terms(sites=2), clock)
     a, b = joined(meeting, "ab")
@@ -101,7 +101,7 @@ def test_a_restarted_meeting_still_expects_a_site_that_healed(tmp_path: Path) ->
     assert meeting.round == 2 and meeting.waiting_for() == ["b"]
 
 
-def test_the_first_round_waits_for_all_sites_for_wait_s(tmp_path: Path) -> None:
+def test_the_first_round_waits_for_all_sites_for_wait_s(tmp_path):
     clock = Clock()
     meeting = open_meeting(tmp_path, terms(sites=3), clock)
     (a,) = joined(meeting, "a")
@@ -116,7 +116,7 @@ def test_the_first_round_waits_for_all_sites_for_wait_s(tmp_path: Path) -> None:
     assert meeting.round == 1
 
 
-def test_without_a_quorum_a_round_stays_open_and_names_the_missing_sites(tmp_path: Path) -> None:
+def test_without_a_quorum_a_round_stays_open_and_names_the_missing_sites(tmp_path):
     clock = Clock()
     meeting = open_meeting(tmp_path, terms(sites=2, quorum=2), clock)
     a, b = joined(meeting, "ab")
@@ -127,7 +127,7 @@ def test_without_a_quorum_a_round_stays_open_and_names_the_missing_sites(tmp_pat
         meet(a.link, 0, *a.sent, Figures(), give_up_s=0.0)
 
 
-def test_a_newcomer_starts_from_the_agreed_state_and_is_expected_from_the_next_round(tmp_path: Path) -> None:
+def test_a_newcomer_starts_from_the_agreed_state_and_is_expected_from_the_next_round(tmp_path):
     meeting = open_meeting(tmp_path, terms(sites=1))
     (a,) = joined(meeting, "a")
     rounds([a], 2)
@@ -140,7 +140,7 @@ def test_a_newcomer_starts_from_the_agreed_state_and_is_expected_from_the_next_r
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e6])
-def test_a_broken_site_is_left_out_and_the_others_continue(bad: float, tmp_path: Path) -> None:
+def test_a_broken_site_is_left_out_and_the_others_continue(bad, tmp_path):
     meeting = open_meeting(tmp_path, terms(sites=3, kind="bf16"))
     a, b, c = joined(meeting, "abc")
     rounds([a, b, c], 1)
@@ -158,7 +158,7 @@ def test_a_broken_site_is_left_out_and_the_others_continue(bad: float, tmp_path:
     assert meeting.outcomes[3].kept == [] and digests([a, b, c]) == {before}, "if all are broken, nothing changes"
 
 
-def test_a_site_with_other_bits_is_refused_and_healed(tmp_path: Path) -> None:
+def test_a_site_with_other_bits_is_refused_and_healed(tmp_path):
     meeting = open_meeting(tmp_path, terms(sites=2))
     a, b = joined(meeting, "ab")
     rounds([a, b], 1)
@@ -178,7 +178,7 @@ def test_a_site_with_other_bits_is_refused_and_healed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["left out", "late"])
-def test_the_rounding_error_of_an_offer_that_does_not_count_is_dropped(how: str, tmp_path: Path) -> None:
+def test_the_rounding_error_of_an_offer_that_does_not_count_is_dropped(how, tmp_path):
     clock = Clock()
     meeting = open_meeting(tmp_path, terms(sites=3, kind="int4"), clock)
     a, b, c = joined(meeting, "abc")
@@ -204,9 +204,7 @@ WRITES = 4  # of a round; the last one commits it
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_a_meeting_killed_at_any_write_resumes_to_the_same_result(
-    after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_meeting_killed_at_any_write_resumes_to_the_same_result(after, tmp_path, monkeypatch):
     def run(folder: Path, die_at: int | None) -> tuple[str, int]:
         meeting = open_meeting(folder, terms(sites=2, kind="int4"))
         trainees, writes = joined(meeting, "ab"), 0
@@ -251,7 +249,7 @@ def test_a_meeting_killed_at_any_write_resumes_to_the_same_result(
         assert run(tmp_path / str(die_at), die_at)[0] == expected, f"killed at write {die_at}"
 
 
-def test_an_incomplete_line_of_the_record_is_dropped(tmp_path: Path) -> None:
+def test_an_incomplete_line_of_the_record_is_dropped(tmp_path):
     meeting = open_meeting(tmp_path, terms(sites=1))
     (a,) = joined(meeting, "a")
     rounds([a], 2)
@@ -263,7 +261,7 @@ def test_an_incomplete_line_of_the_record_is_dropped(tmp_path: Path) -> None:
     assert [json.loads(line)["round"] for line in lines] == [0, 1, 2]
 
 
-def test_an_outcome_that_was_not_fetched_yet_survives_a_restart(tmp_path: Path) -> None:
+def test_an_outcome_that_was_not_fetched_yet_survives_a_restart(tmp_path):
     meeting = open_meeting(tmp_path, terms(sites=2))
     a, b = joined(meeting, "ab")
     a.offer()
@@ -292,9 +290,7 @@ DIFFERS: list[tuple[dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize(("about", "message"), DIFFERS)
-def test_the_error_for_a_site_or_folder_of_another_run_names_the_difference(
-    about: dict[str, str], message: str, tmp_path: Path
-) -> None:
+def test_the_error_for_a_site_or_folder_of_another_run_names_the_difference(about, message, tmp_path):
     meeting = open_meeting(tmp_path, terms(sites=2))
     with pytest.raises(MeetingError, match=message):
         Trainee("b", meeting).join(about)
@@ -307,9 +303,7 @@ def test_the_error_for_a_site_or_folder_of_another_run_names_the_difference(
 
 
 @pytest.mark.parametrize(("file", "what"), [("config.json", "model"), ("tokenizer.json", "tokenizer")])
-def test_a_site_with_another_model_or_tokenizer_is_refused(
-    file: str, what: str, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_site_with_another_model_or_tokenizer_is_refused(file, what, tiny_folder, tmp_path):
     other = Path(shutil.copytree(tiny_folder, tmp_path / "other"))
     compare("site-1", about_model(other), about_model(tiny_folder))
     (other / file).write_text(json.dumps(json.loads((other / file).read_text()) | {"version": "another"}))
@@ -317,7 +311,7 @@ def test_a_site_with_another_model_or_tokenizer_is_refused(
         compare("site-1", about_model(other) | {"data": "x"}, about_model(tiny_folder) | {"data": "y"})
 
 
-def test_every_share_is_given_once_and_lost_shares_are_counted(tmp_path: Path) -> None:
+def test_every_share_is_given_once_and_lost_shares_are_counted(tmp_path):
     meeting = open_meeting(tmp_path, terms(sites=2))
     a, b = joined(meeting, "ab")
     assert [a.link.take(), b.link.take(), a.link.take()] == [0, 1, 2]
@@ -333,7 +327,7 @@ def test_every_share_is_given_once_and_lost_shares_are_counted(tmp_path: Path) -
     assert meeting.members.unfinished() == 1
 
 
-def test_the_work_of_a_round_is_dealt_once_and_all_sites_get_the_same_answer(tmp_path: Path) -> None:
+def test_the_work_of_a_round_is_dealt_once_and_all_sites_get_the_same_answer(tmp_path):
     clock = Clock()
     meeting = open_meeting(tmp_path, terms(sites=3), clock)
     a, b = joined(meeting, "ab")
@@ -359,7 +353,7 @@ def test_the_work_of_a_round_is_dealt_once_and_all_sites_get_the_same_answer(tmp
     assert b.link.deal(1) == ["a", "b", "d"]
 
 
-def test_a_round_waits_for_the_sites_that_share_it_unless_they_left(tmp_path: Path) -> None:
+def test_a_round_waits_for_the_sites_that_share_it_unless_they_left(tmp_path):
     clock = Clock()
     meeting = open_meeting(tmp_path, terms(sites=2), clock)
     a, b = joined(meeting, "ab")
@@ -374,7 +368,7 @@ def test_a_round_waits_for_the_sites_that_share_it_unless_they_left(tmp_path: Pa
     assert meeting.outcomes[1].kept == ["a", "b"]
 
 
-def test_every_agreed_state_is_published_once_and_the_last_one_again_after_a_restart(tmp_path: Path) -> None:
+def test_every_agreed_state_is_published_once_and_the_last_one_again_after_a_restart(tmp_path):
     seen: list[tuple[int, str]] = []
 
     def opened() -> Meeting:
@@ -391,7 +385,7 @@ def test_every_agreed_state_is_published_once_and_the_last_one_again_after_a_res
     assert seen[2] == seen[3] == (2, a.site.agreed.digest)
 
 
-def test_the_sites_figures_are_in_the_log_and_in_the_record(tmp_path: Path) -> None:
+def test_the_sites_figures_are_in_the_log_and_in_the_record(tmp_path):
     meeting = open_meeting(tmp_path, terms(sites=2))
     a, b = joined(meeting, "ab")
     a.train()
@@ -411,7 +405,7 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["state-000002.safetensors", "rounding-000002.safetensors", "meeting.json"])
-def test_a_meeting_with_a_flipped_bit_is_not_opened(name: str, tmp_path: Path) -> None:
+def test_a_meeting_with_a_flipped_bit_is_not_opened(name, tmp_path):
     meeting = open_meeting(tmp_path, terms(sites=2, momentum=0.9))
     rounds(joined(meeting, "ab"), 2)
     whole = (tmp_path / name).read_bytes()
@@ -424,7 +418,7 @@ def test_a_meeting_with_a_flipped_bit_is_not_opened(name: str, tmp_path: Path) -
     assert open_meeting(tmp_path, meeting.terms).agreed.digest == meeting.agreed.digest
 
 
-def test_a_site_adopts_the_state_if_the_average_is_damaged(tmp_path: Path) -> None:
+def test_a_site_adopts_the_state_if_the_average_is_damaged(tmp_path):
     meeting = open_meeting(tmp_path, terms(sites=2))
     a, b = joined(meeting, "ab")
     a.offer()

@@ -29,7 +29,7 @@ from shoal.protocol.signing import SignedAuth
 from .support import ABOUT, RUN, RemoteTrainee, Trainee, at_once, served, terms
 
 
-def test_sites_agree_over_http_although_the_meeting_is_killed_and_restarted(tmp_path: Path) -> None:
+def test_sites_agree_over_http_although_the_meeting_is_killed_and_restarted(tmp_path):
     with served(tmp_path / "meet", terms(sites=2, rounds=6)) as host:
         a, b = (RemoteTrainee(host, name, tmp_path) for name in ("site-a", "site-b"))
         at_once(lambda: a.rounds(2), lambda: b.rounds(2))
@@ -61,7 +61,7 @@ def test_sites_agree_over_http_although_the_meeting_is_killed_and_restarted(tmp_
         assert not host.thread.is_alive()
 
 
-def test_a_site_without_a_valid_invite_is_refused(tmp_path: Path) -> None:
+def test_a_site_without_a_valid_invite_is_refused(tmp_path):
     greeting = Greeting(about=ABOUT, placed=True)
     with served(tmp_path / "meet", terms()) as host:
         other = site_invite(Identity.generate(), "http://127.0.0.1:1", RUN, "site-x")
@@ -82,7 +82,7 @@ def test_a_site_without_a_valid_invite_is_refused(tmp_path: Path) -> None:
         assert httpx.post(url, content=b"{}", auth=auth).status_code == 403
 
 
-def test_an_invite_of_another_meeting_or_role_is_refused(tmp_path: Path) -> None:
+def test_an_invite_of_another_meeting_or_role_is_refused(tmp_path):
     with served(tmp_path / "meet", terms()) as host:
         other = site_invite(Identity.generate(), f"http://127.0.0.1:{host.port}", RUN, "site-a")
         with pytest.raises(NodeError, match="it is signed by"):
@@ -92,7 +92,7 @@ def test_an_invite_of_another_meeting_or_role_is_refused(tmp_path: Path) -> None
         Remote(make_invite(Identity.generate(), role="worker", **fields), tmp_path, terms(), patience_s=1.0)  # type: ignore[arg-type]
 
 
-def test_a_malformed_offer_or_one_for_another_round_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_a_malformed_offer_or_one_for_another_round_is_refused_with_the_reason(tmp_path):
     with served(tmp_path / "meet", terms()) as host:
         a = RemoteTrainee(host, "site-a", tmp_path)
         digest = a.site.agreed.digest
@@ -106,7 +106,7 @@ def test_a_malformed_offer_or_one_for_another_round_is_refused_with_the_reason(t
         assert BadOfferError.status == 422
 
 
-def test_a_state_that_differs_from_its_descriptor_is_refused(tmp_path: Path) -> None:
+def test_a_state_that_differs_from_its_descriptor_is_refused(tmp_path):
     with served(tmp_path / "meet", terms()) as host:
         a = RemoteTrainee(host, "site-a", tmp_path)
         signed = host.meeting.state
@@ -143,9 +143,7 @@ class Cutting(httpx.HTTPTransport):
         return httpx.Response(response.status_code, headers=response.headers, content=half())
 
 
-def test_a_state_is_fetched_in_pieces_and_a_broken_connection_costs_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_is_fetched_in_pieces_and_a_broken_connection_costs_one(tmp_path, monkeypatch):
     for module in ("remote", "serve"):
         monkeypatch.setattr(f"shoal.diloco.{module}.PIECE_BYTES", 1000)
     with served(tmp_path / "meet", terms()) as host:
@@ -158,7 +156,7 @@ def test_a_state_is_fetched_in_pieces_and_a_broken_connection_costs_one(
         assert len(cutting.requests) == len(pieces) + len(cutting.requests) // 2  # each cut costs one more piece
 
 
-def test_a_state_that_takes_longer_than_a_round_is_an_error(tmp_path: Path) -> None:
+def test_a_state_that_takes_longer_than_a_round_is_an_error(tmp_path):
     with served(tmp_path / "meet", terms()) as host:
         a = RemoteTrainee(host, "site-a", tmp_path)
         piece = a.remote._piece
@@ -173,7 +171,7 @@ def test_a_state_that_takes_longer_than_a_round_is_an_error(tmp_path: Path) -> N
         assert host.meeting.round == 3
 
 
-def test_a_full_disk_ends_the_meeting_and_a_restart_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_meeting_and_a_restart_continues(tmp_path, monkeypatch):
     with served(tmp_path / "meet", terms(rounds=2)) as host:
         a = RemoteTrainee(host, "site-a", tmp_path)
         a.rounds(1)
@@ -196,7 +194,7 @@ def test_a_full_disk_ends_the_meeting_and_a_restart_continues(tmp_path: Path, mo
         assert lines[-1]["round"] == 1 and lines[-1]["digest"] == a.history[-1]
 
 
-def test_a_stranger_gets_the_reason_before_its_connection_is_closed_and_sites_keep_theirs(tmp_path: Path) -> None:
+def test_a_stranger_gets_the_reason_before_its_connection_is_closed_and_sites_keep_theirs(tmp_path):
     """Unread bytes of a refused body would otherwise reset the connection before the answer is read."""
     with served(tmp_path / "meet", terms()) as host:
         site = RemoteTrainee(host, "site-a", tmp_path)
@@ -213,7 +211,7 @@ def test_a_stranger_gets_the_reason_before_its_connection_is_closed_and_sites_ke
             assert answer.startswith(b"HTTP/1.1 401") and json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
 
 
-def test_connections_per_address_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_per_address_are_limited(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal.diloco.serve.CONNECTIONS_PER_ADDRESS", 3)
     with served(tmp_path / "meet", terms()) as host:
         idle = [socket.create_connection(("127.0.0.1", host.port), timeout=20) for _ in range(3)]

@@ -1,7 +1,6 @@
 """Packing groups into rows: each token once, with its logprob and advantage, whatever the row length."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def packed(row_tokens: int = 20, normalize_std: bool = False) -> list[MicroBatch
 
 
 @pytest.mark.parametrize("row_tokens", [15, 20, 25, 64, 512])
-def test_every_token_is_packed_once_with_its_logprob_and_advantage(row_tokens: int) -> None:
+def test_every_token_is_packed_once_with_its_logprob_and_advantage(row_tokens):
     wanted = {}
     for one in GROUPS:
         mean = sum(one.rewards) / len(one.rewards)
@@ -54,14 +53,14 @@ def test_every_token_is_packed_once_with_its_logprob_and_advantage(row_tokens: i
     assert all(len(micro.pack.tokens_T) <= row_tokens for micro in packed(row_tokens))
 
 
-def test_a_row_is_as_long_as_its_longest_sequence_needs() -> None:
+def test_a_row_is_as_long_as_its_longest_sequence_needs():
     """A prompt of 3 tokens and a completion of 12, in rows of 8."""
     assert max(len(micro.pack.tokens_T) for micro in packed(row_tokens=8)) == 15
     assert sum(len(micro.advantage_N) for micro in packed(row_tokens=8)) == sum(group.n_tokens for group in GROUPS)
 
 
 @pytest.mark.parametrize("row_tokens", [15, 20, 512])
-def test_the_tokens_of_a_rollout_have_one_index(row_tokens: int) -> None:
+def test_the_tokens_of_a_rollout_have_one_index(row_tokens):
     rollouts = []
     for micro in packed(row_tokens):
         numbers, counts = torch.unique_consecutive(micro.rollout_N, return_counts=True)
@@ -71,7 +70,7 @@ def test_the_tokens_of_a_rollout_have_one_index(row_tokens: int) -> None:
     assert sorted(rollouts) == sorted(wanted)
 
 
-def test_each_target_is_predicted_from_the_token_before_it(tiny_model: Any) -> None:
+def test_each_target_is_predicted_from_the_token_before_it(tiny_model):
     one = Group("s", 0, [5, 6], [[7, 8], [9]], [[0.0, 0.0], [0.0]], [0.0, 1.0])
     (micro,) = micro_batches([one], row_tokens=16, normalize_std=False)
     assert micro.pack.tokens_T[micro.pack.predictor_N].tolist() == [6, 7, 6]
@@ -79,7 +78,7 @@ def test_each_target_is_predicted_from_the_token_before_it(tiny_model: Any) -> N
         assert forward_hidden(tiny_model, micro.pack).shape[0] == len(micro.behaviour_N) == 3
 
 
-def test_groups_of_equal_rewards_have_no_gradient_without_beta_and_entropy() -> None:
+def test_groups_of_equal_rewards_have_no_gradient_without_beta_and_entropy():
     flat = group(500, [3, 3], [0.25, 0.25])
     assert with_gradient([*GROUPS, flat], LossSection(beta=0, entropy=0)) == GROUPS
     for loss in (LossSection(beta=0.1, entropy=0), LossSection(beta=0, entropy=0.1)):
@@ -98,7 +97,7 @@ def conversation(answer: list[int]) -> Group:
 
 
 @pytest.mark.parametrize("row_tokens", [12, 64])
-def test_environment_tokens_are_inputs_but_never_targets(row_tokens: int) -> None:
+def test_environment_tokens_are_inputs_but_never_targets(row_tokens):
     batches = micro_batches([*GROUPS, conversation([7, 8, 9])], row_tokens=row_tokens, normalize_std=False)
     result = {
         int(target): (float(behaviour), float(advantage))
@@ -112,7 +111,7 @@ def test_environment_tokens_are_inputs_but_never_targets(row_tokens: int) -> Non
     assert sum(token in (7, 8, 9) for micro in batches for token in micro.pack.tokens_T.tolist()) == 3
 
 
-def test_environment_tokens_change_the_logprobs_of_later_tokens_only(tiny_model: Any) -> None:
+def test_environment_tokens_change_the_logprobs_of_later_tokens_only(tiny_model):
     logps = []
     for answer in ([7, 8, 9], [9, 7, 30]):
         one = conversation(answer)
@@ -132,7 +131,7 @@ def test_environment_tokens_change_the_logprobs_of_later_tokens_only(tiny_model:
 REWARDS = torch.tensor([1.0, 0.0, 0.25, 0.9, 0.0])
 
 
-def test_advantages_are_rewards_minus_the_mean_optionally_over_the_sample_std() -> None:
+def test_advantages_are_rewards_minus_the_mean_optionally_over_the_sample_std():
     """The std is the sample std, as in TRL and verl."""
     expected = torch.tensor([0.57, -0.43, -0.18, 0.47, -0.43])
     torch.testing.assert_close(group_advantages(REWARDS, normalize_std=False), expected)
@@ -151,7 +150,7 @@ def test_advantages_are_rewards_minus_the_mean_optionally_over_the_sample_std() 
 @pytest.mark.parametrize("normalize_std", [True, False])
 @settings(deadline=None)
 @given(reward=st.floats(-100, 100, width=32), size=st.integers(1, 64))
-def test_equal_rewards_give_advantages_of_exactly_zero(normalize_std: bool, reward: float, size: int) -> None:
+def test_equal_rewards_give_advantages_of_exactly_zero(normalize_std, reward, size):
     """The online filter drops a group whose advantages are all zero."""
     advantages_G = group_advantages(torch.full((size,), reward), normalize_std=normalize_std)
     assert torch.equal(advantages_G, torch.zeros(size))

@@ -1,7 +1,6 @@
 """Each loss.kind in an update, compared with a forward pass without packing; and which behaviour logprobs are used."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,9 +42,7 @@ def objective(kind: LossKind, ratio_T: Tensor, logp_T: Tensor, behaviour_T: Tens
 
 @pytest.mark.parametrize("row_tokens", [20, 512])
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "gspo", "cispo", "dppo"])
-def test_a_steps_loss_equals_one_computed_rollout_by_rollout(
-    tiny_folder: Path, tmp_path: Path, kind: LossKind, row_tokens: int
-) -> None:
+def test_a_steps_loss_equals_one_computed_rollout_by_rollout(tiny_folder, tmp_path, kind, row_tokens):
     learner = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=row_tokens, kind=kind)
     wanted = 0.0
     for group in make_groups():
@@ -60,7 +57,7 @@ def test_a_steps_loss_equals_one_computed_rollout_by_rollout(
     assert learner.train(make_groups())["loss"] == pytest.approx(wanted, rel=1e-4)
 
 
-def test_only_unchecked_logprobs_are_recomputed(tiny_folder: Path, tmp_path: Path) -> None:
+def test_only_unchecked_logprobs_are_recomputed(tiny_folder, tmp_path):
     """The worker claims -4 nats, or values that would dominate the batch. Neither is used if the group is unchecked."""
     learner = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=20)
     checked, *rest = make_groups()
@@ -78,13 +75,13 @@ def unchecked() -> list[Group]:
     return [replace(group, checked=False) for group in make_groups()]
 
 
-def test_unchecked_logprobs_are_recomputed_on_policy(tiny_folder: Path, tmp_path: Path) -> None:
+def test_unchecked_logprobs_are_recomputed_on_policy(tiny_folder, tmp_path):
     """The files claim -4 nats for every token, which is false. If that is not used, the first update's ratio is 1."""
     figures = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=20).train(unchecked())
     assert figures["policy/mismatch_kl"] == figures["policy/clip_low"] + figures["policy/clip_high"] == 0.0
 
 
-def test_recomputed_logprobs_are_those_at_the_start_of_the_step(tiny_folder: Path, tmp_path: Path) -> None:
+def test_recomputed_logprobs_are_those_at_the_start_of_the_step(tiny_folder, tmp_path):
     learner = alone(tiny_folder, tmp_path, row_tokens=512, optimizer_steps_per_step=3)
     figures = learner.train(unchecked())
     assert learner.policy.updates == 3
@@ -93,9 +90,7 @@ def test_recomputed_logprobs_are_those_at_the_start_of_the_step(tiny_folder: Pat
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 4}}], ids=["weights", "adapters"])
 @pytest.mark.parametrize("behaviour", [False, True], ids=["update", "after recomputing behaviour"])
-def test_recomputed_activations_give_the_same_gradients(
-    tiny_folder: Path, behaviour: bool, lora: dict[str, Any]
-) -> None:
+def test_recomputed_activations_give_the_same_gradients(tiny_folder, behaviour, lora):
     both = []
     for again in (False, True):
         torch.manual_seed(0)  # adapters start at random values
@@ -109,7 +104,7 @@ def test_recomputed_activations_give_the_same_gradients(
     assert equal(*map(state, both))
 
 
-def test_activation_checkpointing_computes_each_block_twice(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activation_checkpointing_computes_each_block_twice(tiny_folder, monkeypatch):
     calls = {}
     for again in (False, True):
         policy = make_policy(tiny_folder, activation_checkpointing=again)

@@ -54,7 +54,7 @@ def steps(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tiny_folder: Path, tmp_path: Path, dtype: Any) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tiny_folder, tmp_path, dtype):
     straight = fresh(tiny_folder, dtype=dtype)
     figures = train(straight, 0, 1, 2, 3)
 
@@ -73,9 +73,7 @@ EMPTY = -1  # in `train`: an update without any gradient
 
 
 @pytest.mark.parametrize("plan", [[0, EMPTY, 1, 2], [EMPTY, 0, EMPTY, 1]], ids=["later", "at first"])
-def test_writing_checkpoints_does_not_change_training_even_with_empty_updates(
-    tiny_folder: Path, tmp_path: Path, plan: list[int]
-) -> None:
+def test_writing_checkpoints_does_not_change_training_even_with_empty_updates(tiny_folder, tmp_path, plan):
     """AdamW counts only updates with a gradient, the policy counts all; its bias correction depends on AdamW's count."""
     without, with_checkpoints, resumed = fresh(tiny_folder), fresh(tiny_folder), fresh(tiny_folder)
     for number, step in enumerate(plan):
@@ -89,7 +87,7 @@ def test_writing_checkpoints_does_not_change_training_even_with_empty_updates(
     assert equal(state(resumed), state(without))
 
 
-def test_a_checkpoint_has_the_progress_from_when_it_was_begun(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_progress_from_when_it_was_begun(tiny_folder, tmp_path):
     policy = fresh(tiny_folder)
     fields = {"skipped_in_row": 2, "version_digest": "ab", "place": {"share": 3}}
     checkpoints, progress = Checkpoints(tmp_path, policy), LearnerProgress(step=1, trained=["a"], **fields)  # type: ignore[arg-type]
@@ -103,7 +101,7 @@ def test_a_checkpoint_has_the_progress_from_when_it_was_begun(tiny_folder: Path,
     assert resumed.model.lm_head.weight is resumed.model.model.embed_tokens.weight
 
 
-def test_restoring_resets_a_policy_that_trained_on_and_the_random_state(tiny_folder: Path, tmp_path: Path) -> None:
+def test_restoring_resets_a_policy_that_trained_on_and_the_random_state(tiny_folder, tmp_path):
     policy = fresh(tiny_folder)
     train(policy, 0, 1)
     torch.manual_seed(1)
@@ -115,7 +113,7 @@ def test_restoring_resets_a_policy_that_trained_on_and_the_random_state(tiny_fol
     assert torch.equal(torch.rand(3), wanted)
 
 
-def test_a_checkpoint_contains_only_safetensors_and_json(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_contains_only_safetensors_and_json(tiny_folder, tmp_path):
     policy = fresh(tiny_folder)
     train(policy, 0)
     save(policy, 1, tmp_path)
@@ -133,7 +131,7 @@ def test_a_checkpoint_contains_only_safetensors_and_json(tiny_folder: Path, tmp_
 
 
 @pytest.mark.parametrize("folder", ["empty", "missing"])
-def test_without_a_checkpoint_training_starts_at_step_0(tiny_folder: Path, tmp_path: Path, folder: str) -> None:
+def test_without_a_checkpoint_training_starts_at_step_0(tiny_folder, tmp_path, folder):
     (tmp_path / "empty").mkdir()
     policy = fresh(tiny_folder)
     before = state(policy)
@@ -141,9 +139,7 @@ def test_without_a_checkpoint_training_starts_at_step_0(tiny_folder: Path, tmp_p
     assert equal(state(policy), before)
 
 
-def test_an_incomplete_checkpoint_is_skipped_with_a_warning_and_written_again(
-    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_incomplete_checkpoint_is_skipped_with_a_warning_and_written_again(tiny_folder, tmp_path, caplog):
     policy = fresh(tiny_folder)
     train(policy, 0)
     save(policy, 1, tmp_path)
@@ -162,7 +158,7 @@ def test_an_incomplete_checkpoint_is_skipped_with_a_warning_and_written_again(
     assert equal(state(resumed), state(policy))
 
 
-def test_a_checkpoint_with_a_flipped_bit_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_flipped_bit_is_refused(tiny_folder, tmp_path):
     policy = fresh(tiny_folder)
     for step in (1, 2):
         train(policy, step)
@@ -181,14 +177,14 @@ def test_a_checkpoint_with_a_flipped_bit_is_refused(tiny_folder: Path, tmp_path:
     assert Checkpoints(tmp_path, fresh(tiny_folder)).restore().step == 1
 
 
-def test_the_newest_checkpoints_are_kept(tiny_folder: Path, tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept(tiny_folder, tmp_path):
     policy = fresh(tiny_folder, keep_last=2)
     for step in (0, 4, 8, 12, 16):
         save(policy, step, tmp_path)
     assert steps(tmp_path) == ["step-000012", "step-000016"]
 
 
-def test_a_complete_checkpoint_is_never_overwritten(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_complete_checkpoint_is_never_overwritten(tiny_folder, tmp_path):
     policy = fresh(tiny_folder)
     save(policy, 1, tmp_path)
     before = {path.name: path.read_bytes() for path in (tmp_path / "step-000001").iterdir()}
@@ -200,9 +196,7 @@ def test_a_complete_checkpoint_is_never_overwritten(tiny_folder: Path, tmp_path:
 # --- in the background ------------------------------------------------------------------------------------------------
 
 
-def test_the_optimizer_waits_for_the_checkpoint_being_written(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_optimizer_waits_for_the_checkpoint_being_written(tiny_folder, tmp_path, monkeypatch):
     policy = fresh(tiny_folder)
     train(policy, 0)
     then = state(policy)
@@ -232,9 +226,7 @@ def test_the_optimizer_waits_for_the_checkpoint_being_written(
     assert equal(state(resumed), then)
 
 
-def test_a_full_disk_names_the_folder_and_keeps_older_checkpoints(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_names_the_folder_and_keeps_older_checkpoints(tiny_folder, tmp_path, monkeypatch):
     policy = fresh(tiny_folder)
     save(policy, 1, tmp_path)
     train(policy, 0)
@@ -254,6 +246,6 @@ def test_a_full_disk_names_the_folder_and_keeps_older_checkpoints(
     ("billions", "steps", "every"),
     [(0.135, None, 1), (0.83, None, 1), (7.6, None, 10), (32.8, None, 40), (32.8, 1, 1), (0.135, 8, 8)],
 )
-def test_checkpoints_write_at_most_ten_gigabytes_per_step(billions: float, steps: int | None, every: int) -> None:
+def test_checkpoints_write_at_most_ten_gigabytes_per_step(billions, steps, every):
     section = LearnerSection() if steps is None else LearnerSection(checkpoint_every=steps)
     assert section.steps_between_checkpoints(round(billions * 1e9)) == every

@@ -28,7 +28,7 @@ CONFIG = parse(
 
 
 @pytest.fixture
-def quarantine(tmp_path: Path) -> Path:
+def quarantine(tmp_path) -> Path:
     """The folder for files that break the schema. It is created when first needed."""
     return tmp_path / "quarantine"
 
@@ -45,7 +45,7 @@ def changed(data: bytes) -> bytes:
     return data.replace(b"0" * 32 + b'"', b"1" * 32 + b'"')
 
 
-def test_the_validators_keys_are_requested_once_per_batch(quarantine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_validators_keys_are_requested_once_per_batch(quarantine, monkeypatch):
     store, requests = Store(accepted(), accepted()), []
     descriptor = store.descriptor()
     monkeypatch.setattr(store, "descriptor", lambda: requests.append(1) or descriptor)
@@ -53,7 +53,7 @@ def test_the_validators_keys_are_requested_once_per_batch(quarantine: Path, monk
     assert len(requests) == 1
 
 
-def test_groups_are_in_the_order_of_the_batch_and_each_file_is_read_once(quarantine: Path) -> None:
+def test_groups_are_in_the_order_of_the_batch_and_each_file_is_read_once(quarantine):
     store = Store(accepted(), accepted(version=3))
     result = fetched(store, quarantine, (0, 2), (1, 0), (0, 0))
     assert (result.refused, result.quarantined) == (0, 0) and not quarantine.exists()
@@ -87,9 +87,7 @@ def test_groups_are_in_the_order_of_the_batch_and_each_file_is_read_once(quarant
         *("no completion", "no prompt"),
     ],
 )
-def test_a_file_of_another_origin_or_with_incomplete_groups_is_left_out(
-    data: bytes, message: str, quarantine: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_of_another_origin_or_with_incomplete_groups_is_left_out(data, message, quarantine, caplog):
     """It must not stop the learner, because the batch is the same after each restart."""
     result = fetched(Store(data, accepted()), quarantine, (0, 2), (1, 0))
     assert ([group.submission for group in result.groups], result.foreign) == ([submission(1)], 1)
@@ -105,9 +103,7 @@ def test_a_file_of_another_origin_or_with_incomplete_groups_is_left_out(
     ],
     ids=["changed", "empty", "more rows than a submission holds"],
 )
-def test_a_file_that_breaks_the_schema_is_quarantined(
-    broken: bytes, why: str, quarantine: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_breaks_the_schema_is_quarantined(broken, why, quarantine, caplog):
     store = Store(accepted(), broken)
     with caplog.at_level(logging.ERROR):
         result = fetched(store, quarantine, (1, 0), (0, 1), (1, 2))
@@ -128,13 +124,13 @@ def test_a_file_that_breaks_the_schema_is_quarantined(
     ],
     ids=["broken", "old"],
 )
-def test_an_empty_batch_says_why_its_groups_were_left_out(files: list[bytes], why: str, quarantine: Path) -> None:
+def test_an_empty_batch_says_why_its_groups_were_left_out(files, why, quarantine):
     result = fetched(Store(*files), quarantine, (0, 0), (1, 0))
     assert not result.groups and why in result.left_out
 
 
 @pytest.mark.parametrize(("version", "taken"), [(4, 1), (2, 1), (1, 0), (0, 0)])
-def test_a_group_beyond_the_async_level_is_counted_and_left_out(version: int, taken: int, quarantine: Path) -> None:
+def test_a_group_beyond_the_async_level_is_counted_and_left_out(version, taken, quarantine):
     result = fetched(Store(accepted(version=version), accepted()), quarantine, (0, 0), (1, 0))
     assert (len(result.groups), result.refused) == (1 + taken, 1 - taken)
 
@@ -157,9 +153,7 @@ IMPOSSIBLE = [-9999.0, -50.5, 0.00390625, 0.5, float("nan"), float("-inf")]
         (conversation(logprobs=[-0.5] * 6), "there are 6 logprobs for 4 sampled tokens"),
     ],
 )
-def test_a_group_with_an_impossible_reward_or_logprob_is_counted_and_left_out(
-    row: AcceptedRollout, why: str, quarantine: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_group_with_an_impossible_reward_or_logprob_is_counted_and_left_out(row, why, quarantine, caplog):
     rows = rollouts()
     rows[3] = row
     result = fetched(Store(accepted(rows=rows)), quarantine, (0, 0), (0, 1), (0, 2))
@@ -168,7 +162,7 @@ def test_a_group_with_an_impossible_reward_or_logprob_is_counted_and_left_out(
     assert line.startswith(f"group 1 of {submission(0)} is left out: ") and why in line
 
 
-def test_unchecked_logprobs_may_have_any_value_because_they_are_not_used(quarantine: Path) -> None:
+def test_unchecked_logprobs_may_have_any_value_because_they_are_not_used(quarantine):
     """Otherwise a worker could empty the batch."""
     rows = [replace(row, logprobs=[-9999.0, float("nan")]) for row in rollouts()]
     result = fetched(Store(accepted(rows=rows, prefilled=False)), quarantine, (0, 0), (0, 1))
@@ -176,20 +170,20 @@ def test_unchecked_logprobs_may_have_any_value_because_they_are_not_used(quarant
 
 
 @pytest.mark.parametrize("logprob", [-50.0, 0.0, 0.0009765625])
-def test_a_logprob_within_rounding_of_the_bounds_is_accepted(logprob: float, quarantine: Path) -> None:
+def test_a_logprob_within_rounding_of_the_bounds_is_accepted(logprob, quarantine):
     rows = rollouts()
     rows[3] = replace(rows[3], logprobs=[-0.5, logprob])
     assert fetched(Store(accepted(rows=rows)), quarantine, (0, 1)).implausible == 0
 
 
-def test_a_prompt_may_be_longer_than_any_completion(quarantine: Path) -> None:
+def test_a_prompt_may_be_longer_than_any_completion(quarantine):
     prompt = [7] * (CONFIG.sampling.max_tokens + 1)
     rows = [replace(row, prompt=prompt) for row in rollouts()]
     [group] = fetched(Store(accepted(rows=rows)), quarantine, (0, 1)).groups
     assert list(group.prompt) == prompt
 
 
-def test_outlines_are_encoded_exactly() -> None:
+def test_outlines_are_encoded_exactly():
     groups = [
         Group("s", 3, [1, 2], [[3], []], [[-1 / 3], []], [0.1, 1e-30]),
         Group("t", 0, [1], [[2]], [[-0.0]], [1.0], checked=False, number=2),
@@ -200,7 +194,7 @@ def test_outlines_are_encoded_exactly() -> None:
     assert [outline.trained for outline in result] == [group.trained for group in groups] == [[1, 0], [1], [2, 1]]
 
 
-def test_a_groups_arrays_are_views_of_its_file(quarantine: Path) -> None:
+def test_a_groups_arrays_are_views_of_its_file(quarantine):
     """So a step takes 8 bytes per token."""
     [group] = fetched(Store(accepted()), quarantine, (0, 1)).groups
     assert [(array.dtype, array.base is not None) for array in (group.prompt, *group.completions)] == [
@@ -209,7 +203,7 @@ def test_a_groups_arrays_are_views_of_its_file(quarantine: Path) -> None:
     assert [(array.dtype, array.base is not None) for array in group.behaviour] == [(np.float32, True)] * 2
 
 
-def test_a_group_keeps_its_turns(quarantine: Path) -> None:
+def test_a_group_keeps_its_turns(quarantine):
     rows = rollouts()
     rows[3] = conversation()
     [group] = fetched(Store(accepted(rows=rows)), quarantine, (0, 1)).groups
@@ -217,9 +211,7 @@ def test_a_group_keeps_its_turns(quarantine: Path) -> None:
 
 
 @pytest.mark.parametrize("turns", [[2, 4], [2], [-2, 2], [2**31 - 1] * 2])
-def test_a_file_with_turns_that_do_not_fit_is_quarantined(
-    turns: list[int], quarantine: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_with_turns_that_do_not_fit_is_quarantined(turns, quarantine, caplog):
     rows = rollouts()
     rows[3] = replace(conversation(), turns=turns)
     result = fetched(Store(accepted(rows=rows)), quarantine, (0, 0), (0, 1))

@@ -44,7 +44,7 @@ def both(pool: Pool, wire: Any, folder: Path) -> tuple[IncomingBatches, Incoming
     return tuple(IncomingBatches(node, wire, config, folder) for node in (pool, None))  # type: ignore[arg-type,return-value]
 
 
-def test_other_ranks_get_the_groups_outlines(tmp_path: Path) -> None:
+def test_other_ranks_get_the_groups_outlines(tmp_path):
     wire, stop = Wire(), threading.Event()
     leader, other = both(Pool(*files()), wire, tmp_path)
     actual = leader.wait(0, stop)
@@ -55,7 +55,7 @@ def test_other_ranks_get_the_groups_outlines(tmp_path: Path) -> None:
     assert leader.wait(1, stop) is None and other.wait(1, stop) is None
 
 
-def test_other_ranks_do_not_wait_for_a_failed_leader(tmp_path: Path) -> None:
+def test_other_ranks_do_not_wait_for_a_failed_leader(tmp_path):
     wire, stop = Wire(), threading.Event()
     leader, other = both(Pool(), wire, tmp_path)
     with pytest.raises(KeyError):
@@ -79,7 +79,7 @@ class Slow(Pool):
         return data
 
 
-def test_the_next_steps_files_are_prefetched_once(tmp_path: Path) -> None:
+def test_the_next_steps_files_are_prefetched_once(tmp_path):
     pool, config = Slow(*files()), run_config(2, {})
     incoming = IncomingBatches(pool, Ranks(), config, tmp_path)  # type: ignore[arg-type]
     incoming.prefetch(1)
@@ -91,7 +91,7 @@ def test_the_next_steps_files_are_prefetched_once(tmp_path: Path) -> None:
     assert pool.activities == ["the batch of step 2", "training step 2"], "people count steps from 1"
 
 
-def test_an_error_in_the_prefetch_ends_the_wait_on_all_ranks(tmp_path: Path) -> None:
+def test_an_error_in_the_prefetch_ends_the_wait_on_all_ranks(tmp_path):
     class Gone(Pool):
         def get(self, path: str, kind: Any) -> Any:
             raise ShoalError("the coordinator is gone")
@@ -127,13 +127,13 @@ def refuse() -> int:
     raise ShoalError("no such file")
 
 
-def test_every_rank_gets_what_the_leader_read() -> None:
+def test_every_rank_gets_what_the_leader_read():
     wire: list[bytes] = []
     assert on_rank(Wire(wire, leads=True), lambda: 7) == 7
     assert on_rank(Wire(wire, leads=False), never) == 7 and not wire
 
 
-def test_a_leaders_error_is_raised_on_every_rank() -> None:
+def test_a_leaders_error_is_raised_on_every_rank():
     wire: list[bytes] = []
     with pytest.raises(ShoalError, match="^no such file"):
         on_rank(Wire(wire, leads=True), refuse)
@@ -141,5 +141,5 @@ def test_a_leaders_error_is_raised_on_every_rank() -> None:
         on_rank(Wire(wire, leads=False), never)
 
 
-def test_a_single_rank_encodes_nothing() -> None:
+def test_a_single_rank_encodes_nothing():
     assert from_leader(Ranks(), lambda: 7, never, never) == 7

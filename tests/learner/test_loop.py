@@ -37,7 +37,7 @@ def files() -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def straight(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, files: list[bytes], one_thread: None) -> Path:
+def straight(tiny_folder, tmp_path_factory, files, one_thread) -> Path:
     """The folder of an uninterrupted run."""
     out = tmp_path_factory.mktemp("straight")
     assert make_learner(tiny_folder, out, Pool(*files), steps=STEPS, **CHANGED).run(threading.Event()) == "finished"
@@ -83,15 +83,8 @@ def killed(folder: Path, out: Path, files: list[bytes], die: dict[str, int]) -> 
     ids=["in an update", "in a checkpoint"],
 )
 def test_a_killed_learner_resumes_to_the_same_versions_bit_for_bit(
-    tiny_folder: Path,
-    tmp_path: Path,
-    files: list[bytes],
-    straight: Path,
-    die: dict[str, int],
-    kept: list[str],
-    half: list[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    tiny_folder, tmp_path, files, straight, die, kept, half, caplog
+):
     killed(tiny_folder, tmp_path, files, die)
     assert names(tmp_path / "checkpoints") == half + kept
     published = versions(tmp_path)
@@ -109,7 +102,7 @@ def test_a_killed_learner_resumes_to_the_same_versions_bit_for_bit(
     assert (tmp_path / last / "progress.json").read_text() == (straight / last / "progress.json").read_text()
 
 
-def test_a_finished_run_leaves_versions_checkpoints_and_the_model(straight: Path) -> None:
+def test_a_finished_run_leaves_versions_checkpoints_and_the_model(straight):
     result, last = versions(straight), straight / "versions" / f"v{STEPS:06d}"
     assert sorted(result) == [f"v{version:06d}" for version in range(STEPS + 1)]
     assert len(set(result.values())) == STEPS + 1
@@ -123,15 +116,13 @@ def test_a_finished_run_leaves_versions_checkpoints_and_the_model(straight: Path
         assert progress == fields | {"trained": trained, "version_digest": blake3(result[f"v{step:06d}"]).hexdigest()}
 
 
-def test_old_versions_and_checkpoints_are_deleted(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
+def test_old_versions_and_checkpoints_are_deleted(tiny_folder, tmp_path, files):
     make_learner(tiny_folder, tmp_path, Pool(*files), steps=3, keep_versions=2, keep_last=1).run(threading.Event())
     assert names(tmp_path / "versions") == ["v000002", "v000003"]
     assert names(tmp_path / "checkpoints") == ["step-000003"]
 
 
-def test_every_metric_is_documented_and_a_finished_run_reports_nothing_more(
-    tiny_folder: Path, tmp_path: Path, files: list[bytes]
-) -> None:
+def test_every_metric_is_documented_and_a_finished_run_reports_nothing_more(tiny_folder, tmp_path, files):
     pools = Pool(*files), Pool(*files)
     for pool in pools:
         assert make_learner(tiny_folder, tmp_path, pool, steps=1).run(threading.Event()) == "finished"
@@ -140,7 +131,7 @@ def test_every_metric_is_documented_and_a_finished_run_reports_nothing_more(
     assert set(pools[0].reports[0].metrics) <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 
-def test_a_stop_request_leaves_a_complete_checkpoint(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
+def test_a_stop_request_leaves_a_complete_checkpoint(tiny_folder, tmp_path, files):
     stop = threading.Event()
 
     class Once(Pool):
@@ -168,7 +159,7 @@ class Mixed(Pool):
         return batch.model_copy(update={"groups": groups})
 
 
-def test_a_step_counts_and_skips_broken_and_old_groups(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
+def test_a_step_counts_and_skips_broken_and_old_groups(tiny_folder, tmp_path, files):
     make_learner(tiny_folder, tmp_path, Pool(*files), steps=3).run(threading.Event())
     old = accepted(version=0, rows=rollouts(5, 4))
     pool = Mixed(files[0], b"broken", old, files[3])
@@ -182,14 +173,14 @@ def test_a_step_counts_and_skips_broken_and_old_groups(tiny_folder: Path, tmp_pa
     assert progress["trained"] == [submission(0), submission(1), submission(2), submission(3)]
 
 
-def test_a_sequence_longer_than_a_row_is_trained_on(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_sequence_longer_than_a_row_is_trained_on(tiny_folder, tmp_path):
     rows = [replace(row, prompt=[*range(4, 50), row.group + 4]) for row in rollouts(5, 4)]
     pool = Pool(accepted(version=0, rows=rows))
     assert make_learner(tiny_folder, tmp_path, pool, steps=1, row_tokens=16).run(threading.Event()) == "finished"
     assert len(pool.reports[0].trained) == 5
 
 
-def test_a_step_of_equal_rewards_changes_no_weight(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_step_of_equal_rewards_changes_no_weight(tiny_folder, tmp_path):
     pool = Pool(accepted(version=0, rows=[replace(row, reward=1.0) for row in rollouts(5, 4)]))
     loss = {"loss": {"beta": 0.0, "entropy": 0.0}}
     make_learner(tiny_folder, tmp_path, pool, steps=1, **loss).run(threading.Event())
@@ -200,9 +191,7 @@ def test_a_step_of_equal_rewards_changes_no_weight(tiny_folder: Path, tmp_path: 
     assert before == after
 
 
-def test_a_step_without_usable_groups_is_skipped_and_reported(
-    tiny_folder: Path, tmp_path: Path, files: list[bytes]
-) -> None:
+def test_a_step_without_usable_groups_is_skipped_and_reported(tiny_folder, tmp_path, files):
     pool = Pool(files[0], b"broken", accepted(version=2, rows=rollouts(5, 4), by=STRANGER), files[3])
     assert make_learner(tiny_folder, tmp_path, pool, steps=4).run(threading.Event()) == "finished"
     result = versions(tmp_path)
@@ -212,7 +201,7 @@ def test_a_step_without_usable_groups_is_skipped_and_reported(
     assert not pool.reports[1].trained
 
 
-def test_several_skipped_steps_in_a_row_stop_the_run(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
+def test_several_skipped_steps_in_a_row_stop_the_run(tiny_folder, tmp_path, files):
     pool = Pool(files[0], *[b"broken"] * (MAX_SKIPS + 1))
     for _ in range(2):  # and after a restart
         with pytest.raises(ShoalError, match=r"step 5: .*5 are in files moved to quarantine.* The 3 steps before"):
@@ -220,7 +209,7 @@ def test_several_skipped_steps_in_a_row_stop_the_run(tiny_folder: Path, tmp_path
     assert len(pool.reports) == 1 + MAX_SKIPS
 
 
-def test_impossible_unchecked_logprobs_change_neither_training_nor_metrics(tiny_folder: Path, tmp_path: Path) -> None:
+def test_impossible_unchecked_logprobs_change_neither_training_nor_metrics(tiny_folder, tmp_path):
     """8 of 20 completions claim impossible logprobs."""
     spoilt = [replace(row, logprobs=[-9999.0] * len(row.logprobs)) if i % 5 < 2 else row for i, row in enumerate(FILE)]
     pools = []
@@ -235,9 +224,7 @@ def test_impossible_unchecked_logprobs_change_neither_training_nor_metrics(tiny_
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of open files are read from Linux's /proc")
-def test_folders_are_fsynced_before_they_get_their_final_name(
-    tiny_folder: Path, tmp_path: Path, files: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_are_fsynced_before_they_get_their_final_name(tiny_folder, tmp_path, files, monkeypatch):
     """A restart does not write a version again, so it must be complete after a power cut."""
     done: list[str] = []
     rename, fsync = Path.rename, os.fsync

@@ -46,7 +46,7 @@ def base_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_first_version_is_the_base_with_adapters_that_change_nothing(tiny_folder: Path, dtype: Any) -> None:
+def test_the_first_version_is_the_base_with_adapters_that_change_nothing(tiny_folder, dtype):
     policy = adapted(tiny_folder, dtype=dtype)
     published, base = dict(policy.published()), base_of(tiny_folder)
     assert equal({name: tensor for name, tensor in published.items() if name in base}, base)
@@ -59,7 +59,7 @@ def test_the_first_version_is_the_base_with_adapters_that_change_nothing(tiny_fo
         )
 
 
-def test_an_update_changes_only_the_adapters(tiny_folder: Path) -> None:
+def test_an_update_changes_only_the_adapters(tiny_folder):
     policy, base = adapted(tiny_folder), base_of(tiny_folder)
     before = {name: tensor.clone() for name, tensor in policy.published()}
     losses = [policy.update(batches(), N_TOKENS)["loss"] for _ in range(3)]
@@ -68,7 +68,7 @@ def test_an_update_changes_only_the_adapters(tiny_folder: Path) -> None:
     assert changed == set(before) - set(base)
 
 
-def test_an_adapter_adds_its_product_to_its_layer(tiny_folder: Path) -> None:
+def test_an_adapter_adds_its_product_to_its_layer(tiny_folder):
     policy = adapted(tiny_folder)
     policy.update(batches(), N_TOKENS)
     name, layer = next(adapter_layers(policy.model))
@@ -80,9 +80,7 @@ def test_an_adapter_adds_its_product_to_its_layer(tiny_folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lr", [1e-5, 1e-4, 1e-2])
-def test_a_loaded_version_computes_exactly_what_the_learner_computes(
-    tiny_folder: Path, tmp_path: Path, lr: float, dtype: Any
-) -> None:
+def test_a_loaded_version_computes_exactly_what_the_learner_computes(tiny_folder, tmp_path, lr, dtype):
     """Merged into bf16 weights, small updates would vanish. Gain: the sum of advantage times logprob."""
     policy = adapted(tiny_folder, lr=lr, dtype=dtype)
     (micro,) = batches(512)
@@ -101,7 +99,7 @@ def gain(micro: MicroBatch, logp_N: torch.Tensor) -> float:
     return float((logp_N.detach() * micro.advantage_N).double().sum())
 
 
-def test_with_exact_numerics_on_policy_logprobs_are_equal(tiny_folder: Path, tmp_path: Path) -> None:
+def test_with_exact_numerics_on_policy_logprobs_are_equal(tiny_folder, tmp_path):
     skip_unless_exact("bfloat16")
     policy = adapted(tiny_folder, dtype="bfloat16", numerics="exact")
     policy.update(batches(), N_TOKENS)
@@ -113,7 +111,7 @@ def test_with_exact_numerics_on_policy_logprobs_are_equal(tiny_folder: Path, tmp
         assert torch.equal(policy.logprobs(pack([tree]))[0], logp_N)
 
 
-def test_an_engine_samples_with_the_adapters_of_each_version(tiny_folder: Path, tmp_path: Path) -> None:
+def test_an_engine_samples_with_the_adapters_of_each_version(tiny_folder, tmp_path):
     policy = adapted(tiny_folder)
     engine = TorchEngine("float32")
     sampling = Sampling(temperature=1.0, max_tokens=6, eos_ids=())
@@ -130,7 +128,7 @@ def test_an_engine_samples_with_the_adapters_of_each_version(tiny_folder: Path, 
     assert drawn[0] != drawn[1]
 
 
-def test_merged_adapters_give_a_plain_model_that_computes_the_same(tiny_folder: Path, tmp_path: Path) -> None:
+def test_merged_adapters_give_a_plain_model_that_computes_the_same(tiny_folder, tmp_path):
     policy = adapted(tiny_folder)
     for _ in range(2):
         policy.update(batches(), N_TOKENS)
@@ -146,7 +144,7 @@ def test_merged_adapters_give_a_plain_model_that_computes_the_same(tiny_folder: 
     assert not torch.allclose(merged_1TV, base_1TV, atol=1e-2)
 
 
-def test_training_continues_only_with_the_same_adapters(tiny_folder: Path, tmp_path: Path) -> None:
+def test_training_continues_only_with_the_same_adapters(tiny_folder, tmp_path):
     policy = adapted(tiny_folder)
     policy.update(batches(), N_TOKENS)
     save(policy, tmp_path / "v")
@@ -157,12 +155,12 @@ def test_training_continues_only_with_the_same_adapters(tiny_folder: Path, tmp_p
         make_policy(tmp_path / "v", lora=SECTION | {"rank": 2})
 
 
-def test_a_model_without_the_target_layers_is_refused(make_tiny: Any) -> None:
+def test_a_model_without_the_target_layers_is_refused(make_tiny):
     with pytest.raises(match=r"none of query is a linear layer.*'q_proj'"):
         attach_(make_tiny(0), Adapters(4, 12.0, ("query",)), exact=False)
 
 
-def test_peft_loads_the_adapter_and_computes_the_same(tiny_folder: Path, tmp_path: Path) -> None:
+def test_peft_loads_the_adapter_and_computes_the_same(tiny_folder, tmp_path):
     peft: Any = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     policy = adapted(tiny_folder)
     policy.update(batches(), N_TOKENS)
@@ -180,7 +178,7 @@ def test_peft_loads_the_adapter_and_computes_the_same(tiny_folder: Path, tmp_pat
     assert not torch.allclose(ours_1TV, base_1TV, atol=1e-2)
 
 
-def test_a_checkpoint_contains_only_adapters_and_resumes_bit_for_bit(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_contains_only_adapters_and_resumes_bit_for_bit(tiny_folder, tmp_path):
     policy = adapted(tiny_folder)
     policy.update(batches(), N_TOKENS)
     checkpoints = Checkpoints(tmp_path, policy)

@@ -1,7 +1,6 @@
 """Every `loss.kind` against a plain loop in float64; clips, sums, extreme values, and reported sums."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import hypothesis
@@ -103,7 +102,7 @@ def slow(data: dict[str, Tensor], s: LossSection) -> tuple[float, list[float]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
-def test_loss_and_gradient_equal_a_plain_loop(kind: LossKind, seed: int) -> None:
+def test_loss_and_gradient_equal_a_plain_loop(kind, seed):
     settings = section(kind, beta=0.3, entropy=0.1)
     value, slopes = slow(case(seed), settings)
     assert float(loss_of(case(seed), settings).loss) == pytest.approx(value, rel=1e-12)
@@ -111,7 +110,7 @@ def test_loss_and_gradient_equal_a_plain_loop(kind: LossKind, seed: int) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_random_data_reaches_every_bound(kind: LossKind) -> None:
+def test_the_random_data_reaches_every_bound(kind):
     bounds = {"clip_low", "clip_high", "clip_delta"} - ({"clip_low", "clip_high"} if kind == "cispo" else set())
     settings = section(kind, delta=3.0 if kind == "dppo" else 2.0)
     totals = {name: sum(getattr(loss_of(case(seed), settings), name) for seed in range(3)) for name in bounds}
@@ -121,7 +120,7 @@ def test_the_random_data_reaches_every_bound(kind: LossKind) -> None:
 # ---- grpo: two-sided clipping
 
 
-def test_two_sided_clipping_is_dual_clip_ppo_with_c_equal_to_delta() -> None:
+def test_two_sided_clipping_is_dual_clip_ppo_with_c_equal_to_delta():
     """arXiv 1912.09729, equation 5: max(min(r A, clip(r) A), c A) where A < 0."""
     data = case()
     ratio_N, a_N = torch.exp(data["logp_N"] - data["behaviour_N"]), data["advantage_N"]
@@ -155,9 +154,7 @@ def token(logp: float, behaviour: float, advantage: float) -> dict[str, Tensor]:
         (0.74, 0.95, -1.0, False),  # just beyond it, at a ratio of 0.78
     ],
 )
-def test_dppo_masks_a_token_that_moved_far_in_the_direction_of_its_advantage(
-    now: float, then: float, advantage: float, moves: bool
-) -> None:
+def test_dppo_masks_a_token_that_moved_far_in_the_direction_of_its_advantage(now, then, advantage, moves):
     gradient_N = gradient(token(math.log(now), math.log(then), advantage), section("dppo"))
     assert (float(gradient_N) != 0) == moves
     kept_N = gradient(token(math.log(0.1), math.log(0.001), advantage), section("dppo"))
@@ -165,7 +162,7 @@ def test_dppo_masks_a_token_that_moved_far_in_the_direction_of_its_advantage(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_policy_every_kind_is_the_policy_gradient_for_rollouts_of_max_tokens(kind: LossKind) -> None:
+def test_on_policy_every_kind_is_the_policy_gradient_for_rollouts_of_max_tokens(kind):
     data = {name: tensor[-300:] for name, tensor in case().items()}  # three rollouts of 100
     data["logp_N"] = data["behaviour_N"]
     settings = section(kind)
@@ -183,7 +180,7 @@ def test_on_policy_every_kind_is_the_policy_gradient_for_rollouts_of_max_tokens(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_micro_batches_of_whole_rollouts_add_up_to_the_batch(kind: LossKind) -> None:
+def test_micro_batches_of_whole_rollouts_add_up_to_the_batch(kind):
     data, settings = case(), section(kind, beta=0.3, entropy=0.1)
     spans = [slice(0, 8), slice(8, 100), slice(100, N)]
     parts = [{name: tensor[span] for name, tensor in data.items()} for span in spans]
@@ -196,7 +193,7 @@ def test_micro_batches_of_whole_rollouts_add_up_to_the_batch(kind: LossKind) -> 
 
 
 @pytest.mark.parametrize(("kind", "figure"), [("grpo", 50), ("dr_grpo", 400), ("cispo", 50), ("dppo", 50), ("gspo", 4)])
-def test_the_denominator_counts_what_the_kind_averages_over(kind: LossKind, figure: int) -> None:
+def test_the_denominator_counts_what_the_kind_averages_over(kind, figure):
     assert denominator(kind, n_tokens=50, n_rollouts=4, max_tokens=100) == figure
     with pytest.raises(ValueError, match="0 tokens in 4 rollouts"):
         denominator(kind, n_tokens=0, n_rollouts=4, max_tokens=100)
@@ -213,9 +210,7 @@ def test_the_denominator_counts_what_the_kind_averages_over(kind: LossKind, figu
     reference=st.floats(-1e4, 0, width=32),
     advantage=st.sampled_from([-10.0, -1.0, 0.0, 1.0, 10.0]),
 )
-def test_no_extreme_logprob_gives_a_loss_or_gradient_that_is_not_finite(
-    kind: LossKind, logp: float, behaviour: float, reference: float, advantage: float
-) -> None:
+def test_no_extreme_logprob_gives_a_loss_or_gradient_that_is_not_finite(kind, logp, behaviour, reference, advantage):
     data = token(logp, behaviour, advantage) | {"reference_N": torch.tensor([reference])}
     settings = section(kind, beta=0.001)
     assert bool(torch.isfinite(loss_of(data, settings).loss))
@@ -223,7 +218,7 @@ def test_no_extreme_logprob_gives_a_loss_or_gradient_that_is_not_finite(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_reported_sum_is_finite_for_impossible_logprobs(kind: LossKind) -> None:
+def test_every_reported_sum_is_finite_for_impossible_logprobs(kind):
     """exp(80) per token, summed over thousands of tokens, overflows float32."""
     n = 20_000
     data = {
@@ -243,9 +238,7 @@ def test_every_reported_sum_is_finite_for_impossible_logprobs(kind: LossKind) ->
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "gspo"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-def test_a_ratio_too_large_for_float32_gives_no_gradient_if_ratios_are_clipped(
-    kind: LossKind, advantage: float
-) -> None:
+def test_a_ratio_too_large_for_float32_gives_no_gradient_if_ratios_are_clipped(kind, advantage):
     assert gradient(token(0.0, -200.0, advantage), section(kind)).tolist() == [0.0]
 
 
@@ -253,14 +246,14 @@ def test_a_ratio_too_large_for_float32_gives_no_gradient_if_ratios_are_clipped(
 
 
 @pytest.mark.parametrize("d", [-30.0, -1.0, 0.5, 7.9, 8.1, 15.0, 300.0])
-def test_the_gradient_of_k3_points_towards_the_reference_and_is_bounded(d: float) -> None:
+def test_the_gradient_of_k3_points_towards_the_reference_and_is_bounded(d):
     """Unbounded, one token of 15 nats outweighs three million others; clipped to a constant, it has no gradient."""
     logp = torch.tensor(-400.0, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(k3(logp, torch.tensor(d - 400.0, dtype=torch.float64)), logp)
     assert float(slope) == pytest.approx(1 - math.exp(min(d, 8.0)))
 
 
-def test_the_mean_of_k3_over_samples_is_the_kl_from_policy_to_reference() -> None:
+def test_the_mean_of_k3_over_samples_is_the_kl_from_policy_to_reference():
     policy_V, reference_V = torch.log_softmax(torch.tensor([[1.0, 0.0, -1.0], [0.0, 0.5, 0.0]]), -1)
     exact = (policy_V.exp() * (policy_V - reference_V)).sum()
     torch.testing.assert_close((policy_V.exp() * k3(policy_V, reference_V)).sum(), exact)
@@ -292,12 +285,12 @@ CLIPPED = {"clip_low": 1, "clip_high": 2, "clip_delta": 2}
         ),  # probabilities: 0.15 at sampling; 0.075, 0.195, 0.75 now
     ],
 )
-def test_a_clip_counter_counts_only_tokens_without_gradient(kind: LossKind, counts: dict[str, int]) -> None:
+def test_a_clip_counter_counts_only_tokens_without_gradient(kind, counts):
     terms = counted_terms(kind)
     assert {name: getattr(terms, name) for name in counts} == counts
 
 
-def test_the_reported_sums_are_kl_mismatch_kl_and_entropy() -> None:
+def test_the_reported_sums_are_kl_mismatch_kl_and_entropy():
     data, settings = case(), section(beta=0.3)
     terms = loss_of(data, settings)
     for d_N, figure in (
@@ -320,13 +313,13 @@ def test_the_reported_sums_are_kl_mismatch_kl_and_entropy() -> None:
         (lambda: section("gspo"), "rollout_N", "needs rollout_N"),
     ],
 )
-def test_a_missing_input_is_refused(settings: Callable[[], LossSection], missing: str, message: str) -> None:
+def test_a_missing_input_is_refused(settings, missing, message):
     data = {name: tensor for name, tensor in case().items() if name != missing}
     with pytest.raises(ValueError, match=message):
         loss_of(data, settings())
 
 
-def test_gspo_accepts_any_rollout_numbers_but_only_contiguous_rollouts() -> None:
+def test_gspo_accepts_any_rollout_numbers_but_only_contiguous_rollouts():
     data = case()
     renamed = data | {"rollout_N": 7 * (len(LENGTHS) - data["rollout_N"])}
     assert loss_of(renamed, section("gspo")) == loss_of(data, section("gspo"))
@@ -343,7 +336,7 @@ def test_gspo_accepts_any_rollout_numbers_but_only_contiguous_rollouts() -> None
         ({"kind": "dr_grpo", "normalize_std": True}, "set learner.loss.normalize_std = false"),
     ],
 )
-def test_contradictory_settings_are_refused(changed: dict[str, Any], message: str) -> None:
+def test_contradictory_settings_are_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         LossSection(**changed)
 
@@ -360,11 +353,11 @@ def test_contradictory_settings_are_refused(changed: dict[str, Any], message: st
         ({"kind": "dppo"}, (0.2, 0.2, 20.0)),
     ],
 )
-def test_unset_bounds_default_to_those_of_the_kind(values: dict[str, Any], bounds: tuple[float, float, float]) -> None:
+def test_unset_bounds_default_to_those_of_the_kind(values, bounds):
     section = LossSection(**values)
     assert (section.epsilon, section.epsilon_high, section.delta) == pytest.approx(bounds)
 
 
 @pytest.mark.parametrize("kind", ["gspo", "cispo", "dppo"])
-def test_a_small_delta_is_accepted_if_the_kind_does_not_clip_with_it(kind: LossKind) -> None:
+def test_a_small_delta_is_accepted_if_the_kind_does_not_clip_with_it(kind):
     assert LossSection(kind=kind, delta=1.1).delta == 1.1

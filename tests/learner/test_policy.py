@@ -1,7 +1,6 @@
 """One update: what it changes, how a batch is split, and what happens when memory runs out."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -12,14 +11,13 @@ from shoal.errors import ShoalError
 from shoal.learner.batch import MicroBatch, micro_batches, with_gradient
 from shoal.learner.policy import OutOfMemoryError, Policy, explain_out_of_memory
 from shoal.model import logprobs
-from shoal.model.dtype import DtypeName
 
 from .support import N_TOKENS, batches, equal, make_groups, make_policy, masters, state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_an_update_changes_every_weight_and_counts(tiny_folder: Path) -> None:
+def test_an_update_changes_every_weight_and_counts(tiny_folder):
     trained = make_policy(tiny_folder)
     before = masters(trained)
     figures = trained.update(batches(), N_TOKENS)
@@ -30,14 +28,14 @@ def test_an_update_changes_every_weight_and_counts(tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("warmup", "rates"), [(4, [0.25, 0.5, 0.75, 1.0, 1.0]), (1, [1.0, 1.0]), (0, [1.0, 1.0])])
-def test_the_learning_rate_warms_up_in_steps_and_stays(tiny_folder: Path, warmup: int, rates: list[float]) -> None:
+def test_the_learning_rate_warms_up_in_steps_and_stays(tiny_folder, warmup, rates):
     trained = make_policy(tiny_folder, warmup_steps=warmup)
     figures = [trained.update(batches(), N_TOKENS)["optim/lr"] for _ in rates]
     assert figures == pytest.approx([1e-3 * rate for rate in rates])
     assert trained.optimizer.param_groups[0]["lr"] == pytest.approx(figures[-1])
 
 
-def test_the_reported_norm_is_the_one_before_clipping(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reported_norm_is_the_one_before_clipping(tiny_folder, monkeypatch):
     trained = make_policy(tiny_folder, grad_clip=0.1)
     seen = []
     step = trained.optimizer.step
@@ -54,7 +52,7 @@ def test_the_reported_norm_is_the_one_before_clipping(tiny_folder: Path, monkeyp
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_an_update_after_a_diverged_one_is_as_if_that_had_not_happened(tiny_folder: Path, bad: float) -> None:
+def test_an_update_after_a_diverged_one_is_as_if_that_had_not_happened(tiny_folder, bad):
     once, twice = make_policy(tiny_folder), make_policy(tiny_folder)
     for trained in (once, twice):
         trained.update(batches(), N_TOKENS)
@@ -75,7 +73,7 @@ def assert_same_gradients(one: Policy, other: Policy) -> None:
 
 
 @pytest.mark.parametrize("row_tokens", [20, 8])
-def test_a_batch_in_pieces_gives_the_same_update(tiny_folder: Path, row_tokens: int) -> None:
+def test_a_batch_in_pieces_gives_the_same_update(tiny_folder, row_tokens):
     loss = {"beta": 0.01, "entropy": 0.01}
     whole, pieces = make_policy(tiny_folder, loss=loss), make_policy(tiny_folder, loss=loss)
     assert len(batches(512)) == 1 and len(batches(row_tokens)) > 1
@@ -85,9 +83,7 @@ def test_a_batch_in_pieces_gives_the_same_update(tiny_folder: Path, row_tokens: 
 
 
 @pytest.mark.parametrize("kind", get_args(LossKind))
-def test_computing_logits_in_slices_makes_no_difference(
-    tiny_folder: Path, kind: LossKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_computing_logits_in_slices_makes_no_difference(tiny_folder, kind, monkeypatch):
     """Neither for losses of single tokens nor for gspo, whose gradients depend on whole rollouts."""
     loss = {"kind": kind, "beta": 0.01, "entropy": 0.01}
     whole, sliced = make_policy(tiny_folder, loss=loss), make_policy(tiny_folder, loss=loss)
@@ -97,7 +93,7 @@ def test_computing_logits_in_slices_makes_no_difference(
     assert_same_gradients(whole, sliced)
 
 
-def test_gradients_move_to_the_masters_as_soon_as_they_are_complete(tiny_folder: Path) -> None:
+def test_gradients_move_to_the_masters_as_soon_as_they_are_complete(tiny_folder):
     trained = make_policy(tiny_folder, dtype="bfloat16")
     trained.accumulate(batches(20))
     assert all(weight.grad is None for weight in trained.weights.values())
@@ -109,7 +105,7 @@ def flat() -> list[MicroBatch]:
     return [replace(micro, advantage_N=torch.zeros_like(micro.advantage_N)) for micro in batches()]
 
 
-def test_beta_and_entropy_have_a_gradient_and_only_beta_needs_a_reference(tiny_folder: Path) -> None:
+def test_beta_and_entropy_have_a_gradient_and_only_beta_needs_a_reference(tiny_folder):
     free, held = make_policy(tiny_folder), make_policy(tiny_folder, loss={"beta": 0.5})
     assert free.reference is None and free.update(flat(), N_TOKENS)["optim/grad_norm"] == 0
     assert held.update(batches(), N_TOKENS)["policy/kl"] == pytest.approx(
@@ -123,7 +119,7 @@ def test_beta_and_entropy_have_a_gradient_and_only_beta_needs_a_reference(tiny_f
     assert entropies[2] > entropies[0]
 
 
-def test_logprobs_are_at_the_sampling_temperature(tiny_folder: Path) -> None:
+def test_logprobs_are_at_the_sampling_temperature(tiny_folder):
     warm, hot = make_policy(tiny_folder), make_policy(tiny_folder, temperature=100.0)
     (micro,) = batches(512)
     with torch.no_grad():
@@ -133,7 +129,7 @@ def test_logprobs_are_at_the_sampling_temperature(tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_computed_and_published_weights_are_the_rounded_masters(tiny_folder: Path, dtype: DtypeName) -> None:
+def test_the_computed_and_published_weights_are_the_rounded_masters(tiny_folder, dtype):
     trained = make_policy(tiny_folder, dtype=dtype)
     for _ in range(2):
         computed = dict(trained.model.named_parameters())
@@ -146,7 +142,7 @@ def test_the_computed_and_published_weights_are_the_rounded_masters(tiny_folder:
     assert any(not torch.equal(master, master.bfloat16().float()) for master in masters(trained).values())
 
 
-def test_updates_too_small_for_bf16_add_up(tiny_folder: Path) -> None:
+def test_updates_too_small_for_bf16_add_up(tiny_folder):
     trained = make_policy(tiny_folder, lr=1e-6)
     name, moved = "model.layers.0.mlp.up_proj.weight", []
     with torch.no_grad():  # a bf16 step is 0.002 or more at these values; Adam's steps are 1e-6
@@ -161,7 +157,7 @@ def test_updates_too_small_for_bf16_add_up(tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", get_args(LossKind))
-def test_groups_without_a_gradient_do_not_change_the_update(tiny_folder: Path, kind: LossKind) -> None:
+def test_groups_without_a_gradient_do_not_change_the_update(tiny_folder, kind):
     groups = make_groups()
     groups[1] = replace(groups[1], rewards=[1.0] * 4)
     whole, chosen = (make_policy(tiny_folder, loss={"kind": kind}) for _ in range(2))
@@ -174,7 +170,7 @@ def test_groups_without_a_gradient_do_not_change_the_update(tiny_folder: Path, k
     assert_same_gradients(whole, chosen)
 
 
-def test_an_empty_update_changes_nothing(tiny_folder: Path) -> None:
+def test_an_empty_update_changes_nothing(tiny_folder):
     policy = make_policy(tiny_folder)
     policy.update(batches(), N_TOKENS)
     before = state(policy)
@@ -189,7 +185,7 @@ SMALL, LOWERS = LearnerSection(row_tokens=4096), "learner.row_tokens (now 4096)"
 
 @pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory.\nmore"), MemoryError()])
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_an_out_of_memory_error_names_the_settings_to_change(error: Exception | None, recomputes: bool) -> None:
+def test_an_out_of_memory_error_names_the_settings_to_change(error, recomputes):
     section = SMALL.model_copy(update={"activation_checkpointing": recomputes})
     with pytest.raises(OutOfMemoryError, match=FIELD) as caught, explain_out_of_memory(section, LOWERS):
         if error:
@@ -201,16 +197,14 @@ def test_an_out_of_memory_error_names_the_settings_to_change(error: Exception | 
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("x"), KeyboardInterrupt()])
-def test_other_errors_pass_unchanged(error: BaseException) -> None:
+def test_other_errors_pass_unchanged(error):
     with pytest.raises(type(error)) as caught, explain_out_of_memory(SMALL, LOWERS):
         raise error
     assert caught.value is error
 
 
 @pytest.mark.parametrize("again", ["update", "own_logprobs"])
-def test_an_out_of_memory_error_leaves_the_policy_unchanged(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, again: str, one_thread: None
-) -> None:
+def test_an_out_of_memory_error_leaves_the_policy_unchanged(tiny_folder, monkeypatch, again, one_thread):
     policy = make_policy(tiny_folder, row_tokens=4096)
     before = masters(policy)
     monkeypatch.setattr(policy.scorer, "forward", lambda *_: torch.empty(2**48))

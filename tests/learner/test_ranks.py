@@ -53,7 +53,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     for step in range(STEPS):
         (folder / f"{step}.parquet").write_bytes(step_file(step))
@@ -107,7 +107,7 @@ def without_last_step(out: Path, to: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_folder: Path, files: Path, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
+def alone(tiny_folder, files, tmp_path_factory, one_thread) -> Path:
     """One rank's runs, by name."""
     folder = tmp_path_factory.mktemp("alone")
     for name in RUNS:
@@ -119,7 +119,7 @@ def alone(tiny_folder: Path, files: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def models(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tiny_folder, tmp_path_factory) -> dict[str, Path]:
     """Models to load in shards, by name."""
     folder = tmp_path_factory.mktemp("models")
     untied = tiny_llama(
@@ -148,7 +148,7 @@ def checks(models: dict[str, Path], folder: Path, names: list[str]) -> list[dict
 
 
 @pytest.fixture(scope="module")
-def two(tiny_folder: Path, files: Path, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(tiny_folder, files, models, tmp_path_factory) -> Path:
     """Two ranks' runs and checks, by name."""
     folder = tmp_path_factory.mktemp("two")
     torchrun(
@@ -158,9 +158,7 @@ def two(tiny_folder: Path, files: Path, models: dict[str, Path], tmp_path_factor
 
 
 @pytest.fixture(scope="module")
-def four(
-    tiny_folder: Path, files: Path, models: dict[str, Path], two: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def four(tiny_folder, files, models, two, tmp_path_factory) -> Path:
     """Four ranks' runs and checks, by name, and a run that resumes from two ranks' last checkpoint but one."""
     folder = tmp_path_factory.mktemp("four")
     jobs = [job(tiny_folder, files, folder / name, name) for name in RUNS]
@@ -205,25 +203,25 @@ def cases(quick: Iterable[str], every: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("ranks", "name"), cases(RUNS, RUNS))
-def test_several_ranks_train_as_one_does(request: pytest.FixtureRequest, alone: Path, ranks: str, name: str) -> None:
+def test_several_ranks_train_as_one_does(request, alone, ranks, name):
     assert_same_run(request.getfixturevalue(ranks) / name, alone / name)
 
 
-def test_each_step_changes_the_published_weights(alone: Path) -> None:
+def test_each_step_changes_the_published_weights(alone):
     """Otherwise the tests above would also pass for ranks that train nothing."""
     for number in range(STEPS):
         before, after = version(alone / "float32", number), version(alone / "float32", number + 1)
         assert sum(not torch.equal(before[name], after[name]) for name in before) > len(before) / 2
 
 
-def test_two_ranks_checkpoint_resumes_on_one(tiny_folder: Path, files: Path, two: Path, tmp_path: Path) -> None:
+def test_two_ranks_checkpoint_resumes_on_one(tiny_folder, files, two, tmp_path):
     out = without_last_step(two / "float32", tmp_path / "resumed")
     make_learner(tiny_folder, out, node := pool(files), steps=STEPS).run(threading.Event())
     assert_continued(out, two / "float32", node.reports)
 
 
 @pytest.mark.slow
-def test_two_ranks_checkpoint_resumes_on_four(four: Path, two: Path) -> None:
+def test_two_ranks_checkpoint_resumes_on_four(four, two):
     assert_continued(four / "resumed", two / "float32", reports(four / "resumed"))
 
 
@@ -247,9 +245,7 @@ def findings(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("ranks", "name"), cases(QUICK, SHARDED))
-def test_loading_in_shards_gives_the_same_bits_as_loading_whole(
-    request: pytest.FixtureRequest, ranks: str, name: str
-) -> None:
+def test_loading_in_shards_gives_the_same_bits_as_loading_whole(request, ranks, name):
     for rank, of in enumerate(findings(request.getfixturevalue(ranks), name)):
         assert of["sharded"] and of["loaded whole"], "otherwise there is nothing to compare"
         assert of["differ"] == []
@@ -258,7 +254,7 @@ def test_loading_in_shards_gives_the_same_bits_as_loading_whole(
 
 
 @pytest.mark.parametrize(("ranks", "name"), cases(["memory"], ["memory"]))
-def test_no_rank_reads_or_keeps_more_than_its_share(request: pytest.FixtureRequest, ranks: str, name: str) -> None:
+def test_no_rank_reads_or_keeps_more_than_its_share(request, ranks, name):
     """Of 16 blocks, two are gathered at once (one in use, one prefetched), besides what is outside of blocks."""
     results = findings(request.getfixturevalue(ranks), name)
     for of in results:
@@ -273,13 +269,13 @@ def test_no_rank_reads_or_keeps_more_than_its_share(request: pytest.FixtureReque
 
 
 @pytest.mark.slow
-def test_a_model_with_other_tensor_names_is_loaded_whole(four: Path) -> None:
+def test_a_model_with_other_tensor_names_is_loaded_whole(four):
     for of in findings(four, "renamed"):
         assert of["whole"] and "name tensors differently from transformers" in of["why"]
 
 
 @pytest.mark.parametrize("name", ["float32", "lora"])
-def test_two_ranks_publish_the_same_files_as_one(two: Path, alone: Path, name: str) -> None:
+def test_two_ranks_publish_the_same_files_as_one(two, alone, name):
     """The first version, where both have the same weights."""
     versions = [folder / name / "versions/v000000" for folder in (two, alone)]
     first, second = ({path.name: path.read_bytes() for path in version.iterdir()} for version in versions)
@@ -290,7 +286,7 @@ def test_two_ranks_publish_the_same_files_as_one(two: Path, alone: Path, name: s
 # --- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchrun_there_is_one_rank(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     ranks = Ranks.start(timeout_s=1, leader_timeout_s=1)
     assert (ranks.rank, ranks.size, ranks.leads) == (0, 1, True)
@@ -301,13 +297,13 @@ def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("n", [0, 1, 4, 5])
-def test_every_item_goes_to_one_rank_and_shares_have_equal_length(n: int, size: int) -> None:
+def test_every_item_goes_to_one_rank_and_shares_have_equal_length(n, size):
     shares = [Ranks(rank, size).scatter(list(range(n))) for rank in range(size)]
     assert sorted(item for share in shares for item in share if item is not None) == list(range(n))
     assert {len(share) for share in shares} == {-(-n // size)}
 
 
-def test_only_the_leaders_messages_have_the_long_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_leaders_messages_have_the_long_timeout(monkeypatch):
     """A rank that hangs in a collective ends the run soon; a pool without a full batch does not."""
     import torch.distributed as dist
 

@@ -1,7 +1,6 @@
 """Metrics of a step: FLOPs, batches, updates, speed, memory."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,14 +43,14 @@ def tiny(*, tied: bool, kv_heads: int = 2) -> LlamaForCausalLM:
     )
 
 
-def test_the_shape_counts_matrices_once_and_embeddings_never() -> None:
+def test_the_shape_counts_matrices_once_and_embeddings_never():
     layer = 4 * 16 * 16 + 3 * 16 * 24
     expected = Shape(body=3 * layer, head=40 * 16, layers=3, width=16)
     assert shape_of(tiny(tied=False)) == shape_of(tiny(tied=True)) == expected
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_flops_equal_torchs_count(kv_heads: int) -> None:
+def test_flops_equal_torchs_count(kv_heads):
     """For one long completion after a prompt of one token: then head and body compute nearly the same positions."""
     model, length = tiny(tied=False, kv_heads=kv_heads), 9
     with FlopCounterMode(display=False) as counter:
@@ -64,19 +63,19 @@ def test_flops_equal_torchs_count(kv_heads: int) -> None:
     assert 3 * forward_flops(shape, 1, [length]) + waste == counter.get_total_flops()
 
 
-def test_each_completion_attends_to_its_prompt_and_to_itself() -> None:
+def test_each_completion_attends_to_its_prompt_and_to_itself():
     shape = Shape(body=0, head=0, layers=2, width=8)
     pairs = (1 + 2) + 3 + (3 + 4 + 5)  # of the prompt of 2, the completion of 1, and the completion of 3
     assert forward_flops(shape, 2, [1, 3]) == 4 * 2 * 8 * pairs
 
 
-def test_a_reference_pass_adds_a_third() -> None:
+def test_a_reference_pass_adds_a_third():
     shape, groups = Shape(body=10, head=5, layers=1, width=4), [group([0, 1], [2, 3])]
     alone = training_flops(shape, groups, extra_forwards=0)
     assert training_flops(shape, groups, extra_forwards=1) == pytest.approx(alone * 4 / 3)
 
 
-def test_batch_metrics_are_means_over_the_groups_trained_on() -> None:
+def test_batch_metrics_are_means_over_the_groups_trained_on():
     first, second = group([0.0, 2.0], [8, 2], version=5), group([5.0, 5.0], [4, 2], version=3)
     metrics = batch_metrics(Fetched([first, second], refused=2, foreign=1), 5, max_tokens=8)
     assert metrics == {
@@ -95,14 +94,14 @@ def test_batch_metrics_are_means_over_the_groups_trained_on() -> None:
     assert not batch_metrics(Fetched([]), 5, max_tokens=8)["async/refused"]
 
 
-def test_environment_tokens_count_only_towards_the_length_limit() -> None:
+def test_environment_tokens_count_only_towards_the_length_limit():
     turns = Group("s", 0, [1], [[4, 5, 6, 7, 8], [4]], [[-1.0] * 3, [-1.0]], [0.0, 1.0], [[2, 2], []])
     metrics = batch_metrics(Fetched([turns]), 0, max_tokens=5)
     assert (metrics["completion/length_mean"], metrics["completion/truncated_frac"]) == (2.0, 0.5)
     assert metrics["completion/turns_mean"] == 1.5
 
 
-def test_policy_sums_become_means_per_token_and_norms_means_per_update() -> None:
+def test_policy_sums_become_means_per_token_and_norms_means_per_update():
     updates = [
         (30, {"policy/entropy": 30.0, "optim/grad_norm": 1.0, "optim/lr": 1e-6}),
         (10, {"policy/entropy": 50.0, "optim/grad_norm": 3.0, "optim/lr": 2e-6}),
@@ -113,24 +112,24 @@ def test_policy_sums_become_means_per_token_and_norms_means_per_update() -> None
     assert update_metrics(empty) == {"optim/skipped": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1}, "no token"
 
 
-def test_mfu_counts_only_training_and_tokens_per_second_the_whole_step() -> None:
+def test_mfu_counts_only_training_and_tokens_per_second_the_whole_step():
     figures = speed_metrics(n_tokens=1000, flops=6e12, train_s=20, busy_s=25, waiting_s=25, peak_gflops=600)
     assert figures["perf/mfu"] == pytest.approx(0.5)
     assert figures["perf/tokens_per_s"] == 20
 
 
-def test_memory_is_measured_in_bytes() -> None:
+def test_memory_is_measured_in_bytes():
     figures = memory_metrics("cpu")
     assert set(figures) == {"memory/rss_peak_bytes"}
     assert 50e6 < figures["memory/rss_peak_bytes"] < 1e12, "torch alone needs more than 50 MB"
 
 
-def test_sync_bytes_is_the_size_of_the_versions_files(tmp_path: Path) -> None:
+def test_sync_bytes_is_the_size_of_the_versions_files(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"x" * 70)
     (tmp_path / "config.json").write_bytes(b"x" * 30)
     assert sync_metrics(tmp_path, 0.5) == {"sync/bytes": 100.0, "sync/seconds": 0.5}
 
 
-def test_a_metric_that_is_not_finite_is_left_out_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_is_not_finite_is_left_out_and_logged(caplog):
     assert finite({"loss": 0.5, "policy/kl": math.inf, "optim/lr": math.nan}) == {"loss": 0.5}
     assert caplog.messages == ["metric policy/kl is inf and is left out", "metric optim/lr is nan and is left out"]

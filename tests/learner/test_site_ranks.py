@@ -66,7 +66,7 @@ def in_threads(model: Path, out: Path, files: list[bytes], of: Config) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
+def trained(tiny_folder, tmp_path_factory, one_thread) -> Path:
     """For each of CHANGED, the folders of the meeting and both sites, with two ranks per site and (in `plain`) with one."""
     folder, files = tmp_path_factory.mktemp("sites"), [step_file(step) for step in range(STEPS)]
     (folder / "files").mkdir()
@@ -92,14 +92,14 @@ def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, one_thr
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_all_sites_and_their_meeting_have_the_same_bits(trained: Path, name: str) -> None:
+def test_all_sites_and_their_meeting_have_the_same_bits(trained, name):
     actual = versions(trained / name / "meet")
     assert len(actual) == STEPS + 1 and len(set(actual.values())) == STEPS + 1
     assert all(versions(trained / name / at) == actual for at in SITES)
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_two_ranks_at_each_site_train_as_one_does(trained: Path, name: str) -> None:
+def test_two_ranks_at_each_site_train_as_one_does(trained, name):
     for number in range(STEPS + 1):
         assert_same_weights(
             version(trained / name / "meet", number), version(trained / "plain" / name / "meet", number), max_frac=5e-3
@@ -107,7 +107,7 @@ def test_two_ranks_at_each_site_train_as_one_does(trained: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_sites_record_has_its_ranks_and_the_groups_of_both_sites(trained: Path, name: str) -> None:
+def test_a_sites_record_has_its_ranks_and_the_groups_of_both_sites(trained, name):
     for at in SITES:
         reports = json.loads((trained / name / at / "reports.json").read_text())
         assert [report["step"] for report in reports] == list(range(STEPS))

@@ -79,9 +79,7 @@ def records(pool: Pool) -> dict[int, StepRecord]:
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 4}}], ids=["weights", "adapters"])
-def test_one_site_with_h_1_is_the_plain_learner_bit_for_bit(
-    tiny_folder: Path, tmp_path: Path, lora: dict[str, Any]
-) -> None:
+def test_one_site_with_h_1_is_the_plain_learner_bit_for_bit(tiny_folder, tmp_path, lora):
     files = [step_file(step) for step in range(2)]
     make_learner(tiny_folder, tmp_path / "plain", Pool(*files), steps=2, **lora).run(threading.Event())
     of, pool = config(2, 1, **lora), SitePool(*files)
@@ -100,7 +98,7 @@ def test_one_site_with_h_1_is_the_plain_learner_bit_for_bit(
         assert report.metrics["sites/site-0/computed_s"] > 0 < report.metrics["sites/site-0/sent_bytes"]
 
 
-def test_a_dead_site_costs_its_share_of_one_batch_and_returns(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_dead_site_costs_its_share_of_one_batch_and_returns(tiny_folder, tmp_path):
     steps, clock, stop = 4, Clock(), threading.Event()
     of, pool = config(steps, 2), SitePool(*(step_file(step) for step in range(steps)))
     meeting = meeting_of(tiny_folder, tmp_path / "meet", of, clock)
@@ -150,7 +148,7 @@ def test_a_dead_site_costs_its_share_of_one_batch_and_returns(tiny_folder: Path,
     assert all(now.after == then.before for now, then in zip(chain, chain[1:], strict=False))
 
 
-def test_an_unreported_step_is_reported_by_the_site_that_returns(tiny_folder: Path, tmp_path: Path) -> None:
+def test_an_unreported_step_is_reported_by_the_site_that_returns(tiny_folder, tmp_path):
     of, pool = config(2, 1), SitePool(*(step_file(step) for step in range(2)))
     meeting = meeting_of(tiny_folder, tmp_path / "meet", of)
     first = site(tiny_folder, tmp_path, pool, meeting, of, "site-0")
@@ -167,7 +165,7 @@ def test_an_unreported_step_is_reported_by_the_site_that_returns(tiny_folder: Pa
     assert len(records(pool)[0].groups) == GROUPS and records(pool)[0].after == records(pool)[1].before
 
 
-def test_the_metrics_have_each_sites_outcome_and_figures() -> None:
+def test_the_metrics_have_each_sites_outcome_and_figures():
     figures = {"a": Figures(loss=0.5, computed_s=3.0, sent_bytes=7), "b": Figures(loss=None)}
     outcome = RoundOutcome(
         round=0, kept=["a"], left_out={"b": "not finite"}, missing=["c"], dealt=["a", "b", "c"], figures=figures,
@@ -182,7 +180,7 @@ def test_the_metrics_have_each_sites_outcome_and_figures() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
-def test_every_group_has_exactly_one_site(count: int) -> None:
+def test_every_group_has_exactly_one_site(count):
     groups = [BatchGroup(submission=submission(i // 4), group=i % 4) for i in range(12)]
     sites = [f"site-{i}" for i in range(count)]
     result = shares(groups, sites)
@@ -193,7 +191,7 @@ def test_every_group_has_exactly_one_site(count: int) -> None:
     assert [terms.weight(0, name, sites) for name in sites] == sizes, "the meeting weights a site by its groups"
 
 
-def test_only_groups_of_kept_sites_count() -> None:
+def test_only_groups_of_kept_sites_count():
     groups = make_groups()
     members = [BatchGroup(submission=submission(i), group=0) for i in range(3)]
     named = [type(group)(**vars(group) | {"submission": submission(i)}) for i, group in enumerate(groups)]
@@ -203,7 +201,7 @@ def test_only_groups_of_kept_sites_count() -> None:
     assert counting(members, Fetched(named), outcome).groups == [named[1]]
 
 
-def test_more_sites_than_groups_are_refused() -> None:
+def test_more_sites_than_groups_are_refused():
     learner = SETTINGS | {"sites": GROUPS + 1}
     with pytest.raises(ConfigError, match="a site would have no group"):
         parse(RUN | {"learner": learner})

@@ -1,7 +1,6 @@
 """A folder holds one training run, and files of anything else are not touched."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +8,7 @@ from shoal.config import ConfigError
 from shoal.learner.training import CHECKPOINTS, METRICS, MODEL, claim, drop_after
 
 
-def test_a_folder_is_claimed_once_and_again_by_the_same_training(tmp_path: Path) -> None:
+def test_a_folder_is_claimed_once_and_again_by_the_same_training(tmp_path):
     claim(tmp_path / "new", {"model": "a", "lr": "1"})
     (tmp_path / "new" / "model").mkdir()  # written by this run
     claim(tmp_path / "new", {"lr": "1", "model": "a"})
@@ -20,7 +19,7 @@ def test_a_folder_is_claimed_once_and_again_by_the_same_training(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", [METRICS, CHECKPOINTS, MODEL])
-def test_a_folder_of_something_else_is_refused_and_kept(tmp_path: Path, name: str) -> None:
+def test_a_folder_of_something_else_is_refused_and_kept(tmp_path, name):
     (tmp_path / name).write_text("precious")
     with pytest.raises(ConfigError, match=f"holds {name} of something else; choose another --out"):
         claim(tmp_path, {"model": "a"})
@@ -29,7 +28,7 @@ def test_a_folder_of_something_else_is_refused_and_kept(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize(("step", "kept"), [(0, []), (2, [1, 2]), (9, [1, 2, 3])])
-def test_lines_of_repeated_steps_and_incomplete_lines_are_dropped(tmp_path: Path, step: int, kept: list[int]) -> None:
+def test_lines_of_repeated_steps_and_incomplete_lines_are_dropped(tmp_path, step, kept):
     path = tmp_path / "metrics.jsonl"
     drop_after(path, step)
     assert not path.exists()

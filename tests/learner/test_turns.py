@@ -1,7 +1,6 @@
 """A multi-turn submission from worker to validator to learner."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def groups(talkative_folder: Path, echo: None) -> list[Group]:
+def groups(talkative_folder, echo) -> list[Group]:
     """The groups that the learner reads from the accepted file."""
     validator = make_validator(talkative_folder, config())
     verdict, data = checked(validator, claim(), make_producer(talkative_folder, config()).submission(ASKED))
@@ -40,7 +39,7 @@ def groups(talkative_folder: Path, echo: None) -> list[Group]:
     ]
 
 
-def test_the_learners_logprobs_are_those_of_the_file(talkative_folder: Path, groups: list[Group]) -> None:
+def test_the_learners_logprobs_are_those_of_the_file(talkative_folder, groups):
     """So the behaviour logprobs and targets of a row are of the same tokens."""
     policy = make_policy(talkative_folder)
     assert any(turns for group in groups for turns in group.turns)
@@ -54,7 +53,7 @@ def test_the_learners_logprobs_are_those_of_the_file(talkative_folder: Path, gro
             torch.testing.assert_close(logp_N, micro.behaviour_N, atol=2e-3, rtol=0)
 
 
-def test_only_the_models_tokens_have_a_gradient(talkative_folder: Path, groups: list[Group]) -> None:
+def test_only_the_models_tokens_have_a_gradient(talkative_folder, groups):
     """At a ratio of 1, the gradient of grpo is that of sum(advantage * logp) over the model's tokens."""
     n_tokens = sum(group.n_tokens for group in groups)
     assert n_tokens < sum(len(tokens) for group in groups for tokens in group.completions)

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ def groups(count: int = 11) -> list[Group]:
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "dr_grpo"])
-def test_each_of_eight_updates_has_its_own_share_and_denominator(tiny_folder: Path, tmp_path: Path, kind: str) -> None:
+def test_each_of_eight_updates_has_its_own_share_and_denominator(tiny_folder, tmp_path, kind):
     """The denominator counts all tokens and rollouts of the share, including groups without a gradient."""
     trained = alone(tiny_folder, tmp_path, kind=kind, **SECTION)
     by_hand = make_policy(tiny_folder, loss={"kind": kind}, grad_clip=1e9)
@@ -55,13 +54,13 @@ def test_each_of_eight_updates_has_its_own_share_and_denominator(tiny_folder: Pa
     assert equal(state(trained.policy), state(by_hand))  # the moments depend on each gradient's size
 
 
-def test_fewer_groups_than_updates_get_one_update_each(tiny_folder: Path, tmp_path: Path) -> None:
+def test_fewer_groups_than_updates_get_one_update_each(tiny_folder, tmp_path):
     trained = alone(tiny_folder, tmp_path, **SECTION)
     trained.train(groups(3))
     assert trained.policy.updates == 3
 
 
-def test_the_ratio_of_every_update_is_relative_to_the_sampling_policy(tiny_folder: Path, tmp_path: Path) -> None:
+def test_the_ratio_of_every_update_is_relative_to_the_sampling_policy(tiny_folder, tmp_path):
     """Not to the policy before the update: in later updates it is not 1."""
     trained = alone(tiny_folder, tmp_path, **SECTION | {"optimizer_steps_per_step": 2})
     on_policy = []
@@ -81,7 +80,7 @@ def test_the_ratio_of_every_update_is_relative_to_the_sampling_policy(tiny_folde
     assert seen[0] == pytest.approx(0.0, abs=1e-6) and seen[1] > 1e-4
 
 
-def test_updates_are_adamws_at_the_configured_rate(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_are_adamws_at_the_configured_rate(tiny_folder, monkeypatch):
     """Compare with the formula of arXiv 1711.05101 in float64, over three updates of the warm-up."""
     (beta1, beta2), lr = BETAS, 2e-3
     trained = make_policy(tiny_folder, lr=lr, warmup_steps=5, grad_clip=1e9)
@@ -146,7 +145,7 @@ def assert_same_row(result: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_each_rank_gets_its_own_rows_and_together_they_are_those_of_one_rank(size: int) -> None:
+def test_each_rank_gets_its_own_rows_and_together_they_are_those_of_one_rank(size):
     wanted = micro_batches(several(), row_tokens=12, normalize_std=False)
     outlines = [group.outline for group in several()]
     dealt = [deal(planned(several() if rank == 0 else outlines), Wired(rank, size)) for rank in range(size)]
@@ -160,7 +159,7 @@ def test_each_rank_gets_its_own_rows_and_together_they_are_those_of_one_rank(siz
     assert set(together[0]) == {True, False}
 
 
-def test_a_message_of_other_rows_is_refused() -> None:
+def test_a_message_of_other_rows_is_refused():
     rows = planned(several())
     data = encode([row.contents() for row in rows])
     assert len(data) == 4 * sum(row.n_tokens + row.n_trained for row in rows)
@@ -168,7 +167,7 @@ def test_a_message_of_other_rows_is_refused() -> None:
         decode(data, rows[:-1])
 
 
-def test_rows_are_dealt_costliest_first() -> None:
+def test_rows_are_dealt_costliest_first():
     groups = make_groups()
     (row,) = plan(groups, row_tokens=512)
     flops = [forward_flops(SMALL, len(g.prompt), [len(c) for c in g.completions]) for g in groups]
@@ -178,7 +177,7 @@ def test_rows_are_dealt_costliest_first() -> None:
     assert dealing_order([], 2) == []
 
 
-def test_dealing_by_cost_reduces_the_ranks_idle_time() -> None:
+def test_dealing_by_cost_reduces_the_ranks_idle_time():
     assert idle_frac([4.0, 2.0, 3.0, 3.0], 2) == pytest.approx(2 / 14)
     assert idle_frac([5.0], 2) == pytest.approx(0.5)  # the other rank idles
     assert idle_frac([4.0, 2.0, 3.0], 1) == idle_frac([], 2) == 0

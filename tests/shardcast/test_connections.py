@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from pathlib import Path
 
 import aiohttp
 import psutil
@@ -56,7 +55,7 @@ def door() -> Iterator[Door]:
 # Too many connections
 
 
-def test_at_the_limit_the_oldest_connection_without_a_request_makes_room(door: Door) -> None:
+def test_at_the_limit_the_oldest_connection_without_a_request_makes_room(door):
     """Otherwise a few thousand idle clients would lock out every new node."""
     member, oldest, other = (door.connect() for _ in range(3))
     door.listener.note_request(member.peer)
@@ -70,7 +69,7 @@ def test_at_the_limit_the_oldest_connection_without_a_request_makes_room(door: D
     assert list(door.listener.open.values()) == [member, other, newest]
 
 
-def test_at_the_limit_a_new_connection_is_refused_if_all_others_sent_requests(door: Door) -> None:
+def test_at_the_limit_a_new_connection_is_refused_if_all_others_sent_requests(door):
     for _ in range(3):
         door.listener.note_request(door.connect().peer)
     with pytest.raises(ConnectionAbortedError):
@@ -78,7 +77,7 @@ def test_at_the_limit_a_new_connection_is_refused_if_all_others_sent_requests(do
     assert (door.listener.refused, door.listener.cut, len(door.listener.open)) == (1, 0, 3)
 
 
-def test_closed_connections_do_not_count(door: Door) -> None:
+def test_closed_connections_do_not_count(door):
     for _ in range(10):
         door.connect().close()
     assert not door.listener.open and door.listener.cut == 0
@@ -108,7 +107,7 @@ def test_a_client_is_an_ipv4_address_or_an_ipv6_network():
 # Idle and slow clients
 
 
-async def test_a_frozen_server_does_not_count_its_own_delay_against_clients() -> None:
+async def test_a_frozen_server_does_not_count_its_own_delay_against_clients():
     door = Door(total=3, patience=Patience(headers_s=0.5))
     watching = door.listener.watching(None)
     await anext(watching)
@@ -314,9 +313,7 @@ def soft_limit() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_server_accepts_as_many_connections_as_its_file_limit_allows(
-    soft_limit: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_accepts_as_many_connections_as_its_file_limit_allows(soft_limit, caplog):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     assert connections.affordable(4096) == 448
@@ -326,7 +323,7 @@ def test_a_server_accepts_as_many_connections_as_its_file_limit_allows(
     assert connections.affordable(sys.maxsize) == 448 and not caplog.messages
 
 
-def test_raise_limit_raises_the_file_limit_to_the_hard_limit(soft_limit: None) -> None:
+def test_raise_limit_raises_the_file_limit_to_the_hard_limit(soft_limit):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         pytest.skip("this system has no limit")
@@ -351,7 +348,7 @@ asyncio.run(main())
 """
 
 
-async def test_more_idle_connections_than_open_files_cause_no_traceback_and_no_wait(tmp_path: Path) -> None:
+async def test_more_idle_connections_than_open_files_cause_no_traceback_and_no_wait(tmp_path):
     (tmp_path / "versions.json").write_text('{"versions":[]}')
     command = [sys.executable, "-c", SERVER, str(tmp_path)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

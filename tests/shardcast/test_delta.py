@@ -100,7 +100,7 @@ def versions(tmp_path) -> tuple[Path, Path]:
     st.integers(1, 100),
     st.integers(0, 1 << 32),
 )
-def test_any_words_of_any_dtype_are_reproduced_bit_for_bit(shapes, share, piece_words, seed) -> None:
+def test_any_words_of_any_dtype_are_reproduced_bit_for_bit(shapes, share, piece_words, seed):
     noise = random.Random(seed)
     tensors = {str(index): (dtype, tuple(shape)) for index, (dtype, shape) in enumerate(shapes)}
     before = noise.randbytes(8 * 9**3)
@@ -114,7 +114,7 @@ def test_any_words_of_any_dtype_are_reproduced_bit_for_bit(shapes, share, piece_
 
 @pytest.mark.parametrize("piece_words", [1, 1000, 1 << 20])
 @pytest.mark.parametrize(("numpy_dtype", "dtype"), [("<u2", torch.bfloat16), ("<u2", torch.float16)])
-def test_every_16_bit_word_changes_by_every_kind_of_step(tmp_path, piece_words, numpy_dtype, dtype) -> None:
+def test_every_16_bit_word_changes_by_every_kind_of_step(tmp_path, piece_words, numpy_dtype, dtype):
     """All 65536 patterns (both zeros, infinities, every NaN), with steps in both directions, across zero and overflowing."""
     words = np.arange(1 << 16, dtype=numpy_dtype)[:: 64 if piece_words == 1 else 1]
     steps = np.array([1, -1, 0x8000, 0x7FFF, 0, -300, 2, 0xFFFE], np.int64).astype(numpy_dtype)
@@ -127,7 +127,7 @@ def test_every_16_bit_word_changes_by_every_kind_of_step(tmp_path, piece_words, 
         round_trip(tmp_path / "old", tmp_path / "new")
 
 
-def test_a_few_small_steps_need_few_bytes(tmp_path) -> None:
+def test_a_few_small_steps_need_few_bytes(tmp_path):
     noise = np.random.default_rng(2)
     old_words = noise.normal(0, 0.02, 1 << 20).astype(np.float32).view(np.uint32) >> 16
     new_words = old_words + noise.choice([-1, 0, 1], len(old_words), p=[0.005, 0.99, 0.005]).astype(np.uint32)
@@ -140,19 +140,19 @@ def test_a_few_small_steps_need_few_bytes(tmp_path) -> None:
     assert delta_bytes < 1.2 * entropy_bytes
 
 
-def test_words_that_compress_better_than_their_steps_are_sent_whole(tmp_path) -> None:
+def test_words_that_compress_better_than_their_steps_are_sent_whole(tmp_path):
     for name, data in {"old": random.Random(2).randbytes(1 << 14), "new": b""}.items():
         write_tensors(tmp_path / name / "m.safetensors", {"w": ("BF16", (1 << 13,))}, data)
     assert len(round_trip(tmp_path / "old", tmp_path / "new")) < 100
 
 
-def test_equal_folders_make_an_empty_delta(versions) -> None:
+def test_equal_folders_make_an_empty_delta(versions):
     old, _ = versions
     delta_bytes = len(round_trip(old, old))
     assert delta_bytes == len(MAGIC) + 3 + 32 + 3  # file kinds, hash of the header, a kind per tensor that has words
 
 
-def test_files_may_be_added_removed_renamed_and_resized(tmp_path, versions) -> None:
+def test_files_may_be_added_removed_renamed_and_resized(tmp_path, versions):
     old, new = versions
     (old / "gone.txt").write_bytes(b"gone")
     (new / "sub").mkdir()
@@ -163,7 +163,7 @@ def test_files_may_be_added_removed_renamed_and_resized(tmp_path, versions) -> N
     round_trip(old, new)
 
 
-def test_a_whole_file_may_have_many_pieces(tmp_path) -> None:
+def test_a_whole_file_may_have_many_pieces(tmp_path):
     old = folder(tmp_path / "old", f=b"")
     new = folder(tmp_path / "new", f=b"abc" * 1000 + random.Random(3).randbytes(3000))
     with pieces_of(70):
@@ -171,14 +171,14 @@ def test_a_whole_file_may_have_many_pieces(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("shape", "start"), [((51, 7), b""), ((50, 7), b"\xff")], ids=["other shape", "no header"])
-def test_a_file_with_another_header_is_sent_whole(versions, shape, start) -> None:
+def test_a_file_with_another_header_is_sent_whole(versions, shape, start):
     old, new = versions
     write_tensors(new / "model.safetensors", {**TENSORS, "a": ("BF16", shape)}, b"x" * 900)
     (new / "model.safetensors").write_bytes(start + (new / "model.safetensors").read_bytes())
     assert round_trip(old, new)[len(MAGIC) :][:3] == bytes([Kind.SAME, Kind.WHOLE, Kind.WHOLE])
 
 
-def test_memory_does_not_grow_with_the_files(tmp_path, monkeypatch) -> None:
+def test_memory_does_not_grow_with_the_files(tmp_path, monkeypatch):
     noise = random.Random(4)
     data = noise.randbytes(1 << 20)
     for name in ("old", "new"):
@@ -211,7 +211,7 @@ def test_memory_does_not_grow_with_the_files(tmp_path, monkeypatch) -> None:
         ),
     ],
 )
-def test_another_old_version_is_refused(tmp_path, versions, harm, reason) -> None:
+def test_another_old_version_is_refused(tmp_path, versions, harm, reason):
     old, new = versions
     write_delta(old, new, tmp_path / "delta")
     harm(old)
@@ -231,7 +231,7 @@ def apply_garbage(old: Path, garbage: bytes, files: list[tuple[str, int]], out: 
     assert all(size_bytes <= dict(files)[name] for name, size_bytes in sizes(out))
 
 
-def test_a_delta_truncated_anywhere_is_refused(tmp_path, versions) -> None:
+def test_a_delta_truncated_anywhere_is_refused(tmp_path, versions):
     old, new = versions
     with pieces_of(200):
         write_delta(old, new, tmp_path / "delta")
@@ -245,7 +245,7 @@ def test_a_delta_truncated_anywhere_is_refused(tmp_path, versions) -> None:
             apply_one(old, tmp_path / "delta", tmp_path / "out", sizes(new))
 
 
-def test_any_flipped_bit_ends_in_an_error_or_in_the_right_sizes(tmp_path, versions) -> None:
+def test_any_flipped_bit_ends_in_an_error_or_in_the_right_sizes(tmp_path, versions):
     old, new = versions
     with pieces_of(200):
         write_delta(old, new, tmp_path / "delta")
@@ -258,7 +258,7 @@ def test_any_flipped_bit_ends_in_an_error_or_in_the_right_sizes(tmp_path, versio
 
 @settings(deadline=None)
 @given(st.binary(max_size=300) | st.lists(st.sampled_from([0, 0, 0, 1, 2, 3, 4, 255]), max_size=300).map(bytes))
-def test_random_bytes_end_in_an_error_or_in_the_right_sizes(garbage) -> None:
+def test_random_bytes_end_in_an_error_or_in_the_right_sizes(garbage):
     with TemporaryDirectory() as name, pieces_of(200):
         old = Path(name) / "old"
         write_tensors(old / "model.safetensors", TENSORS, bytes(900))
@@ -290,7 +290,7 @@ CLAIMS_MUCH = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 60) + b"\x01\x00\
         (b"x" * 101, "a plane of 100 bytes takes 101"),
     ],
 )
-def test_a_plane_of_another_size_is_refused(tmp_path, plane, reason) -> None:
+def test_a_plane_of_another_size_is_refused(tmp_path, plane, reason):
     (tmp_path / "delta").write_bytes(MAGIC + bytes([Kind.WHOLE]) + struct.pack("<I", len(plane)) + plane)
     with pytest.raises(DeltaError, match=reason):
         apply_one(tmp_path, tmp_path / "delta", tmp_path / "out", [("f", 100)])
@@ -310,7 +310,7 @@ CHANGES = bytes([Kind.CHANGES])
         (bytes([Kind.TENSORS]), "kind 2, expected one of 0 .SAME., 1 .WHOLE., 3 .CHANGES."),
     ],
 )
-def test_changes_outside_of_their_piece_are_refused(tmp_path, versions, body, reason) -> None:
+def test_changes_outside_of_their_piece_are_refused(tmp_path, versions, body, reason):
     old, _ = versions
     path = old / "model.safetensors"
     start = MAGIC + bytes([Kind.TENSORS]) + blake3(read_layout(path).header).digest()
@@ -322,7 +322,7 @@ def test_changes_outside_of_their_piece_are_refused(tmp_path, versions, body, re
 @pytest.mark.parametrize(
     "data", [b"", b"1234567", b"\xff" * 9, struct.pack("<Q", 5) + b"[" * 5, struct.pack("<Q", 100_000) + b"[" * 100_000]
 )
-def test_a_file_that_is_not_safetensors_has_no_layout(tmp_path, data) -> None:
+def test_a_file_that_is_not_safetensors_has_no_layout(tmp_path, data):
     (tmp_path / "m").write_bytes(data)
     with pytest.raises(LayoutError):
         read_layout(tmp_path / "m")
@@ -348,14 +348,14 @@ ONE = {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}
         {"a": {"dtype": "BF16"}},
     ],
 )
-def test_a_header_that_does_not_fit_its_file_is_not_a_layout(tmp_path, entries) -> None:
+def test_a_header_that_does_not_fit_its_file_is_not_a_layout(tmp_path, entries):
     header = json.dumps(entries).encode()
     (tmp_path / "m").write_bytes(struct.pack("<Q", len(header)) + header + b"1234")
     with pytest.raises(LayoutError):
         read_layout(tmp_path / "m")
 
 
-def test_the_layout_is_the_one_that_safetensors_writes(tmp_path) -> None:
+def test_the_layout_is_the_one_that_safetensors_writes(tmp_path):
     saved = {"x": torch.ones(2, 3), "y": torch.ones(4, dtype=torch.bfloat16), "z": torch.tensor(7)}
     save_file(saved, tmp_path / "m", metadata={"format": "pt"})
     tensors = {tensor.name: tensor for tensor in read_layout(tmp_path / "m").tensors}
@@ -395,7 +395,7 @@ def chain_of(tmp_path: Path, versions: int) -> list[Path]:
 
 
 @pytest.mark.parametrize("piece_words", [10, 1 << 20])
-def test_a_chain_of_deltas_is_applied_in_one_pass(tmp_path, piece_words) -> None:
+def test_a_chain_of_deltas_is_applied_in_one_pass(tmp_path, piece_words):
     with pieces_of(piece_words):
         folders = chain_of(tmp_path, 5)
         (run,) = passes(write_chain(tmp_path, *folders))
@@ -407,7 +407,7 @@ def test_a_chain_of_deltas_is_applied_in_one_pass(tmp_path, piece_words) -> None
 
 
 @pytest.mark.parametrize("broken", ["first", "middle", "last"])
-def test_a_chain_with_a_malformed_delta_is_refused(tmp_path, broken) -> None:
+def test_a_chain_with_a_malformed_delta_is_refused(tmp_path, broken):
     folders = chain_of(tmp_path, 4)
     run = write_chain(tmp_path, *folders)
     path = run[["first", "middle", "last"].index(broken)].delta
@@ -416,7 +416,7 @@ def test_a_chain_with_a_malformed_delta_is_refused(tmp_path, broken) -> None:
         apply(folders[0], run, tmp_path / "out")
 
 
-def test_a_chain_is_split_where_one_pass_cannot_continue(tmp_path) -> None:
+def test_a_chain_is_split_where_one_pass_cannot_continue(tmp_path):
     """Version 2 has another file. In version 4 a tensor has another name, in a file of the same size."""
     folders = chain_of(tmp_path, 6)
     for folder in folders[2:]:
@@ -434,7 +434,7 @@ def test_a_chain_is_split_where_one_pass_cannot_continue(tmp_path) -> None:
     assert contents(made) == contents(folders[-1])
 
 
-def test_encode_passes_every_byte_of_the_new_files_to_on_read_in_order(versions, tmp_path) -> None:
+def test_encode_passes_every_byte_of_the_new_files_to_on_read_in_order(versions, tmp_path):
     passed = bytearray()
     names = [name for name, _ in sizes(versions[1])]
     encode(*versions, names, lambda data: None, passed.extend)

@@ -15,7 +15,7 @@ from shoal.shardcast.fetch.client import Follower, fetch_published
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(monkeypatch):
     monkeypatch.setattr(client_module, "POLL_S", 0.005)
 
 
@@ -52,7 +52,7 @@ def held(follower: Follower) -> int | None:
     return newest[1].version if newest else None
 
 
-def test_it_fetches_each_newest_version_once_and_never_goes_back() -> None:
+def test_it_fetches_each_newest_version_once_and_never_goes_back():
     relays = Relays(0, 3, 5)
     wanted: int | None = None
     with Follower(lambda: wanted, lambda: relays) as follower:
@@ -76,7 +76,7 @@ def test_it_fetches_each_newest_version_once_and_never_goes_back() -> None:
 
 @pytest.mark.parametrize("error", [FetchError("no relay answered"), OSError(28, "No space left on device")])
 @pytest.mark.parametrize("without_client", [False, True])
-def test_it_reports_a_failure_and_tries_again(error: Exception, without_client: bool) -> None:
+def test_it_reports_a_failure_and_tries_again(error, without_client):
     relays = Relays(2)
     relays.error = error
 
@@ -93,7 +93,7 @@ def test_it_reports_a_failure_and_tries_again(error: Exception, without_client: 
         until(lambda: follower.last_error == "")
 
 
-def test_fetch_published_waits_for_the_version_up_to_a_limit() -> None:
+def test_fetch_published_waits_for_the_version_up_to_a_limit():
     relays = Relays()
     threading.Timer(0.05, lambda: relays.versions.add(3)).start()
     folder, manifest = fetch_published(relays, 3, digest="d", wait_s=5)

@@ -289,7 +289,7 @@ def die_at_commit(count: int, renamed: bool) -> None:
 @pytest.mark.parametrize(
     ("size_bytes", "expected"), [(0, 64 << 10), (273 << 20, 18 << 16), (1 << 20, 64 << 10), (100 << 30, 16 << 20)]
 )
-def test_a_version_has_about_256_shards_within_bounds(size_bytes: int, expected: int) -> None:
+def test_a_version_has_about_256_shards_within_bounds(size_bytes, expected):
     assert shard_bytes(size_bytes, None) == expected
 
 

@@ -21,7 +21,7 @@ NOWHERE = ["169.254.169.254", "fe80::1", "fe80::1%eth0", "0.0.0.0", "::", "224.0
 
 
 @pytest.mark.parametrize("reach", ORDER)
-def test_each_reach_includes_its_own_addresses_and_the_wider_ones(reach: Any) -> None:
+def test_each_reach_includes_its_own_addresses_and_the_wider_ones(reach):
     for needs, hosts in zip(ORDER, (PUBLIC, PRIVATE, LOCAL), strict=True):
         for host in hosts:
             if ORDER.index(needs) <= ORDER.index(reach):
@@ -34,7 +34,7 @@ def test_each_reach_includes_its_own_addresses_and_the_wider_ones(reach: Any) ->
             check_host(host, reach)
 
 
-def test_narrowest_is_the_narrowest_reach_that_includes_a_host() -> None:
+def test_narrowest_is_the_narrowest_reach_that_includes_a_host():
     for needs, hosts in zip(ORDER, (PUBLIC, PRIVATE, LOCAL), strict=True):
         assert {narrowest(host) for host in hosts} == {needs}
     with pytest.raises(OutOfReach):
@@ -54,9 +54,7 @@ class System:
 
 
 @pytest.mark.parametrize("addresses", [("127.0.0.1",), ("1.1.1.1", "10.0.0.1"), ("169.254.169.254",)])
-async def test_a_name_is_checked_by_its_addresses_when_it_is_connected_to(
-    monkeypatch: pytest.MonkeyPatch, addresses: tuple[str, ...]
-) -> None:
+async def test_a_name_is_checked_by_its_addresses_when_it_is_connected_to(monkeypatch, addresses):
     monkeypatch.setattr(reach_module, "ThreadedResolver", System)
 
     async def resolve(exempt: bool = False) -> list[str]:
@@ -77,7 +75,7 @@ async def refusal(url: str) -> str:
         return reasons[url]
 
 
-async def test_the_error_for_a_private_address_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_error_for_a_private_address_names_the_setting(monkeypatch):
     monkeypatch.setattr(reach_module, "ThreadedResolver", System)
     monkeypatch.setattr(System, "addresses", ("10.0.0.7",))
     reason = await refusal("http://relay.example.org:8720")
@@ -86,7 +84,7 @@ async def test_the_error_for_a_private_address_names_the_setting(monkeypatch: py
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "2130706433", "127.1"])
-async def test_no_connection_is_made_to_this_machine_for_a_public_pool(host: str) -> None:
+async def test_no_connection_is_made_to_this_machine_for_a_public_pool(host):
     with socket.create_server(("127.0.0.1", 0)) as service:
         service.settimeout(0.2)
         reason = await refusal(f"http://{host}:{service.getsockname()[1]}")

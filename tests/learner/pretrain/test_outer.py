@@ -124,7 +124,7 @@ def all_train(trainees: list[Trainee], until: int = 24, spoil: dict[str, int] | 
 
 
 @pytest.mark.parametrize("sites", [{}, {"kind": "int4"}])
-def test_all_sites_have_the_same_parameters_after_every_round(sites: dict[str, Any], tmp_path: Path) -> None:
+def test_all_sites_have_the_same_parameters_after_every_round(sites, tmp_path):
     settings = config(sites=3, **sites)
     meeting = meeting_of(tmp_path, settings)
     trainees = [Trainee(f"site-{name}", meeting, settings, tmp_path) for name in "abc"]
@@ -135,7 +135,7 @@ def test_all_sites_have_the_same_parameters_after_every_round(sites: dict[str, A
         assert all(torch.equal(trainees[0].tensors[name], each.tensors[name]) for name in SHAPES)
 
 
-def test_a_site_with_broken_parameters_continues_with_new_moments(tmp_path: Path) -> None:
+def test_a_site_with_broken_parameters_continues_with_new_moments(tmp_path):
     settings = config(sites=3)
     meeting = meeting_of(tmp_path, settings)
     trainees = [Trainee(f"site-{name}", meeting, settings, tmp_path) for name in "abc"]
@@ -146,7 +146,7 @@ def test_a_site_with_broken_parameters_continues_with_new_moments(tmp_path: Path
 
 
 @pytest.mark.parametrize("saved", [None, LearnerProgress(step=5, place={"share": 5})])
-def test_a_killed_site_resumes_after_its_last_accepted_offer(saved: LearnerProgress | None, tmp_path: Path) -> None:
+def test_a_killed_site_resumes_after_its_last_accepted_offer(saved, tmp_path):
     settings = config(sites=1)
     meeting = meeting_of(tmp_path, settings)
     first = Trainee("site-a", meeting, settings, tmp_path)
@@ -159,7 +159,7 @@ def test_a_killed_site_resumes_after_its_last_accepted_offer(saved: LearnerProgr
     assert meeting.over
 
 
-def test_a_site_without_accepted_offers_resumes_at_its_checkpoints_place(tmp_path: Path) -> None:
+def test_a_site_without_accepted_offers_resumes_at_its_checkpoints_place(tmp_path):
     settings = config(sites=1)
     meeting = meeting_of(tmp_path, settings)
     trainee = Trainee("site-a", meeting, settings, tmp_path)
@@ -168,7 +168,7 @@ def test_a_site_without_accepted_offers_resumes_at_its_checkpoints_place(tmp_pat
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_a_site_that_missed_rounds_is_healed_and_records_it(rounds: int, tmp_path: Path) -> None:
+def test_a_site_that_missed_rounds_is_healed_and_records_it(rounds, tmp_path):
     settings = config(sites=2, wait_s=0.01)
     meeting = meeting_of(tmp_path, settings)
     a, b = (Trainee(f"site-{name}", meeting, settings, tmp_path) for name in "ab")
@@ -181,7 +181,7 @@ def test_a_site_that_missed_rounds_is_healed_and_records_it(rounds: int, tmp_pat
     assert [(each["round"], each["quorum"]) for each in b.records] == [(rounds, None)]
 
 
-def test_the_config_has_the_best_measured_outer_step() -> None:
+def test_the_config_has_the_best_measured_outer_step():
     root = Path(__file__).parents[3]
     sites = load(root / "configs" / "pretrain.toml").sites
     measured: dict[tuple[float, float, int], list[float]] = {}
@@ -193,7 +193,7 @@ def test_the_config_has_the_best_measured_outer_step() -> None:
     assert (sites.lr, sites.momentum, 0) == best
 
 
-def test_incomplete_rounds_and_an_unreachable_quorum_are_refused() -> None:
+def test_incomplete_rounds_and_an_unreachable_quorum_are_refused():
     with pytest.raises(ConfigError, match=r"pretrain\.steps = 24 is not a multiple of sites\.inner_steps = 5"):
         terms_of(config(inner_steps=5), Shapes.of(tensors()))
     with pytest.raises(ConfigError, match=r"exceeds sites\.sites"):

@@ -28,7 +28,7 @@ MOVED = 2 * LR * STEPS
 
 
 @pytest.fixture(scope="module")
-def config(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config(tiny_folder, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     data, path = folder / "text.jsonl", folder / "small.toml"
     data.write_text("".join(json.dumps({"text": f"{i} + {i} = {2 * i}. " * 5}) + "\n" for i in range(200)))
@@ -50,12 +50,12 @@ def figures(out: Path, name: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def alone(config: Path, one_thread: None) -> Path:
+def alone(config, one_thread) -> Path:
     assert main(command(config, config.parent / "one")) == DONE
     return config.parent / "one"
 
 
-def test_two_ranks_train_like_one_and_one_resumes_them(config: Path, alone: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_like_one_and_one_resumes_them(config, alone, tmp_path):
     """A step of one micro-batch leaves a rank idle."""
     out = tmp_path / "two"
     assert on_two_ranks(command(config, out)) == [DONE, DONE]
@@ -84,9 +84,7 @@ class Alone(Direct):
         return super().join(greeting)
 
 
-def test_the_agreed_state_reaches_every_rank(
-    config: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_agreed_state_reaches_every_rank(config, tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(pretrain, "read_invite", lambda path: path)
     monkeypatch.setattr(messages, "name_of", lambda invite: "site-0")
     monkeypatch.setattr(Alone, "model", tiny_folder, raising=False)
@@ -99,9 +97,7 @@ def test_the_agreed_state_reaches_every_rank(
 
 
 @pytest.mark.slow
-def test_a_diverged_update_ends_all_ranks(
-    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_diverged_update_ends_all_ranks(config, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(ranks, "RANKS_TIMEOUT_S", 60.0)
     assert on_two_ranks(command(config, tmp_path / "lr", "pretrain.lr=1e30")) == [FAILED, FAILED]
     assert "lower the learning rate" in capfd.readouterr().err

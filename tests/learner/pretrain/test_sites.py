@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ WAIT_S = 4.0
 
 
 @pytest.fixture
-def run(tmp_path: Path, tiny_folder: Path) -> Iterator[Run]:
+def run(tmp_path, tiny_folder) -> Iterator[Run]:
     data, config = tmp_path / "text.jsonl", tmp_path / "small.toml"
     data.write_text("".join(json.dumps({"text": f"{i} + {i} = {2 * i}. " * 5}) + "\n" for i in range(3000)))
     config.write_text(
@@ -31,7 +30,7 @@ def run(tmp_path: Path, tiny_folder: Path) -> Iterator[Run]:
     result.close()
 
 
-def test_all_sites_have_the_same_bits_after_every_round_although_processes_die(run: Run) -> None:
+def test_all_sites_have_the_same_bits_after_every_round_although_processes_die(run):
     run.config.write_text(
         run.config.read_text().replace("steps = 300", "steps = 100_000_000")
     )  # until the test ends it
@@ -69,7 +68,7 @@ def test_all_sites_have_the_same_bits_after_every_round_although_processes_die(r
     assert held[-1] < held[0]
 
 
-def test_a_meeting_with_a_flipped_bit_in_its_state_ends(run: Run) -> None:
+def test_a_meeting_with_a_flipped_bit_in_its_state_ends(run):
     run.config.write_text(
         run.config.read_text().replace("steps = 300", "steps = 100_000_000").replace("sites = 3", "sites = 1")
     )
@@ -92,7 +91,7 @@ def heldout(run: Run, name: str) -> list[dict[str, Any]]:
     return [each for each in run.figures(name) if "heldout_loss" in each]
 
 
-def test_a_site_of_two_ranks_returns_after_one_rank_died(run: Run) -> None:
+def test_a_site_of_two_ranks_returns_after_one_rank_died(run):
     a_row_each = "pretrain.micro_batch=1"
     run.start("meet", "sites.sites=2", "sites.quorum=2")  # so that each waits for the other
     run.start("site-0", a_row_each, ranks=2)
@@ -110,7 +109,7 @@ def test_a_site_of_two_ranks_returns_after_one_rank_died(run: Run) -> None:
     assert held[-1] < held[0]
 
 
-def test_a_site_that_differs_is_refused_and_the_others_continue(run: Run) -> None:
+def test_a_site_that_differs_is_refused_and_the_others_continue(run):
     run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 20"))
     run.start("meet", "sites.sites=2")
     invite = run.invite("site-1")
@@ -128,7 +127,7 @@ def test_a_site_that_differs_is_refused_and_the_others_continue(run: Run) -> Non
     assert [run.end(name) for name in ("site-0", "meet")] == [0, 0]
 
 
-def test_a_site_with_a_full_disk_ends_and_the_others_continue(run: Run, tmp_path: Path) -> None:
+def test_a_site_with_a_full_disk_ends_and_the_others_continue(run, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True).returncode:

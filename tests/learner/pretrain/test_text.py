@@ -37,7 +37,7 @@ def texts(corpus: Corpus) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "c4-train.00000.json.gz", "a.parquet"])
-def test_every_format_gives_the_same_documents(name: str, tmp_path: Path) -> None:
+def test_every_format_gives_the_same_documents(name, tmp_path):
     corpus = Corpus(str(write(tmp_path, name)))
     assert texts(corpus) == TEXTS
     assert [corpus.document(number).text for number in (7, 8, 2)] == [TEXTS[7], TEXTS[8], TEXTS[2]]
@@ -48,7 +48,7 @@ def test_every_format_gives_the_same_documents(name: str, tmp_path: Path) -> Non
     assert texts(Corpus(f"{tmp_path}/[az]*.*")) == [*TEXTS, "three"] or name.startswith("c4"), "in the order of names"
 
 
-def test_the_pieces_of_a_text_file_add_up_to_it(tmp_path: Path) -> None:
+def test_the_pieces_of_a_text_file_add_up_to_it(tmp_path):
     content = "".join(f"line {i} ünï\r\n" for i in range(5000)) + "no end"
     path = tmp_path / "a.txt"
     path.write_bytes(content.encode())
@@ -68,20 +68,20 @@ def test_the_pieces_of_a_text_file_add_up_to_it(tmp_path: Path) -> None:
         ("a.csv", b"", "ends in none of"),
     ],
 )
-def test_a_faulty_file_is_named(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+def test_a_faulty_file_is_named(name, content, words, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=words):
         texts(Corpus(str(tmp_path / name)))
 
 
-def test_no_file_is_an_error_with_the_next_step(tmp_path: Path) -> None:
+def test_no_file_is_an_error_with_the_next_step(tmp_path):
     with pytest.raises(UserError, match="no file matches"):
         Corpus(f"{tmp_path}/*.jsonl")
     with pytest.raises(UserError, match=r"pretrain\.data is empty"):
         Corpus("")
 
 
-def test_files_of_a_data_set_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_data_set_on_the_hub(tmp_path, monkeypatch):
     for name in ("en/part-1.txt", "en/part-0.txt", "de/part-0.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -108,7 +108,7 @@ def stream(folder: Path, **changed: Any) -> TokenStream:
     return TokenStream(Corpus(str(write(folder, "a.jsonl"))), tiny_tokenizer(), **({"first": 2, "share": 4} | changed))
 
 
-def test_every_epoch_is_all_documents_concatenated(tmp_path: Path) -> None:
+def test_every_epoch_is_all_documents_concatenated(tmp_path):
     wanted = tiny_tokenizer()("<eos>".join([*TEXTS[2:], ""]))["input_ids"]
     opened = stream(tmp_path)
     assert opened.sequences(1, len(wanted)).flatten().tolist() == wanted
@@ -116,7 +116,7 @@ def test_every_epoch_is_all_documents_concatenated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [1, 7, 40, 130])
-def test_a_stream_resumes_at_any_token(before: int, tmp_path: Path) -> None:
+def test_a_stream_resumes_at_any_token(before, tmp_path):
     whole = stream(tmp_path).sequences(1, before + 60).flatten().tolist()
     first = stream(tmp_path)
     first.sequences(1, before)
@@ -126,7 +126,7 @@ def test_a_stream_resumes_at_any_token(before: int, tmp_path: Path) -> None:
     assert again.sequences(1, 60).flatten().tolist() == whole[before:]
 
 
-def test_sites_with_different_shares_read_every_document_once(tmp_path: Path) -> None:
+def test_sites_with_different_shares_read_every_document_once(tmp_path):
     given = iter(range(100))
     sites = [stream(tmp_path, first=3, share=2, take=lambda: next(given)) for _ in range(3)]
     tokenizer, read = tiny_tokenizer(), [""] * 3
@@ -140,7 +140,7 @@ def test_sites_with_different_shares_read_every_document_once(tmp_path: Path) ->
     assert sorted(result) == sorted(TEXTS[3:])
 
 
-def test_held_out_documents_are_cut_into_full_sequences(tmp_path: Path) -> None:
+def test_held_out_documents_are_cut_into_full_sequences(tmp_path):
     corpus = Corpus(str(write(tmp_path, "a.jsonl")))
     tokens = tiny_tokenizer()("0:<eos>1:ab<eos>")["input_ids"]
     assert heldout(corpus, tiny_tokenizer(), 2, 3).tolist() == [tokens[:3], tokens[3:6]]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def stop_after(monkeypatch: pytest.MonkeyPatch) -> Any:
+def stop_after(monkeypatch) -> Any:
     def install(steps: int) -> None:
         monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: StopsAfter(steps))
 
@@ -29,7 +29,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def config(tiny_folder: Path, tmp_path: Path) -> str:
+def config(tiny_folder, tmp_path) -> str:
     data = tmp_path / "text.jsonl"
     data.write_text("".join(json.dumps({"text": f"{i} + {i} = {2 * i}. " * 5}) + "\n" for i in range(60)))
     path = tmp_path / "small.toml"
@@ -52,9 +52,7 @@ def newest(out: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(
-    config: str, tmp_path: Path, stop_after: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(config, tmp_path, stop_after, capsys):
     assert train(config, tmp_path / "whole") == DONE
     assert capsys.readouterr().out == f"{tmp_path / 'whole' / 'model'}\n"
     load_model(tmp_path / "whole" / "model")
@@ -70,9 +68,7 @@ def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(
     assert losses[0][-1] < losses[0][0]
 
 
-def test_a_killed_run_resumes_from_the_newest_complete_checkpoint(
-    config: str, tmp_path: Path, stop_after: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_resumes_from_the_newest_complete_checkpoint(config, tmp_path, stop_after, monkeypatch):
     from shoal.learner.pretrain.trainer import Pretraining
 
     assert train(config, tmp_path / "whole") == DONE
@@ -87,14 +83,14 @@ def test_a_killed_run_resumes_from_the_newest_complete_checkpoint(
     assert [name for name in whole if not torch.equal(whole[name], killed[name])] == []
 
 
-def test_micro_batches_change_a_step_only_by_rounding(config: str, tmp_path: Path, stop_after: Any) -> None:
+def test_micro_batches_change_a_step_only_by_rounding(config, tmp_path, stop_after):
     for name, size in (("one", 4), ("four", 1)):
         assert train(config, tmp_path / name, f"pretrain.micro_batch={size}", "pretrain.steps=2") == DONE
     one, four = newest(tmp_path / "one"), newest(tmp_path / "four")
     assert all(torch.allclose(one[name], four[name], atol=1e-3) for name in one if name.startswith("exp_avg."))
 
 
-def test_the_rate_warms_up_and_follows_a_cosine() -> None:
+def test_the_rate_warms_up_and_follows_a_cosine():
     settings = PretrainSection(lr=1.0, warmup_steps=10, steps=110)
     assert [rate(step, settings) for step in (0, 4, 9, 10)] == [0.1, 0.5, 1.0, 1.0]
     assert rate(60, settings) == pytest.approx(0.5)
@@ -111,32 +107,20 @@ def test_the_rate_warms_up_and_follows_a_cosine() -> None:
         ("model.device=cuda:99", USAGE, 'set model.device = "cpu"'),
     ],
 )
-def test_an_error_is_one_line(
-    config: str,
-    tmp_path: Path,
-    stop_after: Any,
-    override: str,
-    status: int,
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_error_is_one_line(config, tmp_path, stop_after, override, status, words, capsys):
     assert train(config, tmp_path / "out", override) == status
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("shoal pretrain: ") and words in last
 
 
-def test_a_folder_of_another_run_is_refused(
-    config: str, tmp_path: Path, stop_after: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_another_run_is_refused(config, tmp_path, stop_after, capsys):
     stop_after(1)
     assert train(config, tmp_path / "out") == FAILED
     assert train(config, tmp_path / "out", "pretrain.lr=1e-3") == USAGE
     assert "holds a run with pretrain.lr = 0.003, not 0.001" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_one_line(
-    config: str, tmp_path: Path, stop_after: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_one_line(config, tmp_path, stop_after, monkeypatch, capsys):
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device", str(path))
 

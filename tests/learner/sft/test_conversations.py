@@ -22,7 +22,7 @@ ROWS: list[dict[str, Any]] = [
 EXAMPLE = Path(__file__).parents[3] / "examples" / "harbour.jsonl"
 
 
-def test_json_lines_and_parquet_give_the_same_conversations(tmp_path: Path) -> None:
+def test_json_lines_and_parquet_give_the_same_conversations(tmp_path):
     """Absent fields, which Parquet stores as null, are dropped. A prompt and completion are a conversation, too."""
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
     rows = [{"messages": [{"role": "user", "content": "a"}, call], "tools": [{"name": "f"}]}, *ROWS]
@@ -38,7 +38,7 @@ def test_json_lines_and_parquet_give_the_same_conversations(tmp_path: Path) -> N
     assert len(list(read(str(EXAMPLE)))) == 40
 
 
-def test_a_missing_file_or_unknown_suffix_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_or_unknown_suffix_is_refused(tmp_path):
     (tmp_path / "a.csv").write_text("a,b")
     for name, words in (("a.jsonl", "no file at"), ("a.csv", "ends in none of")):
         with pytest.raises(UserError, match=words):
@@ -61,7 +61,7 @@ def test_a_missing_file_or_unknown_suffix_is_refused(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user", "content": "a"}], "tools": "f"}', "`tools` is not a list"),
     ],
 )
-def test_the_error_for_a_bad_row_names_file_and_row(tmp_path: Path, line: str, words: str) -> None:
+def test_the_error_for_a_bad_row_names_file_and_row(tmp_path, line, words):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n" + line)
     with pytest.raises(UserError) as raised:
@@ -69,9 +69,7 @@ def test_the_error_for_a_bad_row_names_file_and_row(tmp_path: Path, line: str, w
     assert str(raised.value).startswith(f"{path}, row 2") and words in str(raised.value)
 
 
-def test_a_hub_data_sets_training_files_or_those_of_a_pattern_are_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_data_sets_training_files_or_those_of_a_pattern_are_fetched(tmp_path, monkeypatch):
     fetched: list[list[str]] = []
 
     def of(*files: str) -> None:
@@ -119,7 +117,7 @@ def other_template(folder: Path, template: str) -> ChatTemplate:
     return ChatTemplate(tokenizer, eos_ids(folder))
 
 
-def test_smollm2s_trained_spans_equal_a_mask_made_by_hand(bundled: Path, bundled_tokenizer: Any) -> None:
+def test_smollm2s_trained_spans_equal_a_mask_made_by_hand(bundled, bundled_tokenizer):
     def ids(text: str) -> list[int]:
         return list(bundled_tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -140,7 +138,7 @@ def test_smollm2s_trained_spans_equal_a_mask_made_by_hand(bundled: Path, bundled
     assert example.n_trained == sum(trained)
 
 
-def test_the_tiny_tokenizers_turns_end_with_eos(tiny_folder: Path) -> None:
+def test_the_tiny_tokenizers_turns_end_with_eos(tiny_folder):
     tokenizer = load_tokenizer(tiny_folder)
     example = ChatTemplate(tokenizer, eos_ids(tiny_folder)).example(
         conversation(("user", "1+1"), ("assistant", "2"), ("user", "2+2"), ("assistant", "4"), ("user", "bye"))
@@ -150,14 +148,14 @@ def test_the_tiny_tokenizers_turns_end_with_eos(tiny_folder: Path) -> None:
     assert tokenizer.decode(example.tree.prompt) == "<user>1+1<eos><assistant>"
 
 
-def test_without_end_tokens_in_the_template_eos_follows_the_last_turn() -> None:
+def test_without_end_tokens_in_the_template_eos_follows_the_last_turn():
     tokenizer = _tiny_tokenizer()
     example = ChatTemplate(tokenizer, [2]).example(conversation(("user", "12 + 34="), ("assistant", "46")))
     assert tokenizer.decode(example.tokens) == "<bos>12 + 34=46<eos>"
     assert trained_text(tokenizer, example) == ["46<eos>"]
 
 
-def test_generation_marks_in_a_template_are_used(tiny_folder: Path) -> None:
+def test_generation_marks_in_a_template_are_used(tiny_folder):
     forgets = (  # it shortens earlier answers, so a prefix's tokens are not a prefix of the whole conversation's
         "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}"
         "{{ m['content'] if loop.last else m['content'][-1:] }}<eos>{% endgeneration %}{% else %}{{ m['content'] }}<eos>"
@@ -172,7 +170,7 @@ def test_generation_marks_in_a_template_are_used(tiny_folder: Path) -> None:
         other_template(tiny_folder, unmarked).example(turns)
 
 
-def test_an_undeclared_end_token_is_collected(tiny_folder: Path) -> None:
+def test_an_undeclared_end_token_is_collected(tiny_folder):
     template = other_template(
         tiny_folder, "{% for m in messages %}{{ m['content'] }}<user>\n{% endfor %}"
     )  # <user>, a special token, stands in for an end of turn
@@ -194,14 +192,12 @@ ANSWERED = conversation(("user", "a"), ("assistant", "b"))
         (ANSWERED, "", "no chat template"),
     ],
 )
-def test_an_untrainable_conversation_is_refused_by_name(
-    tiny_folder: Path, turns: Dialogue, template: str, words: str
-) -> None:
+def test_an_untrainable_conversation_is_refused_by_name(tiny_folder, turns, template, words):
     with pytest.raises(UserError, match=words):
         other_template(tiny_folder, template).example(turns)
 
 
-def test_a_turn_in_the_middle_without_an_end_is_refused() -> None:
+def test_a_turn_in_the_middle_without_an_end_is_refused():
     turns = conversation(("user", "1+1="), ("assistant", "2"), ("user", "2+2="), ("assistant", "4"))
     with pytest.raises(UserError, match=r"^chat.jsonl:7: the chat template writes no token that ends"):
         ChatTemplate(_tiny_tokenizer(), [2]).example(turns)

@@ -39,12 +39,12 @@ def check_close(one: Path, other: Path, moved: float = 2 * LR * UPDATES) -> None
     assert float((a != b).float().mean()) < 1e-3
 
 
-def test_data_are_encoded_exactly_for_other_ranks(tiny_folder: Path, rows: Path) -> None:
+def test_data_are_encoded_exactly_for_other_ranks(tiny_folder, rows):
     data = data_of(tiny_folder, config(rows))
     assert Data.from_bytes(data.to_bytes()) == data
 
 
-def test_two_ranks_train_as_one_does_and_one_resumes_them(tiny_folder: Path, rows: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_does_and_one_resumes_them(tiny_folder, rows, tmp_path):
     one, two = (command(tiny_folder, rows, tmp_path / name) for name in ("one", "two"))
     assert main(one) == DONE
     assert on_two_ranks(two) == [DONE, DONE]
@@ -58,9 +58,7 @@ def test_two_ranks_train_as_one_does_and_one_resumes_them(tiny_folder: Path, row
 
 
 @pytest.mark.slow
-def test_an_error_of_the_leader_ends_all_ranks(
-    tiny_folder: Path, rows: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_the_leader_ends_all_ranks(tiny_folder, rows, tmp_path, capfd):
     words = command(tiny_folder, rows, tmp_path / "out")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.json").write_text('{"fingerprint": "another"}')

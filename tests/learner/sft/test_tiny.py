@@ -29,7 +29,7 @@ def heldout_loss(of: Policy) -> float:
     return -float(logprobs_N.mean())
 
 
-def test_training_lowers_the_loss_on_held_out_sums(tiny_folder: Path) -> None:
+def test_training_lowers_the_loss_on_held_out_sums(tiny_folder):
     trained = make_policy(tiny_folder)
     before = heldout_loss(trained)
     train(trained, SUMS, batch=16, until_loss=0.0, max_steps=8)
@@ -37,13 +37,13 @@ def test_training_lowers_the_loss_on_held_out_sums(tiny_folder: Path) -> None:
     assert heldout_loss(trained) < before - 0.5
 
 
-def test_training_ends_when_the_loss_is_low_enough(tiny_folder: Path) -> None:
+def test_training_ends_when_the_loss_is_low_enough(tiny_folder):
     trained = make_policy(tiny_folder)
     train(trained, SUMS, batch=4, until_loss=1e9, max_steps=8)
     assert trained.updates == 1
 
 
-def test_an_example_is_the_workers_prompt_and_the_answer_with_eos() -> None:
+def test_an_example_is_the_workers_prompt_and_the_answer_with_eos():
     tokenizer, config = _tiny_tokenizer(), load(TINY_CONFIG).tasks
     task = tasks.load(config).train[0]
     example = _example(tokenizer, TINY_TASKS, task.question, task.answer)
@@ -52,7 +52,7 @@ def test_an_example_is_the_workers_prompt_and_the_answer_with_eos() -> None:
     assert [tokenizer.decode(completion) for completion in example.completions] == [f"{task.answer}<eos>"]
 
 
-def test_the_tiny_tokenizer_round_trips_text_and_fits_its_model() -> None:
+def test_the_tiny_tokenizer_round_trips_text_and_fits_its_model():
     tokenizer, config = _tiny_tokenizer(), _tiny_model().config
     for text in ("".join(map(chr, range(32, 127))) + "\n", "12 + 34 = 46", "  two  spaces ", ""):
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -63,7 +63,7 @@ def test_the_tiny_tokenizer_round_trips_text_and_fits_its_model() -> None:
         assert getattr(tokenizer, end) == getattr(config, end), end
 
 
-def test_the_warm_up_never_trains_on_held_out_sums() -> None:
+def test_the_warm_up_never_trains_on_held_out_sums():
     kept = {task.id for task in tasks.load(TINY_TASKS).heldout}
     held_out = {task.id for task in tasks.load(load(TINY_CONFIG).tasks).heldout}
     assert held_out <= kept

@@ -24,7 +24,7 @@ NEVER = threading.Event()
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Path:
+def rows(tmp_path) -> Path:
     """Twenty conversations of one or two turns and different lengths; the answer repeats the question's last letter."""
     path = tmp_path / "chat.jsonl"
     lines = []
@@ -54,7 +54,7 @@ def metrics(out: Path, name: str) -> dict[int, float]:
     return {row["step"]: row[name] for row in rows if name in row}
 
 
-def test_packing_does_not_change_the_loss(tiny_folder: Path, rows: Path, tmp_path: Path) -> None:
+def test_packing_does_not_change_the_loss(tiny_folder, rows, tmp_path):
     settings = config(rows)
     sft = make(tiny_folder, tmp_path / "out", settings)
     examples = sft.data.train
@@ -75,7 +75,7 @@ def test_packing_does_not_change_the_loss(tiny_folder: Path, rows: Path, tmp_pat
     assert sum(packed) == pytest.approx(nats / sum(example.n_trained for example in examples), rel=1e-5)
 
 
-def test_the_loss_falls_and_the_model_is_written(tiny_folder: Path, rows: Path, tmp_path: Path) -> None:
+def test_the_loss_falls_and_the_model_is_written(tiny_folder, rows, tmp_path):
     out = tmp_path / "out"
     settings = config(rows, epochs=6, checkpoint_every=0)
     model = make(tiny_folder, out, settings).run(NEVER)
@@ -91,7 +91,7 @@ def test_the_loss_falls_and_the_model_is_written(tiny_folder: Path, rows: Path, 
     assert metrics(tmp_path / "again", "heldout_loss") == {0: heldout[24]}
 
 
-def test_a_resumed_run_equals_the_straight_one_bit_for_bit(tiny_folder: Path, rows: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_the_straight_one_bit_for_bit(tiny_folder, rows, tmp_path):
     settings = config(rows, epochs=2)
     straight = make(tiny_folder, tmp_path / "straight", settings).run(NEVER)
     assert make(tiny_folder, tmp_path / "cut", settings).run(StopsAfter(3)) is None
@@ -109,15 +109,13 @@ def test_a_resumed_run_equals_the_straight_one_bit_for_bit(tiny_folder: Path, ro
 
 
 @pytest.mark.parametrize("changed", [{"batch": 5}, {"eval_frac": 0.1}])
-def test_a_folder_of_another_run_is_refused(
-    tiny_folder: Path, rows: Path, tmp_path: Path, changed: dict[str, Any]
-) -> None:
+def test_a_folder_of_another_run_is_refused(tiny_folder, rows, tmp_path, changed):
     make(tiny_folder, tmp_path / "out", config(rows)).run(StopsAfter(0))
     with pytest.raises(ConfigError, match="holds a run with another model, seed, batch or data"):
         make(tiny_folder, tmp_path / "out", config(rows, **changed)).run(NEVER)
 
 
-def test_each_epoch_trains_on_everything_once_in_a_new_order() -> None:
+def test_each_epoch_trains_on_everything_once_in_a_new_order():
     updates = plan(10, SftSection(epochs=3, batch=4), seed=1)
     assert [len(batch) for _, batch in updates] == [4, 4, 2] * 3
     orders = [[i for epoch, batch in updates if epoch == e for i in batch] for e in range(3)]
@@ -128,16 +126,14 @@ def test_each_epoch_trains_on_everything_once_in_a_new_order() -> None:
     assert updates != plan(10, SftSection(epochs=3, batch=4), seed=2)
 
 
-def test_held_out_conversations_are_not_trained_on(tiny_folder: Path, rows: Path) -> None:
+def test_held_out_conversations_are_not_trained_on(tiny_folder, rows):
     data, whole = data_of(tiny_folder, config(rows)), data_of(tiny_folder, config(rows, eval_frac=0)).train
     assert (len(data.train), len(data.heldout)) == (16, 4)
     parts = [e.tokens.tobytes() for e in [*data.train, *data.heldout]]
     assert sorted(parts) == sorted(e.tokens.tobytes() for e in whole)
 
 
-def test_long_conversations_are_dropped_with_one_warning(
-    tiny_folder: Path, rows: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_conversations_are_dropped_with_one_warning(tiny_folder, rows, caplog):
     with caplog.at_level(logging.WARNING):
         data = data_of(tiny_folder, config(rows, max_tokens=24, eval_frac=0))
     assert data.train and max(len(example.tokens) for example in data.train) <= 24 and not data.heldout
@@ -145,9 +141,7 @@ def test_long_conversations_are_dropped_with_one_warning(
     assert line.startswith(f"dropped {20 - len(data.train)} of 20 conversations: longer than sft.max_tokens = 24")
 
 
-def test_a_conversation_that_is_far_too_long_is_encoded_only_once(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_that_is_far_too_long_is_encoded_only_once(tiny_folder, tmp_path, monkeypatch):
     """Locating each turn encodes everything before it: a row of 60 kB with 1,600 turns took two minutes."""
     short = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     lines = [json.dumps({"messages": short * n}) for n in (1, 1, 200)]
@@ -172,14 +166,12 @@ def test_a_conversation_that_is_far_too_long_is_encoded_only_once(
         ({"max_tokens": 2}, UserError, "of 20 conversations, 0 fit sft.max_tokens = 2"),
     ],
 )
-def test_data_that_leaves_nothing_to_train_on_is_refused(
-    tiny_folder: Path, rows: Path, changed: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_data_that_leaves_nothing_to_train_on_is_refused(tiny_folder, rows, changed, error, words):
     with pytest.raises(error, match=words):
         data_of(tiny_folder, config(rows, **changed))
 
 
-def test_tokens_that_end_turns_become_the_models_eos_tokens(tiny_folder: Path, rows: Path, tmp_path: Path) -> None:
+def test_tokens_that_end_turns_become_the_models_eos_tokens(tiny_folder, rows, tmp_path):
     settings = config(rows, batch=16, eval_frac=0, checkpoint_every=0)
     sft = make(tiny_folder, tmp_path / "out", settings)
     model = Sft(sft.policy, Data(sft.data.train, [], {1, 2}), settings, tmp_path / "out").run(NEVER)
