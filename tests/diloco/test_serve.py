@@ -12,14 +12,7 @@ import httpx
 import pytest
 
 from shoal.diloco.agreed import Agreed
-from shoal.diloco.messages import (
-    BadOfferError,
-    Figures,
-    Greeting,
-    MeetingError,
-    RoundClosedError,
-    site_invite,
-)
+from shoal.diloco.messages import BadOfferError, Figures, Greeting, MeetingError, RoundClosedError, site_invite
 from shoal.diloco.remote import Remote
 from shoal.protocol.calling import NodeError
 from shoal.protocol.identity import Identity

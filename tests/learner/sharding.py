@@ -30,10 +30,7 @@ def loads(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]
         torch.manual_seed(1)
         return make_policy(model, ranks=ranks, **settings), torch.get_rng_state()
 
-    (sharded, state), old = (
-        made(),
-        mock.patch.object(masters, "opened", return_value="the test loads it whole"),
-    )
+    (sharded, state), old = (made(), mock.patch.object(masters, "opened", return_value="the test loads it whole"))
     with old:
         whole_, whole_state = made()
     differ = [] if torch.equal(state, whole_state) else ["random state"]

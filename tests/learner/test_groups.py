@@ -96,11 +96,7 @@ def test_a_file_of_another_origin_or_with_incomplete_groups_is_left_out(data, me
 
 @pytest.mark.parametrize(
     ("broken", "why"),
-    [
-        (changed(accepted()), ""),
-        (b"", ""),
-        (accepted(rows=rollouts(25)), "50 rows; between 1 and 48"),
-    ],
+    [(changed(accepted()), ""), (b"", ""), (accepted(rows=rollouts(25)), "50 rows; between 1 and 48")],
     ids=["changed", "empty", "more rows than a submission holds"],
 )
 def test_a_file_that_breaks_the_schema_is_quarantined(broken, why, quarantine, caplog):

@@ -14,15 +14,7 @@ from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import Figures, RoundOutcome, Terms
 from shoal.learner.groups import Fetched
 from shoal.learner.policy import Policy
-from shoal.learner.sites import (
-    Publisher,
-    SiteLearner,
-    about_of,
-    counting,
-    learner_terms,
-    shares,
-    site_metrics,
-)
+from shoal.learner.sites import Publisher, SiteLearner, about_of, counting, learner_terms, shares, site_metrics
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import BatchGroup, StepRecord
 from tests.diloco.support import Clock

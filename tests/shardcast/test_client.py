@@ -115,8 +115,7 @@ async def test_a_bad_shard_is_fetched_from_another_relay(tmp_path, harm):
 
 
 @pytest.mark.parametrize(
-    ("harm", "reason"),
-    [("flip", "corrupt"), ("truncate", "too short"), ("lengthen", "longer"), ("delete", "503")],
+    ("harm", "reason"), [("flip", "corrupt"), ("truncate", "too short"), ("lengthen", "longer"), ("delete", "503")]
 )
 def test_a_bad_shard_without_another_relay_is_an_error_and_leaves_no_version(tmp_path, harm, reason):
     spoil(published(tmp_path, 7).store.shard_path(7, "full", 2), harm)

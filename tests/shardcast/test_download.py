@@ -9,14 +9,7 @@ from shoal.shardcast.fetch import BadData
 from shoal.shardcast.fetch.download import StreamDownload
 
 from . import virtual
-from .support import (
-    Known,
-    Memory,
-    Stub,
-    choosing,
-    shard,
-    shard_data,
-)
+from .support import Known, Memory, Stub, choosing, shard, shard_data
 
 
 class Run:

@@ -20,10 +20,7 @@ def fields(**changes):
         "run": "test",
         "publication": PUBLICATION,
         "version": 7,
-        "files": [
-            {"path": "model.safetensors", "size_bytes": 25},
-            {"path": "sub/config.json", "size_bytes": 0},
-        ],
+        "files": [{"path": "model.safetensors", "size_bytes": 25}, {"path": "sub/config.json", "size_bytes": 0}],
         "content": stream(),
         "anchor": True,
         "delta": None,
@@ -33,11 +30,7 @@ def fields(**changes):
 
 
 def stream(size_bytes: int = 25, hashes: str = "abc", shard_size_bytes: int = 10):
-    return {
-        "size_bytes": size_bytes,
-        "shard_size_bytes": shard_size_bytes,
-        "shards": [digit * 64 for digit in hashes],
-    }
+    return {"size_bytes": size_bytes, "shard_size_bytes": shard_size_bytes, "shards": [digit * 64 for digit in hashes]}
 
 
 def delta(parent: int = 6, **changes):

@@ -238,11 +238,7 @@ async def test_a_shard_that_does_not_finish_arriving_ends_short(tmp_path, interr
     store = announced(tmp_path, data, shard_bytes=len(data))
     file = NewFile(store.shard_path(7, "full", 0))
     file.write(0, data[:20_000])
-    async with (
-        serving(store, wait_s) as url,
-        aiohttp.ClientSession() as session,
-        session.get(url + SHARD) as response,
-    ):
+    async with serving(store, wait_s) as url, aiohttp.ClientSession() as session, session.get(url + SHARD) as response:
         assert await response.content.readexactly(20_000) == data[:20_000]
         interrupt(store, file)
         started_s = time.monotonic()

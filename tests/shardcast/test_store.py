@@ -14,15 +14,7 @@ from shoal.shardcast.alone import publish
 from shoal.shardcast.manifest import MAX_VERSIONS, Delta, FileEntry, Manifest, Stream
 from shoal.shardcast.store import chain
 
-from .support import (
-    KEY,
-    PUBLICATION,
-    RUN,
-    flip_bit,
-    model_folder,
-    published,
-    stepped,
-)
+from .support import KEY, PUBLICATION, RUN, flip_bit, model_folder, published, stepped
 
 HASH = "0" * 64
 

@@ -141,10 +141,7 @@ class BadOfferError(MeetingError):
     status = 422
 
 
-FILES = {
-    "model": ("config.json",),
-    "tokenizer": ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"),
-}
+FILES = {"model": ("config.json",), "tokenizer": ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")}
 
 
 def about_model(folder: Path) -> dict[str, str]:

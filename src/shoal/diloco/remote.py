@@ -45,13 +45,7 @@ class Remote:
     """A site's connection to the meeting. All methods but `leave` raise MeetingError."""
 
     def __init__(
-        self,
-        invite: Invite,
-        folder: Path,
-        terms: Terms,
-        *,
-        patience_s: float,
-        stop: threading.Event | None = None,
+        self, invite: Invite, folder: Path, terms: Terms, *, patience_s: float, stop: threading.Event | None = None
     ) -> None:
         """`folder` holds the site's key. Raise MeetingError for an invite that is not for a site."""
         self.name, self.invite, self.terms = name_of(invite), invite, terms

@@ -16,14 +16,7 @@ from torch import Tensor
 
 from shoal.diloco.agreed import Agreed, pseudo_gradient
 from shoal.diloco.codec import Encoded, ErrorFeedback
-from shoal.diloco.messages import (
-    Figures,
-    ForgottenError,
-    Greeting,
-    RoundClosedError,
-    RoundOutcome,
-    Terms,
-)
+from shoal.diloco.messages import Figures, ForgottenError, Greeting, RoundClosedError, RoundOutcome, Terms
 from shoal.diloco.remote import Remote
 from shoal.errors import ShoalError
 from shoal.protocol.calling import StoppedError

@@ -48,11 +48,7 @@ def in_shards(folder: Path, device: str, numerics: Numerics, ranks: Ranks) -> Sh
 
 
 def prepare(
-    scorer: Scorer,
-    ranks: Ranks,
-    sharded: Sharded | None,
-    compute: torch.dtype,
-    stored: Container[str],
+    scorer: Scorer, ranks: Ranks, sharded: Sharded | None, compute: torch.dtype, stored: Container[str]
 ) -> dict[str, Tensor]:
     """Shard the model, copy its trained weights as masters, and round the model to bf16 values in the compute dtype.
 

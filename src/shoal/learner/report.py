@@ -62,10 +62,7 @@ def shape_of(model: Any) -> Shape:
     heads = getattr(config, "num_attention_heads", 0) or 0
     size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
     return Shape(
-        body=sum(p.numel() for p in matrices),
-        head=head.numel(),
-        layers=config.num_hidden_layers,
-        width=heads * size,
+        body=sum(p.numel() for p in matrices), head=head.numel(), layers=config.num_hidden_layers, width=heads * size
     )
 
 

@@ -134,13 +134,7 @@ class PolicySite:
 
 class SiteLearner(Learner):
     def __init__(
-        self,
-        node: Node | None,
-        config: Config,
-        policy: Policy,
-        folder: Path,
-        name: str,
-        link: Remote | None,
+        self, node: Node | None, config: Config, policy: Policy, folder: Path, name: str, link: Remote | None
     ) -> None:
         """`name`: this site's. `link`: the leader's connection to the meeting; like `node`, None on other ranks."""
         super().__init__(node, config, policy, folder)
@@ -256,10 +250,7 @@ def counting(batch: Sequence[BatchGroup], fetched: Fetched, outcome: RoundOutcom
 
 def site_metrics(outcome: RoundOutcome) -> dict[str, float]:
     """Return the round's metrics: sites kept and lost, and each site's own figures (docs/pages.md)."""
-    result = {
-        "sites/kept": float(len(outcome.kept)),
-        "sites/lost": float(len(set(outcome.dealt) - set(outcome.kept))),
-    }
+    result = {"sites/kept": float(len(outcome.kept)), "sites/lost": float(len(set(outcome.dealt) - set(outcome.kept)))}
     for name in sorted({*outcome.kept, *outcome.left_out, *outcome.missing}):
         result[f"sites/{name}/kept"] = float(name in outcome.kept)
         result[f"sites/{name}/left_out"] = float(name in outcome.left_out)

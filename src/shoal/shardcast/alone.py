@@ -104,11 +104,7 @@ def fetch_with(client: Client, version: int | None, progress: Callable[[Progress
 
 
 async def serve_origin(
-    path: Path,
-    origin: Origin,
-    listen: tuple[str, int],
-    stop: threading.Event,
-    say: Callable[[dict[str, object]], None],
+    path: Path, origin: Origin, listen: tuple[str, int], stop: threading.Event, say: Callable[[dict[str, object]], None]
 ) -> None:
     """Publish and serve `path` until `stop`: a file or folder as one version, or each version folder (v000007) in it,
     including later ones. Raise what `Origin.publish` raises."""

@@ -247,22 +247,13 @@ LISTENER = web.AppKey("listener", Listener)
 
 
 async def started(
-    application: web.Application,
-    listener: Listener,
-    *,
-    shutdown_s: float = 1.0,
-    backlog: int = BACKLOG,
-    **more: Any,
+    application: web.Application, listener: Listener, *, shutdown_s: float = 1.0, backlog: int = BACKLOG, **more: Any
 ) -> web.AppRunner:
     """Serve the application on this listener until the runner's `cleanup`, which gives requests `shutdown_s`."""
     application[LISTENER] = listener
     application.cleanup_ctx.append(listener.watching)
     runner = web.AppRunner(
-        application,
-        access_log=None,
-        shutdown_timeout=shutdown_s,
-        keepalive_timeout=listener.patience.idle_s,
-        **more,
+        application, access_log=None, shutdown_timeout=shutdown_s, keepalive_timeout=listener.patience.idle_s, **more
     )
     await runner.setup()
     await web.SockSite(runner, listener, backlog=backlog).start()

@@ -122,10 +122,7 @@ def micro_batches(examples: Sequence[Example], *, row_tokens: int) -> list[SftBa
     """Pack conversations into rows of `row_tokens`. Every token appears exactly once."""
     rows = assign_rows([len(example.tokens) for example in examples], row_tokens)
     return [
-        SftBatch(
-            pack([examples[i].tree for i in row]),
-            torch.cat([examples[i].trained_N() for i in row]),
-        )
+        SftBatch(pack([examples[i].tree for i in row]), torch.cat([examples[i].trained_N() for i in row]))
         for row in rows
     ]
 
