@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -301,32 +300,3 @@ def test_every_item_goes_to_one_rank_and_shares_have_equal_length(n, size):
     shares = [Ranks(rank, size).scatter(list(range(n))) for rank in range(size)]
     assert sorted(item for share in shares for item in share if item is not None) == list(range(n))
     assert {len(share) for share in shares} == {-(-n // size)}
-
-
-def test_only_the_leaders_messages_have_the_long_timeout(monkeypatch):
-    """A rank that hangs in a collective ends the run soon; a pool without a full batch does not."""
-    import torch.distributed as dist
-
-    waits: dict[str, float] = {}
-    groups = iter(["checkpoints", "waiting"])
-
-    def new_group(backend: str, timeout: timedelta) -> str:
-        name = next(groups)
-        waits[name] = timeout.total_seconds()
-        return name
-
-    used: list[Any] = []
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda backend, timeout: waits.update(collectives=timeout.total_seconds())
-    )
-    monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "broadcast", lambda tensor, src, group=None: used.append(group))
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: used.append(group))
-    ranks = Ranks.start(60.0, 7 * 86_400.0)
-    ranks.broadcast(b"a batch")
-    assert waits == {"collectives": 60.0, "checkpoints": 60.0, "waiting": 604_800.0}
-    assert used == ["waiting", "waiting"] and ranks.checkpoint_group == "checkpoints"
-    ranks.sum({"loss": 1.0})
-    assert used[2] is None

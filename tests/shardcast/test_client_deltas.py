@@ -1,28 +1,20 @@
 """Clients fetch deltas: the route they choose, what they wait for, and what they do if a parent is missing or damaged."""
 
-import asyncio
 import random
 import shutil
 import threading
 import time
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from shoal.shardcast import FetchError, ShardStore
-from shoal.shardcast.fetch.source import Standing
 from shoal.shardcast.files import StreamFiles
-from shoal.shardcast.manifest import Listing
 
-from . import virtual
 from .support import (
-    PUBLIC_KEY,
     SMALL_BYTES,
-    Stub,
     against,
     cached,
-    choosing,
     client,
     contents,
     fetched,
@@ -135,49 +127,6 @@ def test_a_process_verifies_an_unmodified_version_once(tmp_path, monkeypatch):
     read = []
     against(act, tmp_path / "origin")
     assert len(read) == 1, "a modified file is verified again"
-
-
-class Published(Stub):
-    """A server of a store, without a network. Each answer takes `takes_s`."""
-
-    def __init__(self, url, store, takes_s):
-        super().__init__(url, standing=Standing(virtual.now_s))
-        self.store, self.takes_s = store, takes_s
-
-    async def listing(self):
-        await asyncio.sleep(self.takes_s)
-        return Listing(versions=tuple(self.store.versions()))
-
-    async def manifest(self, version):
-        await asyncio.sleep(self.takes_s)
-        signed = self.store.signed(version)
-        return signed, signed.open(PUBLIC_KEY)
-
-    async def shard(self, version, part, incoming):
-        await asyncio.sleep(self.takes_s)
-        incoming.take(self.store.shard_path(version, part, incoming.shard.index).read_bytes())
-
-
-@pytest.mark.parametrize("requested", [None, 1])
-def test_a_relay_that_hangs_delays_a_fetch_by_at_most_300_ms(tmp_path, requested):
-    """In virtual time: ten clients without measurements fetch one delta, each from a random relay first."""
-    store = stepped(tmp_path, 0, 1).store
-    took_s = []
-    for number in range(10):
-        reader = client(tmp_path / str(number), "http://hangs", "http://quick")
-        for version, hangs_s in ((0, 0.01), (requested, 60.0)):
-            stubs = Published("http://hangs", store, hangs_s), Published("http://quick", store, 0.01)
-
-            @asynccontextmanager
-            async def sources(stubs=stubs):
-                yield choosing(*stubs, patience_s=30)
-
-            reader._sources = sources
-            started_s = virtual.now_s()
-            folder, _ = virtual.run(reader._fetch_version(version, None, deadline_s=1e9))
-        took_s.append(virtual.now_s() - started_s)
-        assert contents(folder) == contents(tmp_path / "model1")
-    assert max(took_s) < 0.3
 
 
 def test_a_delta_applies_to_a_version_that_only_the_cache_has(tmp_path):

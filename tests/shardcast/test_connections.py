@@ -194,8 +194,8 @@ def test_a_client_that_reads_too_slowly_or_stops_counts_as_stalled(monkeypatch):
     assert stalls_at(monkeypatch, lambda second: None if second < 5 else 9_000) == 7
 
 
-CROWDED = """
-import asyncio, sys
+SERVER = """
+import asyncio, resource, sys
 from pathlib import Path
 from shoal.shardcast.connections import Patience
 from shoal.shardcast.server import app, serve
@@ -205,8 +205,17 @@ async def main():
     print(port, flush=True)
     await asyncio.Event().wait()
 
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 asyncio.run(main())
 """
+
+
+def start_server(folder, open_files: int) -> tuple[subprocess.Popen, int]:
+    """Start a server in a process with this limit of open files. Return it and its port."""
+    command = [sys.executable, "-c", SERVER, str(folder), str(open_files)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    return server, int(server.stdout.readline())
 
 
 @pytest.mark.slow
@@ -216,9 +225,8 @@ async def test_many_idle_and_slow_readers_do_not_slow_a_normal_one(tmp_path):
     store = whole(tmp_path, data=data, shard_bytes=8 << 20)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
-    server = subprocess.Popen([sys.executable, "-c", CROWDED, str(store.path)], stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    process = psutil.Process(server.pid)
+    server, port = start_server(store.path, min(4096, limits[1]))
+    process, url = psutil.Process(server.pid), f"http://127.0.0.1:{port}"
 
     async def sip(crowd):
         while True:
@@ -228,7 +236,6 @@ async def test_many_idle_and_slow_readers_do_not_slow_a_normal_one(tmp_path):
             await asyncio.sleep(0.5)
 
     try:
-        url = f"http://127.0.0.1:{int(server.stdout.readline())}"
         await health(url)
         before_bytes = process.memory_info().rss
         idle = [await open_raw(url) for _ in range(1000)]
@@ -331,30 +338,10 @@ def test_raise_limit_raises_the_file_limit_to_the_hard_limit(soft_limit):
     assert connections.raise_limit() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-SERVER = """
-import asyncio, sys, resource
-from pathlib import Path
-from shoal.shardcast.server import app, serve
-
-_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-
-async def main():
-    _, port = await serve(app(Path(sys.argv[1])))
-    print(port, flush=True)
-    await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
 async def test_more_idle_connections_than_open_files_cause_no_traceback_and_no_wait(tmp_path):
     (tmp_path / "versions.json").write_text('{"versions":[]}')
-    command = [sys.executable, "-c", SERVER, str(tmp_path)]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert server.stdout is not None
+    server, port = start_server(tmp_path, 256)
     try:
-        port = int(server.stdout.readline())
         idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(300)]
         facts: dict[str, int] = {}
         for _ in range(20):  # as a client does

@@ -18,14 +18,12 @@ from shoal.shardcast.fetch import BadData, SourceError
 from shoal.shardcast.fetch import client as client_module
 from shoal.shardcast.fetch import source as source_module
 from shoal.shardcast.fetch.download import Sources
-from shoal.shardcast.fetch.source import Incoming
 from shoal.shardcast.manifest import MAX_LISTING_BYTES, Listing
 
 from .support import (
     OTHER_KEY,
     PUBLIC_KEY,
     SHARD_BYTES,
-    Memory,
     access,
     answering,
     between,
@@ -358,20 +356,6 @@ async def test_a_fetch_from_a_server_that_does_not_deliver_ends_and_names_it(tmp
             await asyncio.to_thread(reader.fetch)
         assert rogue in str(raised.value)
         assert "deadline" not in str(raised.value), "it ended before the deadline"
-
-
-async def test_a_server_that_sends_a_shard_byte_by_byte_is_abandoned(tmp_path):
-    """Without a content length each byte wakes the reader."""
-    shard = published(tmp_path, 7).store.signed(7).open(PUBLIC_KEY).content.entries()[0]
-    incoming = Incoming(shard, Memory())
-    talk = trickle(tmp_path / "origin", "a byte at a time")
-
-    def ask(sources):
-        return asyncio.wait_for(sources.sources[0].shard(7, "full", incoming), 30)
-
-    error, _ = await failing(talking(talk), ask=ask, **QUICK)
-    assert "bytes of shard 0 (full) of version 7 in 0 s" in str(error)
-    assert not isinstance(error, BadData) and incoming.size_bytes > 0, "what arrived is kept"
 
 
 async def test_a_shard_may_take_longer_than_answer_timeout_s(tmp_path):

@@ -1,7 +1,6 @@
 """Pretraining at one site: resuming bit for bit, the learning rate, and errors."""
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 
 from shoal.cli.main import DONE, FAILED, USAGE, main
 from shoal.config.sites import PretrainSection
-from shoal.learner.pretrain.trainer import rate
+from shoal.learner.pretrain.trainer import Pretraining, rate
 from shoal.model.load import load_model
 
 from ..support import StopsAfter
@@ -52,13 +51,19 @@ def newest(out: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(config, tmp_path, stop_after, capsys):
+def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(config, tmp_path, stop_after, monkeypatch, capsys):
+    """After a kill it resumes from the newest complete checkpoint, and after a stop where it stopped."""
     assert train(config, tmp_path / "whole") == DONE
     assert capsys.readouterr().out == f"{tmp_path / 'whole' / 'model'}\n"
     load_model(tmp_path / "whole" / "model")
-    for steps in (5, 1, 10**9):
+    for steps, killed in ((5, True), (1, False), (10**9, False)):
         stop_after(steps)
-        assert train(config, tmp_path / "parts") == (FAILED if steps < 10 else DONE)
+        with monkeypatch.context() as patch:
+            if killed:
+                patch.setattr(Pretraining, "pause", lambda self: None)
+            assert train(config, tmp_path / "parts") == (FAILED if steps < 10 else DONE)
+        if killed:
+            (tmp_path / "parts" / "checkpoints" / ".step-000006").mkdir()
     whole, parts = newest(tmp_path / "whole"), newest(tmp_path / "parts")
     assert whole.keys() == parts.keys()
     assert [name for name in whole if not torch.equal(whole[name], parts[name])] == []
@@ -66,21 +71,6 @@ def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(config, tmp
     losses = [[each["loss"] for line in part if "loss" in (each := json.loads(line))] for part in lines]
     assert losses[0] == losses[1] and len(losses[0]) == 8
     assert losses[0][-1] < losses[0][0]
-
-
-def test_a_killed_run_resumes_from_the_newest_complete_checkpoint(config, tmp_path, stop_after, monkeypatch):
-    from shoal.learner.pretrain.trainer import Pretraining
-
-    assert train(config, tmp_path / "whole") == DONE
-    monkeypatch.setattr(Pretraining, "pause", lambda self: None)  # as after kill -9
-    stop_after(5)
-    assert train(config, tmp_path / "killed") == FAILED
-    monkeypatch.undo()
-    (tmp_path / "killed" / "checkpoints" / ".step-000006").mkdir()
-    monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: threading.Event())
-    assert train(config, tmp_path / "killed") == DONE
-    whole, killed = newest(tmp_path / "whole"), newest(tmp_path / "killed")
-    assert [name for name in whole if not torch.equal(whole[name], killed[name])] == []
 
 
 def test_micro_batches_change_a_step_only_by_rounding(config, tmp_path, stop_after):
@@ -118,12 +108,3 @@ def test_a_folder_of_another_run_is_refused(config, tmp_path, stop_after, capsys
     assert train(config, tmp_path / "out") == FAILED
     assert train(config, tmp_path / "out", "pretrain.lr=1e-3") == USAGE
     assert "holds a run with pretrain.lr = 0.003, not 0.001" in capsys.readouterr().err
-
-
-def test_a_full_disk_is_one_line(config, tmp_path, stop_after, monkeypatch, capsys):
-    def full(path: Path) -> None:
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr("shoal.learner.checkpoint.digests", full)
-    assert train(config, tmp_path / "out") == FAILED
-    assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
