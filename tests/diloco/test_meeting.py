@@ -265,10 +265,8 @@ def test_an_incomplete_line_of_the_record_is_dropped(tmp_path):
 
 DIFFERS: list[tuple[dict[str, str], str]] = [
     (ABOUT | {"model": "xyz"}, "b has another model: xyz, and the run has abc; give every site the same model"),
-    (
-        ABOUT | {"model": "xyz", "data": "other"},
-        "b has another model",
-    ),  # the error does not tell which data the run has
+    # the error does not tell which data the run has
+    (ABOUT | {"model": "xyz", "data": "other"}, "b has another model"),
     (ABOUT | {"tokenizer": "t"}, "another tokenizer: t, and the run has none"),
     ({"model": "abc"}, "another sites.inner_steps: none"),
 ]

@@ -108,9 +108,8 @@ def flat() -> list[MicroBatch]:
 def test_beta_and_entropy_have_a_gradient_and_only_beta_needs_a_reference(tiny_folder):
     free, held = make_policy(tiny_folder), make_policy(tiny_folder, loss={"beta": 0.5})
     assert free.reference is None and free.update(flat(), N_TOKENS)["optim/grad_norm"] == 0
-    assert held.update(batches(), N_TOKENS)["policy/kl"] == pytest.approx(
-        0.0, abs=1e-5
-    )  # it still equals the reference
+    # it still equals the reference
+    assert held.update(batches(), N_TOKENS)["policy/kl"] == pytest.approx(0.0, abs=1e-5)
     moved = held.update(flat(), N_TOKENS)
     assert moved["policy/kl"] > 0 and moved["optim/grad_norm"] > 0
     assert held.reference is not None and all(p.grad is None for p in held.reference.parameters())

@@ -121,9 +121,8 @@ def alone(tiny_folder, files, tmp_path_factory, one_thread) -> Path:
 def models(tiny_folder, tmp_path_factory) -> dict[str, Path]:
     """Models to load in shards, by name."""
     folder = tmp_path_factory.mktemp("models")
-    untied = tiny_llama(
-        2, tie_word_embeddings=False, vocab_size=61, num_hidden_layers=3
-    )  # 61 rows do not divide equally
+    # 61 rows do not divide equally
+    untied = tiny_llama(2, tie_word_embeddings=False, vocab_size=61, num_hidden_layers=3)
     untied.save_pretrained(folder / "untied", max_shard_size="500KB")  # float32, in several files
     assert (folder / "untied" / INDEX).exists()
     tiny_llama(3, tie_word_embeddings=False, num_hidden_layers=16).save_pretrained(folder / "deep")
@@ -258,9 +257,8 @@ def test_no_rank_reads_or_keeps_more_than_its_share(request, ranks, name):
     results = findings(request.getfixturevalue(ranks), name)
     for of in results:
         share = of["whole_bytes"] / len(results)
-        assert of["read_bytes"] == pytest.approx(
-            2 * of["stored_bytes"] / len(results), rel=0.01
-        )  # once to compare, once to train
+        # once to compare, once to train
+        assert of["read_bytes"] == pytest.approx(2 * of["stored_bytes"] / len(results), rel=0.01)
         assert share < of["compared_bytes"] < share + 0.35 * of["whole_bytes"]
         assert of["peak_bytes"] < share + 0.35 * of["whole_bytes"]
     assert sum(of["read_bytes"] for of in results) == 2 * results[0]["stored_bytes"]

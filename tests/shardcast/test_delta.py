@@ -134,9 +134,8 @@ def test_a_few_small_steps_need_few_bytes(tmp_path):
     for name, words in {"old": old_words, "new": new_words}.items():
         write_tensors(tmp_path / name / "m.safetensors", {"w": ("BF16", words.shape)}, words.astype("<u2").tobytes())
     delta_bytes = len(round_trip(tmp_path / "old", tmp_path / "new"))
-    entropy_bytes = (
-        int((old_words != new_words).sum()) * (np.log2(100 * np.e) + 1) / 8
-    )  # their positions and directions
+    # their positions and directions
+    entropy_bytes = int((old_words != new_words).sum()) * (np.log2(100 * np.e) + 1) / 8
     assert delta_bytes < 1.2 * entropy_bytes
 
 

@@ -231,7 +231,7 @@ def begin_again(store, file: NewFile) -> None:
         (lambda store, file: store.discard(7), 5.0),
         (lambda store, file: None, 0.4),
     ],
-    ids=["begun again", "abandoned", "truncated", "version dropped", "stopped growing"],
+    ids=["started again", "abandoned", "truncated", "version dropped", "stopped growing"],
 )
 async def test_a_shard_that_does_not_finish_arriving_ends_short(tmp_path, interrupt, wait_s):
     data = content(50_000)

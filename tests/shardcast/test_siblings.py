@@ -82,9 +82,8 @@ def test_siblings_that_do_not_all_know_each_other_never_deadlock():
     owned = Counter()
     for entry in map(shard, range(100)):
         owned[owners_of(entry, ids)[0]] += 1
-        for unknown in itertools.product(
-            *(["", *(id for id in ids if id != own)] for own in ids)
-        ):  # to each: none or one
+        # to each: none or one
+        for unknown in itertools.product(*(["", *(id for id in ids if id != own)] for own in ids)):
             views = {own: [id for id in ids if id != other] for own, other in zip(ids, unknown, strict=True)}
             owners = {own: owners_of(entry, view)[0] for own, view in views.items()}
             for owner in ids:
@@ -280,9 +279,8 @@ async def test_relays_of_the_second_level_spread_over_the_first_without_loops(tm
                 above.upstream = lambda known=above.upstream, url=url: [*known(), url]
             await stack.enter_async_context(mirroring(each))
         await all_hold(second, 7)
-        taken_from = {
-            by_preference(each.store.id, each.place.parents)[0].url for each in second.values()
-        }  # both, in 31 of 32 runs
+        # both, in 31 of 32 runs
+        taken_from = {by_preference(each.store.id, each.place.parents)[0].url for each in second.values()}
         await until(lambda: all(len(first[url].place.behind) > 0 for url in taken_from))
         for above in first.values():
             assert [parent.url for parent in above.place.parents] == [up]

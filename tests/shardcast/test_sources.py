@@ -330,12 +330,12 @@ class Shelf:
         self.shard = self.store.signed(7).open(PUBLIC_KEY).content.entries()[1]
         self.data = self.store.shard_path(7, "full", 1).read_bytes()
 
-    def incoming(self, begun: bytes = b"") -> tuple[Incoming, Memory]:
+    def incoming(self, beginning: bytes = b"") -> tuple[Incoming, Memory]:
         """A shard of which another server has sent the beginning."""
         sink = Memory()
         incoming = Incoming(self.shard, sink)
-        if begun:
-            incoming.take(begun)
+        if beginning:
+            incoming.take(beginning)
             incoming.senders.add("http://another")
         return incoming, sink
 

@@ -124,9 +124,8 @@ def deal(rows: Sequence[Row], ranks: Ranks) -> list[OwnRow]:
             messages = [encode([row.contents() for row in rows[rank :: ranks.size]]) for rank in range(ranks.size)]
         computed = [row for row in own if row is not None]
         size_bytes = 4 * sum(row.n_tokens + row.n_trained for row in computed)
-        contents[: len(computed)] = decode(
-            ranks.deal(messages, size_bytes), computed
-        )  # ranks idle in the last turn only
+        # ranks idle in the last turn only
+        contents[: len(computed)] = decode(ranks.deal(messages, size_bytes), computed)
     return [OwnRow(*each) for each in zip(own, contents, checked, strict=True)]
 
 

@@ -182,9 +182,8 @@ class SignedManifest(_Record):
         if ending is None or not body.startswith(_BEGINNING + b'"'):
             raise ManifestError("malformed signed manifest: not a text with a key and a signature")
         try:
-            text = json.loads(
-                body[len(_BEGINNING) : ending.start()].decode("ascii")
-            )  # a string: it starts with a quote
+            # a string: it starts with a quote
+            text = json.loads(body[len(_BEGINNING) : ending.start()].decode("ascii"))
             text.encode("ascii")  # escapes may decode to other characters
             return cls(manifest=text, key=ending[1].decode(), signature=ending[2].decode())
         except ValueError as error:

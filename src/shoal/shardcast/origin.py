@@ -214,9 +214,8 @@ class Origin:
         self.store.reached_via(())
         self._held = {v: manifest for v in self.store.versions() if (manifest := self._open(v))}
         newest = max(self._held.values(), key=lambda manifest: manifest.version, default=None)
-        self.publication = (
-            newest.publication if newest else secrets.token_hex(16)
-        )  # an empty store starts another publication
+        # an empty store starts another publication
+        self.publication = newest.publication if newest else secrets.token_hex(16)
         self._created_s = max((manifest.created_s for manifest in self._held.values()), default=0.0)
         self._latest = Latest(self.store.path / ".latest")
         signed = self.store.newest

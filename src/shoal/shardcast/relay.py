@@ -64,9 +64,8 @@ class Place:
         others = {source: path for source, path in paths.items() if 0 < len(path) < MAX_HOPS}
         if not others:
             return ()
-        self.behind = {
-            source for source in listings if source not in others
-        }  # a server without a path may be downstream
+        # a server without a path may be downstream
+        self.behind = {source for source in listings if source not in others}
         shortest = min(map(len, others.values()))
         self.parents = by_preference(self.own, [source for source, path in others.items() if len(path) == shortest])
         self.siblings = {path[-1]: source for source, path in others.items() if len(path) == shortest + 1}

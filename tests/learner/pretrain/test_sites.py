@@ -31,9 +31,8 @@ def run(tmp_path, tiny_folder) -> Iterator[Run]:
 
 
 def test_all_sites_have_the_same_bits_after_every_round_although_processes_die(run):
-    run.config.write_text(
-        run.config.read_text().replace("steps = 300", "steps = 100_000_000")
-    )  # until the test ends it
+    # until the test ends it
+    run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 100_000_000"))
     sites = ["site-0", "site-1", "site-2"]
     for name in ("meet", *sites):
         run.start(name)

@@ -171,9 +171,8 @@ def test_generation_marks_in_a_template_are_used(tiny_folder):
 
 
 def test_an_undeclared_end_token_is_collected(tiny_folder):
-    template = other_template(
-        tiny_folder, "{% for m in messages %}{{ m['content'] }}<user>\n{% endfor %}"
-    )  # <user>, a special token, stands in for an end of turn
+    # <user>, a special token, stands in for an end of turn
+    template = other_template(tiny_folder, "{% for m in messages %}{{ m['content'] }}<user>\n{% endfor %}")
     assert trained_text(template.tokenizer, template.example(conversation(("user", "a"), ("assistant", "b")))) == [
         "b<user>"
     ]
