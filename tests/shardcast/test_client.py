@@ -198,21 +198,8 @@ def test_a_folder_that_was_not_fetched_is_never_touched(tmp_path):
     assert before.items() <= contents(tmp_path / "cache").items()
 
 
-def by_other_key(manifest: Manifest) -> SignedManifest:
-    return SignedManifest.sign(manifest, OTHER_KEY)
-
-
-def with_altered_text(manifest: Manifest) -> SignedManifest:
-    signed = SignedManifest.sign(manifest, KEY)
-    return signed.model_copy(update={"manifest": signed.manifest.replace("config", "conpig")})
-
-
-def of_other_run(manifest: Manifest) -> SignedManifest:
-    return SignedManifest.sign(manifest.model_copy(update={"run": "another"}), KEY)
-
-
-def of_other_version(manifest: Manifest) -> SignedManifest:
-    return SignedManifest.sign(manifest.model_copy(update={"version": 8}), KEY)
+def signed(manifest: Manifest, **changed) -> SignedManifest:
+    return SignedManifest.sign(manifest.model_copy(update=changed), KEY)
 
 
 def with_path_traversal(manifest: Manifest) -> SignedManifest:
@@ -223,12 +210,13 @@ def with_path_traversal(manifest: Manifest) -> SignedManifest:
 @pytest.mark.parametrize(
     ("forge", "reason"),
     [
-        (by_other_key, "wrong signer"),
-        (with_altered_text, "bad signature"),
-        (of_other_run, "expected 'test'"),
-        (of_other_version, "manifest of version 8, expected 7"),
+        (lambda manifest: SignedManifest.sign(manifest, OTHER_KEY), "wrong signer"),
+        (lambda manifest: signed(manifest).model_copy(update={"manifest": "{}"}), "bad signature"),
+        (lambda manifest: signed(manifest, run="another"), "expected 'test'"),
+        (lambda manifest: signed(manifest, version=8), "manifest of version 8, expected 7"),
         (with_path_traversal, "plain relative path"),
     ],
+    ids=["other key", "other text", "other run", "other version", "path traversal"],
 )
 def test_a_forged_manifest_is_refused_and_nothing_is_written(tmp_path, forge, reason):
     store = published(tmp_path, 7).store
