@@ -1,4 +1,4 @@
-"""Sites and their meeting under random faults: a short run of `benchmarks/diloco/diloco_churn.py`, and its committed result."""
+"""Random faults of sites and their meeting: a short run of `benchmarks.diloco.diloco_churn`, and its committed result."""
 
 import json
 import subprocess
