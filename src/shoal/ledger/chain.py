@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shoal.errors import ShoalError
 from shoal.files import write_pieces
 from shoal.protocol.identity import Identity, IdentityError, Signed, verify
+from shoal.protocol.messages import Hex64
 
 JSON: TypeAlias = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 DOMAIN, HEAD_DOMAIN = "ledger", "ledger-head"
@@ -134,7 +135,7 @@ class Head(BaseModel):
 
     run: str = Field(max_length=200)
     seq: int = Field(ge=1)
-    digest: str = Field(pattern="^[0-9a-f]{64}$")
+    digest: str = Hex64
 
     @classmethod
     def parse(cls, text: str, run: str) -> Self:

@@ -14,7 +14,7 @@ Called by worker (writes), validator (reads through `quarantine`, writes) and le
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.model.turns import fit
 from shoal.protocol.identity import Identity, verify
+from shoal.protocol.messages import Hex64
 from shoal.store.columns import (
     ACCEPTED,
     SUBMISSION,
@@ -49,19 +50,19 @@ class Header(BaseModel):
     run: str = Field(max_length=120)
     step: int = Field(ge=0)
     policy_version: int = Field(ge=0)
-    policy_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
-    worker: str = Field(pattern=r"^[0-9a-f]{64}$")
+    policy_digest: str = Hex64
+    worker: str = Hex64
     submission: int = Field(ge=0)
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")  # of the assignment
     groups: int = Field(default=0, ge=0)  # of the assignment
-    signer: str = Field(pattern=r"^[0-9a-f]{64}$")
+    signer: str = Hex64
     # In submissions only: a digest of the prompts; the versions of the graders; ENGINE/DEVICE, which selects the limits that
     # apply ("": the run's).
-    prompts: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")
+    prompts: Annotated[str, Hex64] = "0" * 64
     graded_with: str = Field(default="", max_length=1000)
     engine: str = Field(default="", max_length=40, pattern=r"^([a-z0-9]+/[a-z0-9]+)?$")
     prefilled: bool = True  # in accepted files only; false: most logprobs are the worker's own, unchecked
-    content: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")  # digest of the rows, proofs included
+    content: Annotated[str, Hex64] = "0" * 64  # digest of the rows, proofs included
 
 
 @dataclass(frozen=True)
