@@ -1,0 +1,26 @@
+"""`benchmarks/gpu.sh` runs every step on a CPU, too, so that it works on the day when a GPU is at hand."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_the_dry_run_measures_every_part(tmp_path: Path) -> None:
+    environment = os.environ | {"BIN": str(Path(sys.executable).parent)}
+    script = [str(ROOT / "benchmarks" / "gpu.sh"), "--dry-run", str(tmp_path)]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert done.returncode == 0, result["steps"]
+    assert {"check", "proofs", "parts", "ranks", "calibrate", "run"} == set(result["steps"])
+    assert result["ranks"]["ranks"] == 2
+    speeds = [result["parts"]["learner"], result["parts"]["worker"]["torch"], result["parts"]["validator"]]
+    assert all(part["tokens_per_s"] > 0 for part in [*speeds, result["ranks"]["learner"]])
+    assert set(result["calibration"]["worst"]) == {"torch"}
+    assert result["run"]["steps"] == 1
