@@ -3,10 +3,10 @@
     python -m benchmarks.pool.churn --minutes 15 --out benchmarks/results/churn.json
 
 8 workers, 2 validators, 2 relays, a learner, an origin, a coordinator and an evaluator with the tiny model, each in a
-network namespace of its own (network.py), started and started again as `shoal run` does it. From the first
-trained step on, every 20 s a process of a random role is killed, frozen, cut off or slowed (faults.py), for
-`--minutes`. Then the run is stopped as with Ctrl-C, and resumed for its last 8 steps. Then
-verdict.py lists what is wrong.
+network namespace of its own (network.py), started and started again as `shoal run` does it. From the first trained
+step on, every 20 s a process of a random role is killed, frozen, cut off or slowed (faults.py), for `--minutes`.
+`tokens_per_s` is what was trained on meanwhile; `--no-faults` measures it undisturbed. Then the run is stopped as with
+Ctrl-C, and resumed to train 8 steps more, which ends it. Then verdict.py says what is wrong.
 
 Needs root on Linux and iproute2. Writes the result with every fault, every state that is not `active` as it was seen,
 restarts, and the machine. Exit status 0: the run completed, the audit passed, nothing accepted was lost, nobody was
@@ -70,6 +70,7 @@ class Churned(Apart):
         self.faults: list[Fault] = []
         self.states: list[dict[str, Any]] = []
         self.churned_s = 0.0
+        self.tokens_per_s = 0.0  # trained on, while churned
 
     def _watch(self) -> None:
         over = threading.Event()
@@ -85,20 +86,26 @@ class Churned(Apart):
         """Inject faults from the first trained step on."""
         while not over.is_set() and (self.status is None or not self.status.trained):
             over.wait(0.2)
-        begun_s, busy = time.monotonic(), {}
+        begun_at, begun_s, busy = time.time(), time.monotonic(), {}
+        end_s = begun_s + 60 * self.settings.minutes
         spare = [name for name in self.network.names if name not in SPARED]
-        for number, fault in enumerate(draw(spare, self.settings.seed)):
+        for number, fault in enumerate([] if self.settings.no_faults else draw(spare, self.settings.seed)):
             due_s = begun_s + number * self.settings.every
             while time.monotonic() < due_s and not over.wait(0.2):
                 self._note_states(begun_s)
-            if over.is_set() or time.monotonic() - begun_s >= 60 * self.settings.minutes:
+            if over.is_set() or time.monotonic() >= end_s:
                 break
             while fault.name in busy and busy[fault.name].is_alive() and not over.is_set():
                 busy[fault.name].join(0.2)  # one fault of a process at a time: wait for the end of the last
             self.faults.append(fault)
             self._say(f"churn: {fault.kind} {fault.name} for {fault.lasts_s} s")
             busy[fault.name] = in_background(fault, self._pid, self.network, lambda: time.monotonic() - begun_s)
+        while time.monotonic() < end_s and not over.wait(0.2):
+            self._note_states(begun_s)
         self.churned_s = time.monotonic() - begun_s
+        steps = map(json.loads, (self.out / "metrics.jsonl").read_text().splitlines())
+        tokens = sum(step["perf/tokens"] for step in steps if step["time_s"] > begun_at)
+        self.tokens_per_s = tokens / self.churned_s
         for fault in busy.values():
             fault.join()
         peace_s = time.monotonic() + PEACE_S
@@ -143,6 +150,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15, help="of faults")
     parser.add_argument("--every", type=float, default=20, metavar="S", help="between two faults")
+    parser.add_argument(
+        "--no-faults", action="store_true", help="the same run undisturbed, to compare tokens_per_s with"
+    )
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     parser.add_argument("--run", type=Path, default=Path("runs/churn"), help="folder of the run; must not exist")
@@ -171,6 +181,7 @@ def main() -> int:
         "machine": describe(),
         "wrong": wrong,
         "churned_s": round(swarm.churned_s, 1),
+        "tokens_per_s": swarm.tokens_per_s,
         **(figures(swarm.out) if not wrong["incomplete"] else {}),
         "faults": [fault.row() for fault in swarm.faults],
         "states": swarm.states,
