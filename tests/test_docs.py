@@ -227,7 +227,7 @@ def value(raw: Any, path: str) -> float:
 @MEASURED
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_marked_figures_equal_their_raw_files(page: Path) -> None:
-    """`8.6<!-- trl-sums-run.json: median measurement a/runs/*/median_step_s -->`: rounded to the digits written."""
+    """`8.6<!-- trl-sums.json: median measurement a/runs/*/median_step_s -->`: rounded to the digits written."""
     for written, unit, name, path in FIGURE.findall(page.read_text()):
         measured = value(json.loads((RESULTS / name).read_text()), path) * UNITS[unit.strip()]
         digits = len(written.partition(".")[2])
