@@ -116,6 +116,15 @@ def test_an_engine_samples_with_the_adapters_of_each_version(tiny_folder, tmp_pa
     assert drawn[0] != drawn[1]
 
 
+def assert_same_logits(result: Any, wanted: Any, base: Any, tolerance: float) -> None:
+    """Compare two models, whose logits must differ from those of `base`."""
+    tokens_1T = torch.arange(4, 24)[None]
+    with torch.no_grad():
+        result_1TV, wanted_1TV, base_1TV = (model(tokens_1T).logits for model in (result, wanted, base))
+    torch.testing.assert_close(result_1TV, wanted_1TV, rtol=tolerance, atol=tolerance)
+    assert not torch.allclose(wanted_1TV, base_1TV, atol=1e-2)
+
+
 def test_merged_adapters_give_a_plain_model_that_computes_the_same(tiny_folder, tmp_path):
     policy = adapted(tiny_folder)
     for _ in range(2):
@@ -124,12 +133,7 @@ def test_merged_adapters_give_a_plain_model_that_computes_the_same(tiny_folder, 
     merge_adapters(tmp_path / "v", tmp_path / "model")
     plain, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not loading["unexpected_keys"] and not loading["missing_keys"] and plain.dtype == torch.float32
-    tokens_1T = torch.arange(4, 24)[None]
-    with torch.no_grad():
-        merged_1TV, ours_1TV = plain(tokens_1T).logits, policy.model(tokens_1T).logits
-        base_1TV = load_model(tiny_folder)(tokens_1T).logits
-    torch.testing.assert_close(merged_1TV, ours_1TV, rtol=1e-3, atol=1e-3)
-    assert not torch.allclose(merged_1TV, base_1TV, atol=1e-2)
+    assert_same_logits(plain, policy.model, load_model(tiny_folder), 1e-3)
 
 
 def test_training_continues_only_with_the_same_adapters(tiny_folder, tmp_path):
@@ -158,12 +162,7 @@ def test_peft_loads_the_adapter_and_computes_the_same(tiny_folder, tmp_path):
     assert config["base_model_name_or_path"] == str(tiny_folder)
     assert (config["r"], config["lora_alpha"], set(config["target_modules"])) == (4, 12.0, set(TARGETS))
     theirs = peft.PeftModel.from_pretrained(load_model(tiny_folder), str(tmp_path / "adapter")).eval()
-    tokens_1T = torch.arange(4, 24)[None]
-    with torch.no_grad():
-        ours_1TV, theirs_1TV = policy.model(tokens_1T).logits, theirs(tokens_1T).logits
-        base_1TV = load_model(tiny_folder)(tokens_1T).logits
-    torch.testing.assert_close(ours_1TV, theirs_1TV, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(ours_1TV, base_1TV, atol=1e-2)
+    assert_same_logits(theirs, policy.model, load_model(tiny_folder), 1e-5)
 
 
 def test_a_checkpoint_contains_only_adapters_and_resumes_bit_for_bit(tiny_folder, tmp_path):

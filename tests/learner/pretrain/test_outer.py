@@ -2,6 +2,7 @@
 
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from shoal.diloco.meeting import Meeting
 from shoal.learner.checkpoint import LearnerProgress
 from shoal.learner.pretrain.trainer import Pretraining, TextSite, terms_of
 from shoal.learner.ranks import Ranks
-from tests.diloco.support import Direct
+from tests.diloco.support import Direct, at_once
 
 LOCK = threading.Lock()
 ABOUT = {"model": "m"}
@@ -116,11 +117,7 @@ def all_train(trainees: list[Trainee], until: int = 24, spoil: dict[str, int] | 
     def run(each: Trainee) -> None:
         each.train(each.begin(), until, spoil_at=(spoil or {}).get(each.name))
 
-    threads = [threading.Thread(target=run, args=(each,)) for each in trainees]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(*(partial(run, each) for each in trainees))
 
 
 @pytest.mark.parametrize("sites", [{}, {"kind": "int4"}])
