@@ -292,7 +292,7 @@ def case(name: str, ranks: int) -> dict[str, Any]:
         opened = Built(folder, torch.device(DEVICE), weights, "fast", logprobs.NOTHING)
         opened.build()
         with (
-            mock.patch.object(masters, "opened", return_value=opened),
+            mock.patch.object(masters, "open_sharded", return_value=opened),
             mock.patch.object(policy_module, "load_tokenizer", return_value=None),
             torch.autograd.set_multithreading_enabled(False),  # this thread counts
             FakeTensorMode(allow_non_fake_inputs=True),

@@ -18,7 +18,7 @@ from shoal.learner.batch import micro_batches
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks, whole
 from shoal.model.load import Root
-from shoal.model.training import Sharded, local, opened
+from shoal.model.training import Sharded, local, open_sharded
 
 from .support import N_TOKENS, make_groups, make_policy
 
@@ -30,7 +30,7 @@ def loads(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]
         torch.manual_seed(1)
         return make_policy(model, ranks=ranks, **settings), torch.get_rng_state()
 
-    (sharded, state), old = (made(), mock.patch.object(masters, "opened", return_value="the test loads it whole"))
+    (sharded, state), old = (made(), mock.patch.object(masters, "open_sharded", return_value="the test loads it whole"))
     with old:
         whole_, whole_state = made()
     differ = [] if torch.equal(state, whole_state) else ["random state"]
@@ -74,7 +74,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def memory(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Measure bytes read and peak bytes of tensors while loading in shards, and the size of the whole model in float32."""
     with Live() as live:
-        result = opened(model, "cpu", "fast", ranks.shard)
+        result = open_sharded(model, "cpu", "fast", ranks.shard)
         assert isinstance(result, Sharded), result
         compared = live.peak_bytes
         root = Root(result.skeleton())
@@ -112,7 +112,7 @@ class Live(TorchDispatchMode):
 def renamed(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Report why a model's files must be loaded whole."""
     policy = make_policy(model, ranks=ranks)
-    return {"why": opened(model, "cpu", "fast", ranks.shard), "whole": policy.sharded is None}
+    return {"why": open_sharded(model, "cpu", "fast", ranks.shard), "whole": policy.sharded is None}
 
 
 CHECKS = {"loads": loads, "memory": memory, "renamed": renamed}

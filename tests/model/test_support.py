@@ -30,7 +30,7 @@ from shoal.model.support import (
     UnsupportedModelError,
     _trees,
     change_of_logits,
-    compare_,
+    check_logprobs_,
     long_sequence_field,
 )
 from shoal.model.training import Scorer
@@ -188,10 +188,10 @@ def test_a_window_under_an_unknown_name_is_noticed(tiny_folder: Path, monkeypatc
 
     model = load_model(tiny_folder)
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", windowed)
-    compare_(model, tiny_folder)  # too short to show it
+    check_logprobs_(model, tiny_folder)  # too short to show it
     model.config.local_window_tokens = 100
     with pytest.raises(UnsupportedModelError, match="differ from plain transformers"):
-        compare_(model, tiny_folder)
+        check_logprobs_(model, tiny_folder)
 
 
 @pytest.mark.parametrize(

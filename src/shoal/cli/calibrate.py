@@ -38,7 +38,7 @@ from shoal.engine.protocol import Completion, Engine
 from shoal.engine.torch_engine import TorchEngine
 from shoal.engine.vllm.client import VllmEngine
 from shoal.errors import ShoalError
-from shoal.model.dtype import DtypeName, measure_gflops, temporarily_on
+from shoal.model.dtype import DtypeName, measure_gflops, use_threads
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import BEYOND, Assignment
@@ -124,10 +124,10 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
                 for number in range(submissions):
                     groups = 1 if number % 2 else None  # the mean of few tokens is noisier
                     assignment = offline_assignment(config, identity.public, number, groups=groups)
-                    with temporarily_on(generation.threads):
+                    with use_threads(generation.threads):
                         data = producer.submission(assignment)
                     for checking, judge in zip(checkings, judges, strict=True):
-                        with temporarily_on(checking.threads):
+                        with use_threads(checking.threads):
                             figures = honest_figures(judge, assignment, identity.public, data)
                         condition = {"weights": folder.name, "worker": vars(generation), "validator": vars(checking)}
                         measured.append(condition | {"number": number} | figures)

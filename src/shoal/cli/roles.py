@@ -43,9 +43,9 @@ def join(
 ) -> tuple[Node, Config, DtypeName]:
     """Join the pool. Return the node, the run's config, and the dtype for this machine. Raise RefusedError, DeviceError."""
     from shoal.model import dtype
-    from shoal.model.dtype import compute_on
+    from shoal.model.dtype import set_threads
 
-    compute_on(threads)
+    set_threads(threads)
     node = Node.join(invite, folder, stop=stop, capability=capability(engine))
     config = node.config()
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
@@ -239,10 +239,10 @@ def _leading(
     invite: Invite, folder: Path, threads: int, ranks: Ranks, stop: threading.Event
 ) -> Iterator[tuple[Node | None, Config, DtypeName]]:
     """Join the pool as the leader and broadcast config and dtype to the other ranks, which have no node."""
-    from shoal.model.dtype import compute_on
+    from shoal.model.dtype import set_threads
 
     if not ranks.leads:
-        compute_on(threads)
+        set_threads(threads)
         received = json.loads(ranks.broadcast(None))
         yield None, config_module.parse(received["config"]), received["dtype"]
         return

@@ -77,10 +77,10 @@ def serve(arguments: argparse.Namespace) -> None:
     source = source_of(arguments.what)
     # fail on a taken port before loading weights
     process.listen(arguments.host, arguments.port, "the endpoint").close()
-    from shoal.model.dtype import compute_on
+    from shoal.model.dtype import set_threads
     from shoal.serve.service import Settings, serve_forever
 
-    compute_on(arguments.threads)
+    set_threads(arguments.threads)
     settings = Settings(
         folder=arguments.dir or (Path(arguments.what) if source.config else Path("runs")) / "serve",
         host=arguments.host,
@@ -101,13 +101,13 @@ def audit_reply(data: bytes, model: str, threads: int) -> int:
     from shoal.serve.versions import source_of
 
     source = source_of(model)
-    from shoal.model.dtype import compute_on
+    from shoal.model.dtype import set_threads
     from shoal.serve import proof
     from shoal.serve.errors import ReplyError
     from shoal.serve.service import engine_of
     from shoal.serve.versions import load
 
-    compute_on(threads)
+    set_threads(threads)
     try:
         reply = proof.Reply.read(data)
     except ReplyError as error:

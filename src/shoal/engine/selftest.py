@@ -32,7 +32,7 @@ from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.files import write_file
 from shoal.model import numerics
-from shoal.model.dtype import DtypeName, temporarily_on
+from shoal.model.dtype import DtypeName, use_threads
 from shoal.model.logprobs import logits, token_logprobs
 from shoal.model.sources import cache_dir
 from shoal.model.tree import Tree, forward_hidden, pack
@@ -75,7 +75,7 @@ def disagreements(model: Any, dtype: DtypeName, device: str) -> list[str]:
     together = engine.generate(prompts, seeds, sampling)
     flat = [completion for group in together for completion in group]
     for threads in sorted({1, torch.get_num_threads()}):
-        with temporarily_on(threads):
+        with use_threads(threads):
             if not _equal(together[ALONE], engine.generate([prompts[ALONE]], [seeds[ALONE]], sampling)[0]):
                 differences.append(f"decoded alone, {threads} threads")
             both = zip(together[SHARING], engine.generate(prompts[SHARING], seeds[SHARING], sampling), strict=True)

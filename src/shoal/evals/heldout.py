@@ -17,7 +17,7 @@ from shoal.config import Config
 from shoal.config.sections import EVALUATED_AT_ONCE
 from shoal.engine.protocol import Engine
 from shoal.evals.examiner import Examiner
-from shoal.model.dtype import give_back
+from shoal.model.dtype import release_memory
 from shoal.model.sampling import rollout_seed
 from shoal.protocol.history import History, RunHistory
 from shoal.protocol.messages import Evaluation, Ok
@@ -95,7 +95,7 @@ class Evaluator:
                 evaluation.n,
             )
             done.add(due)
-            give_back()  # free the evaluation's engine
+            release_memory()  # free the evaluation's engine
         return "stopped"
 
     def due(self, newest: int | None, done: set[tuple[int, bool]]) -> tuple[int, bool] | None:

@@ -29,7 +29,7 @@ from shoal.model.adapters import FIELD, Adapters, attach_, is_adapter
 from shoal.model.load import WEIGHTS
 from shoal.model.numerics import Numerics
 from shoal.model.sources import LOCAL, resolve
-from shoal.model.training import Scorer, Sharded, opened
+from shoal.model.training import Scorer, Sharded, open_sharded
 
 Tensors = Mapping[str, Tensor]
 
@@ -40,7 +40,7 @@ def in_shards(folder: Path, device: str, numerics: Numerics, ranks: Ranks) -> Sh
     """Return a sharded loader; None with one rank, or if every rank must load the whole model."""
     if ranks.size == 1:
         return None
-    result = opened(folder, device, numerics, ranks.shard)
+    result = open_sharded(folder, device, numerics, ranks.shard)
     if isinstance(result, Sharded):
         return result
     log.warning("%s is loaded whole on every rank before it is sharded: %s", folder, result)

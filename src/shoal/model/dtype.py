@@ -71,7 +71,7 @@ def pick(wanted: str, device: str = "cpu") -> tuple[DtypeName, dict[str, float]]
     return ("bfloat16" if wins else "float32"), speeds
 
 
-def compute_on(threads: int) -> None:
+def set_threads(threads: int) -> None:
     """Use `threads` cores in this process; 0 leaves PyTorch's default."""
     if threads:
         torch.set_num_threads(threads)
@@ -79,7 +79,7 @@ def compute_on(threads: int) -> None:
 
 
 @contextmanager
-def temporarily_on(threads: int) -> Iterator[None]:
+def use_threads(threads: int) -> Iterator[None]:
     """Use `threads` cores within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -89,7 +89,7 @@ def temporarily_on(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Return freed memory to the system, after a large model was freed. Takes milliseconds per gigabyte.
 
     Otherwise glibc keeps freed blocks below its threshold (32 MB in children of `shoal run`) unless they are at the end of

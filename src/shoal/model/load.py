@@ -20,10 +20,10 @@ from transformers.utils import logging as transformers_logging
 
 from shoal.errors import first_line
 from shoal.model import adapters, attention, exact
-from shoal.model.dtype import DtypeName, give_back
+from shoal.model.dtype import DtypeName, release_memory
 from shoal.model.numerics import Numerics
-from shoal.model.products import repeatable_
-from shoal.model.support import UnsupportedModelError, check_config, compare_
+from shoal.model.products import use_exact_products_
+from shoal.model.support import UnsupportedModelError, check_config, check_logprobs_
 
 WEIGHTS = "model.safetensors"
 T = TypeVar("T")
@@ -46,8 +46,8 @@ def load_model(
     config = load_config(folder)
     check_config(config, folder)
     model = _load(folder, config, dtype, device, numerics, seed)
-    compare_(model, folder)
-    give_back()  # the memory of the comparison's copies
+    check_logprobs_(model, folder)
+    release_memory()  # the memory of the comparison's copies
     return model
 
 
@@ -78,13 +78,13 @@ def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Nu
             )
         return model.to(device)
 
-    model = prepared_(build, config, numerics)
+    model = build_model(build, config, numerics)
     if adapters.stored_in(config) is not None:
         _load_adapters_(model, folder)
     return model
 
 
-def prepared_(build: Callable[[str], Any], config: Any, numerics: Numerics) -> Any:
+def build_model(build: Callable[[str], Any], config: Any, numerics: Numerics) -> Any:
     """Build a model with Shoal's attention, exact products if requested, and its adapters. Return it in eval mode.
 
     `build` takes the name under which transformers finds the attention. Raise UnsupportedModelError if it cannot be used.
@@ -101,7 +101,7 @@ def prepared_(build: Callable[[str], Any], config: Any, numerics: Numerics) -> A
             f"{config.model_type}: its attention cannot be replaced by Shoal's; choose another model (docs/recipe.md)"
         ) from error
     if numerics == "exact":
-        repeatable_(model)
+        use_exact_products_(model)
     section = adapters.stored_in(config)
     if section is not None:
         adapters.attach_(model, section, exact=numerics == "exact")

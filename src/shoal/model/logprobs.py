@@ -126,6 +126,9 @@ def chosen_loss(
     Each slice's gradients are computed while its logits exist, so logits are neither kept nor recomputed. The loss of a
     token must therefore not depend on another slice's logprobs.
     """
+    if not torch.is_grad_enabled():  # which a Function cannot see: it would compute gradients
+        hidden_NH, head_VH = hidden_NH.detach(), head_VH.detach()
+        bias_V = None if bias_V is None else bias_V.detach()
     loss: Tensor = _ChosenLoss.apply(hidden_NH, head_VH, bias_V, target_N, how, loss_of)  # type: ignore[no-untyped-call]
     return loss
 

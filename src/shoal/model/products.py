@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shoal.errors import ShoalError
-from shoal.model.dtype import temporarily_on
+from shoal.model.dtype import use_threads
 
 UNIT = 16  # rows of the smallest product; counts of rows are padded to multiples of it
 MAX_ROWS = 4096  # of one product
@@ -52,7 +52,7 @@ class Linear(nn.Linear):
         return linear(input.flatten(0, -2), self.weight, self.bias).view(*input.shape[:-1], -1)
 
 
-def repeatable_(model: nn.Module) -> None:
+def use_exact_products_(model: nn.Module) -> None:
     """Replace every linear layer, sharing its weights."""
     for parent in list(model.modules()):
         for name, layer in parent.named_children():
@@ -127,7 +127,7 @@ def _way(rows: int, depth: int, width: int, dtype: torch.dtype, threads: int) ->
     x_DK, weight_CK, expected_DC = _reference(depth, columns, dtype)
     x_RK = x_DK.repeat(-(-rows // DISTINCT), 1)[:rows]
     y_RC = x_RK.new_empty(rows, columns)
-    with temporarily_on(threads):
+    with use_threads(threads):
         for way in ways(rows, width, dtype):
             way(x_RK, weight_CK, y_RC)
             if all(torch.equal(y_DC, expected_DC[: len(y_DC)]) for y_DC in torch.split(y_RC, DISTINCT)):
@@ -154,7 +154,7 @@ def _reference(depth: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Te
     """Return cancelling rows and weights, and their product in UNIT rows and the narrowest columns, on one thread."""
     x_DK, weight_CK = cancelling(DISTINCT, columns, depth, dtype)
     y_DC = x_DK.new_empty(DISTINCT, columns)
-    with temporarily_on(1):
+    with use_threads(1):
         for x_RK, y_RC in zip(torch.split(x_DK, UNIT), torch.split(y_DC, UNIT), strict=True):
             _in_columns(x_RK, weight_CK, y_RC, COLUMNS[-1])
     return x_DK, weight_CK, y_DC

@@ -4,9 +4,9 @@ Shoal packs the completions of several prompts into one row (`tree`) and keeps t
 (`attention`). Models that pass state between positions in another way ignore that: linear attention, state spaces,
 convolutions, their own position biases, attention sinks and windows. They would train without an error, but wrongly.
 
-    check_config       refuse by config fields that act only on long sequences, which a short comparison would not show
-    compare_           refuse by a comparison with transformers' eager attention, one sequence a row; record the scaling
-                       and soft-capping of logits after the output head
+    check_config      refuse by config fields that act only on long sequences, which a short comparison would not show
+    check_logprobs_   refuse by a comparison with transformers' eager attention, one sequence a row; record the scaling and
+                      soft-capping of logits after the output head
 
 Tolerance. The comparison runs in float32 whatever dtype the model computes in, because bfloat16 hides the difference:
 SmolLM2-135M differs by 6e-6 nats per token in float32 and by 0.08 in bfloat16 (means over 65 tokens, three draws), and
@@ -85,7 +85,7 @@ def _name(config: Any, folder: Path) -> str:
 
 
 @torch.no_grad()
-def compare_(model: Any, folder: Path) -> None:
+def check_logprobs_(model: Any, folder: Path) -> None:
     """Compare the model's logprobs with plain transformers, and record on it how it changes its output head's logits.
 
     Raise UnsupportedModelError if they differ.

@@ -7,7 +7,7 @@ When a model is loaded in shards, no rank ever has all of the weights, or reads 
     2. shard it: each parameter gets its shape on this rank, still without memory
     3. allocate the shards, and read this rank's rows of each tensor from the safetensors files
 
-The model is loaded twice: first in float32, to compare it with plain transformers (`support.compare_`), then to train it.
+The model is loaded twice: in float32, to compare it with plain transformers (`support.check_logprobs_`), then to train it.
 Invariant: weights, buffers and random state are the same as after loading the whole model and then sharding it.
 Left out: files that name tensors differently from transformers (stacked experts, quantised weights). `Weights.why_not`
 returns the reason, and every rank loads the whole model.
@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from shoal.model import logprobs, numerics
-from shoal.model.load import WEIGHTS, Root, load_config, open_for_each, prepared_, tied_names
+from shoal.model.load import WEIGHTS, Root, build_model, load_config, open_for_each, tied_names
 from shoal.model.logprobs import LossOf, Scoring, change_of, chosen_logprobs, chosen_loss
 from shoal.model.numerics import Numerics
-from shoal.model.support import check_config, compare_
+from shoal.model.support import check_config, check_logprobs_
 from shoal.model.tree import Pack, forward_hidden
 
 INDEX = f"{WEIGHTS}.index.json"
@@ -107,7 +107,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Sharded:
-    """A folder's weights and how to compute its model. `opened` creates it, after a comparison with transformers."""
+    """A folder's weights and how to compute its model. `open_sharded` creates it, after a comparison with transformers."""
 
     folder: Path
     device: torch.device
@@ -127,7 +127,7 @@ class Sharded:
         self.weights.fill_(root.model)
 
 
-def opened(folder: Path, device: str, numerics: Numerics, shard: Shard_) -> Sharded | str:
+def open_sharded(folder: Path, device: str, numerics: Numerics, shard: Shard_) -> Sharded | str:
     """Return how to load the folder's model in shards, or why that is not possible. All ranks must call it.
 
     Raise UnsupportedModelError, as `load_model` does.
@@ -143,7 +143,7 @@ def opened(folder: Path, device: str, numerics: Numerics, shard: Shard_) -> Shar
         shard(root, torch.float32)
         allocate_(root, torch.device(device))
         weights.fill_(model)
-        root(lambda model: compare_(model, folder))
+        root(lambda model: check_logprobs_(model, folder))
     sharded = Sharded(folder, torch.device(device), weights, numerics, logprobs.change_of(model))
     del root
     del model
@@ -164,7 +164,7 @@ def skeleton(folder: Path, config: Any, numerics: Numerics) -> Any:
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         return model
 
-    return prepared_(build, config, numerics)
+    return build_model(build, config, numerics)
 
 
 @torch.no_grad()

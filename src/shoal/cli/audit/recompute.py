@@ -30,7 +30,7 @@ from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
 from shoal.learner.report import computed
 from shoal.model import numerics
-from shoal.model.dtype import DtypeName, temporarily_on
+from shoal.model.dtype import DtypeName, use_threads
 from shoal.model.load import WEIGHTS
 from shoal.model.sources import resolve
 from shoal.protocol.messages import HARD, Computed, Reason
@@ -79,7 +79,7 @@ def rerun(run: AuditedRun, state: AuditState, step: int, scratch: Path) -> Itera
         kept = scratch / "checkpoints" / CHECKPOINT.format(step)
         kept.parent.mkdir(parents=True)
         kept.symlink_to((run.folder / "learner" / "checkpoints" / kept.name).resolve(), target_is_directory=True)
-    with temporarily_on(record.computed.threads), checking(f"step {step + 1}"):
+    with use_threads(record.computed.threads), checking(f"step {step + 1}"):
         torch.manual_seed(config.run.seed)
         picked = numerics.pick(config.model.numerics, dtype, config.model.device)
         folder, temperature = resolve(config.model.name), config.sampling.temperature

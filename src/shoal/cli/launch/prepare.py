@@ -66,10 +66,10 @@ def main(argv: list[str]) -> int:
     parser.set_defaults(command_name="prepare")
 
     def call(arguments: argparse.Namespace) -> None:
-        from shoal.model.dtype import compute_on
+        from shoal.model.dtype import set_threads
 
         config = read_config(arguments)
-        compute_on(arguments.threads)
+        set_threads(arguments.threads)
         say(json.dumps(prepare(config, arguments.tasks)))
 
     return answer(call, parser.parse_args(argv))
