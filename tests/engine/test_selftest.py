@@ -31,8 +31,8 @@ def depend_on_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make attention's result depend on the number of rows, as another order of summation does."""
     attention = exact.attention
 
-    def by_shape(query: Any, key: Any, value: Any, hidden: Any, *more: Any) -> Any:
-        output, sums = attention(query, key, value, hidden, *more)
+    def by_shape(query: Any, key: Any, value: Any, mask: Any, *more: Any) -> Any:
+        output, sums = attention(query, key, value, mask, *more)
         return output * (1 + 2**-20 * (len(query) % 3)), sums
 
     monkeypatch.setattr(exact, "attention", by_shape)

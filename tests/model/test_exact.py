@@ -117,11 +117,11 @@ def test_another_order_of_summing_keys_is_noticed(
     else:
         forwards = exact.attention
 
-        def backwards(query: Tensor, key: Tensor, value: Tensor, hidden: exact.Hidden, *wanted: bool) -> Any:
-            seen = torch.zeros(*hidden.bias_SM1K.shape[:-1], hidden.start)
-            bias_SM1K = torch.cat([seen, hidden.bias_SM1K], -1)
+        def backwards(query: Tensor, key: Tensor, value: Tensor, mask: exact.KeyMask, *wanted: bool) -> Any:
+            seen = torch.zeros(*mask.bias_SM1K.shape[:-1], mask.start)
+            bias_SM1K = torch.cat([seen, mask.bias_SM1K], -1)
             assert bias_SM1K.shape[-1] == key.shape[1]
-            return forwards(query, key.flip(1), value.flip(1), exact.Hidden(0, bias_SM1K.flip(-1)), *wanted)
+            return forwards(query, key.flip(1), value.flip(1), exact.KeyMask(0, bias_SM1K.flip(-1)), *wanted)
 
         monkeypatch.setattr(exact, "attention", backwards)
     assert not torch.equal(states(model, trees)[0], before)
@@ -220,8 +220,8 @@ def test_every_query_is_computed_once_and_sees_its_sequence(heads: int, root: in
                 for s in torch.nonzero(~batch.padded_SM[:, m])[:, 0].tolist():
                     query = int(batch.query_SM[s, m])
                     assert query not in seen
-                    hidden = part.hidden
-                    bias_K = torch.cat([torch.zeros(hidden.start), hidden.bias_SM1K[s, m - part.queries.start, 0]])
+                    mask = part.mask
+                    bias_K = torch.cat([torch.zeros(mask.start), mask.bias_SM1K[s, m - part.queries.start, 0]])
                     seen[query] = set(batch.key_SK[s, : part.keys][bias_K == 0].tolist())
     expected = {query: set(sees_T.nonzero()[:, 0].tolist()) for query, sees_T in enumerate(layout.mask_11TT[0, 0])}
     assert seen == expected

@@ -4,7 +4,7 @@ Equal formulas do not give equal bits: the result of a sum of floats depends on 
 choose by shape. Here the order is fixed. Queries meet the keys of their own sequence at absolute positions 0, 1, 2, ...:
 
     scores       one product over the head's depth, float32; keys that a query may not see get -inf
-    weights      softmax over all keys; a hidden key's weight is exactly 0, so the number of hidden keys does not matter
+    weights      softmax over all keys; a masked key's weight is exactly 0, so the number of masked keys does not matter
     output       the sum over keys in tiles of `tile()`, one tile after the other
 
 Invariant: the result of a row depends on its query and its visible keys alone. `numerics.refusal` tests whether this
@@ -36,34 +36,34 @@ CACHED = 1 << 18  # numbers of one tensor in use at once: they fit the CPU's cac
 
 
 @dataclass(frozen=True)
-class Hidden:
-    """The keys that queries may not see. All queries see the keys before `start`."""
+class KeyMask:
+    """A mask of the keys that queries may not see. All queries see the keys before `start`."""
 
     start: int
     bias_SM1K: Tensor  # float32, 0 or -inf, added to the scores of M queries in S sequences from key `start` on
 
-    def hide_(self, scores_NRK: Tensor) -> None:
+    def apply_(self, scores_NRK: Tensor) -> None:
         """Add the bias to scores whose N * R rows belong to S sequences of M queries, with some number of heads each."""
         sequences, queries = self.bias_SM1K.shape[:2]
         scores_NRK.view(sequences, queries, -1, scores_NRK.shape[-1])[..., self.start :].add_(self.bias_SM1K)
 
 
-def hide_after(last_SM: Tensor, start: int, keys: int) -> Hidden:
-    """Hide the keys after the last one that each query sees, of `keys` in total."""
-    hidden_SMK = torch.arange(start, keys) > last_SM[..., None]
-    return Hidden(start, torch.zeros(hidden_SMK.shape).masked_fill_(hidden_SMK, float("-inf"))[:, :, None])
+def mask_after(last_SM: Tensor, start: int, keys: int) -> KeyMask:
+    """Mask the keys after the last one that each query sees, of `keys` in total."""
+    masked_SMK = torch.arange(start, keys) > last_SM[..., None]
+    return KeyMask(start, torch.zeros(masked_SMK.shape).masked_fill_(masked_SMK, float("-inf"))[:, :, None])
 
 
 def attention(
-    query_NRD: Tensor, key_NKD: Tensor, value_NKD: Tensor, hidden: Hidden, with_logsumexp: bool = False
+    query_NRD: Tensor, key_NKD: Tensor, value_NKD: Tensor, mask: KeyMask, with_logsumexp: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Compute softmax attention of one key head in N sequences, with R rows of queries each. All float32.
 
-    The queries are scaled already. R is a multiple of ROWS, K of KEYS. Every query sees a key. Hidden keys and values must
+    The queries are scaled already. R is a multiple of ROWS, K of KEYS. Every query sees a key. Masked keys and values must
     be finite. Return output_NRD, and logsumexp_NR of the scores if requested, for the backward pass.
     """
     scores_NRK = torch.bmm(query_NRD, key_NKD.transpose(1, 2))
-    hidden.hide_(scores_NRK)
+    mask.apply_(scores_NRK)
     top_NR = scores_NRK.amax(-1) if with_logsumexp else None
     weights_NRK = torch.softmax(scores_NRK, -1, out=scores_NRK)
     output_NRD = query_NRD.new_empty(query_NRD.shape)
@@ -83,7 +83,7 @@ def weighted_sum_(output_NRD: Tensor, weights_NRK: Tensor, value_NKD: Tensor) ->
 
 @cache
 def tile() -> int:
-    """Return the largest number of keys whose product does not depend on hidden keys at its end, on this machine.
+    """Return the largest number of keys whose product does not depend on masked keys at its end, on this machine.
 
     Libraries split larger products in places that depend on the number of keys: above 256 with MKL on an Intel CPU with
     AVX-512, above 192 on an AMD one. If no element of TILES is small enough, `numerics.refusal` says so.
@@ -113,9 +113,9 @@ def min_rows(depth: int) -> int:
     few = slice(0, ROWS // 2)
     for keys in (KEYS, 3 * KEYS, 9 * KEYS, tile(), 2 * tile() + 5 * KEYS):
         key_NKD, value_NKD = torch.randn(2, 4, keys, depth, generator=draw)
-        hidden = Hidden(keys, torch.zeros(1, 1, 1, 0))
-        fewer_NRD, _ = attention(query_NRD[:, few], key_NKD, value_NKD, hidden)
-        if not torch.equal(fewer_NRD, attention(query_NRD, key_NKD, value_NKD, hidden)[0][:, few]):
+        mask = KeyMask(keys, torch.zeros(1, 1, 1, 0))
+        fewer_NRD, _ = attention(query_NRD[:, few], key_NKD, value_NKD, mask)
+        if not torch.equal(fewer_NRD, attention(query_NRD, key_NKD, value_NKD, mask)[0][:, few]):
             return ROWS
     return ROWS // 2
 
@@ -131,7 +131,7 @@ class Part:
 
     queries: slice  # sequences of a decoding step, or queries of each sequence in a `QueryBatch`
     keys: int  # the first ones of each sequence
-    hidden: Hidden
+    mask: KeyMask
 
 
 # --- decoding: every row of a batch has one new token ------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Step:
         for part in self.parts:  # as in `attention`, but a part's values are converted only when its scores are done
             query_NRD = self.query_BkRD[part.queries].flatten(0, 1)
             scores_NRK = torch.bmm(query_NRD, _float(key_BkKD, part).transpose(1, 2))
-            part.hidden.hide_(scores_NRK)
+            part.mask.apply_(scores_NRK)
             torch.softmax(scores_NRK, -1, out=scores_NRK)
             weighted_sum_(self.output_BkRD[part.queries].flatten(0, 1), scores_NRK, _float(value_BkKD, part))
         output_BhD = self.output_BkRD.new_zeros(padded, heads, depth)
@@ -178,8 +178,8 @@ class Step:
         for at in range(0, len(self.lengths_B), step):
             lengths_N = self.lengths_B[at : at + step]
             keys = rounded(int(lengths_N.max()), KEYS)
-            hidden = hide_after(lengths_N[:, None] - 1, int(lengths_N.min()), keys)
-            parts.append(Part(slice(at, at + len(lengths_N)), keys, hidden))
+            mask = mask_after(lengths_N[:, None] - 1, int(lengths_N.min()), keys)
+            parts.append(Part(slice(at, at + len(lengths_N)), keys, mask))
         return parts
 
 
@@ -255,7 +255,7 @@ def _batch(group: Sequence[QuerySpan]) -> QueryBatch:
 def _part(queries: slice, first_S: Tensor, count_S: Tensor) -> Part:
     keys = rounded(int((first_S + count_S.clamp(max=queries.stop)).max()), KEYS)
     last_SM = first_S[:, None] + torch.arange(queries.start, queries.stop)  # the last key that a query sees
-    return Part(queries, keys, hide_after(last_SM, int(first_S.min()) + queries.start + 1, keys))
+    return Part(queries, keys, mask_after(last_SM, int(first_S.min()) + queries.start + 1, keys))
 
 
 class Plan:
@@ -311,7 +311,7 @@ class _Packed(torch.autograd.Function):
                         query_SMgD.flatten(1, 2),
                         key_SKkD[:, : part.keys, k],
                         value_SKkD[:, : part.keys, k],
-                        part.hidden,
+                        part.mask,
                         wanted,
                     )
                     output_SMkgD[:, part.queries, k] = output_NRD.view(query_SMgD.shape)

@@ -61,13 +61,13 @@ def refusal(dtype: DtypeName, device: str = "cpu") -> str | None:
 
 
 def _attention_refusal() -> str | None:
-    """Return the shape at which one row's attention depends on the rows and hidden keys beside it, if any."""
+    """Return the shape at which one row's attention depends on the rows and masked keys beside it, if any."""
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(6, n, 64, generator=draw) for n in (3 * exact.QUERIES, 640, 640))
 
     def attend(heads: int, rows: int, keys: int, seen: int) -> Tensor:
-        hidden = exact.hide_after(torch.tensor([[seen - 1]]), 1, keys)
-        return exact.attention(query[:heads, :rows], key[:heads, :keys], value[:heads, :keys], hidden)[0]
+        mask = exact.mask_after(torch.tensor([[seen - 1]]), 1, keys)
+        return exact.attention(query[:heads, :rows], key[:heads, :keys], value[:heads, :keys], mask)[0]
 
     for seen in (40, 130, 300):
         expected = attend(6, 3 * exact.QUERIES, 640, seen)
