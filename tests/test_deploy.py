@@ -17,7 +17,7 @@ import yaml
 
 from shoal.cli.arguments import read_config
 from shoal.cli.main import command_line
-from shoal.coordinator.operating import invited_nodes
+from shoal.coordinator.folder import invited_nodes
 from tests.cli.launch.composed import services
 from tests.coordinator.http.support import served
 from tests.servers import free_port

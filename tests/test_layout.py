@@ -71,8 +71,8 @@ SUB_ROOMS = {  # the same for the parts of a room; modules that are not listed a
         "alone": ["fetch", "manifest", "origin", "relay", "server", "store"],
     },
     "coordinator": {
-        "state": [],
-        "http": ["state"],
+        "folder": [],
+        "http": ["folder"],
     },
 }
 

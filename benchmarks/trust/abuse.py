@@ -42,8 +42,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.common.machine import ROOT, commit, save
 from benchmarks.trust.attacker import Attacker
-from shoal.coordinator.operating import create_invite
-from shoal.coordinator.state import KEY
+from shoal.coordinator.folder import KEY, create_invite
 from shoal.ledger.connection import SqliteConnection
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity

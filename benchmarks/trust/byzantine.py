@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.common.machine import ROOT
-from shoal.coordinator.operating import create_invite
+from shoal.coordinator.folder import create_invite
 
 START_S = 600.0  # until a run can be joined, on a very busy machine
 STOP_S = 10.0

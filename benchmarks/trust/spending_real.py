@@ -91,7 +91,7 @@ class Bench:
 
     def honest_reward(self, number: int) -> float:
         if number not in self.rewards:
-            self.rewards[number] = statistics.fmean(self.judged(self.honest, number)[0].graded())
+            self.rewards[number] = statistics.fmean(self.judged(self.honest, number)[0].rewards)
         return self.rewards[number]
 
     def strongest(self, attacker: Any, strategy: str, direction: float) -> float:
@@ -123,7 +123,7 @@ class Bench:
                     "gains": gains,
                     "highest": highest,
                 }
-            gains.append(statistics.fmean(case.graded()) - self.honest_reward(number))
+            gains.append(statistics.fmean(case.rewards) - self.honest_reward(number))
             for name, limit in LIMITS.items():  # the share of each limit that any submission used
                 highest[name] = max(highest[name], figures[name] / getattr(self.settings.validator, limit))
             process = process.after(bets(spent(case, self.settings, figures), self.settings))

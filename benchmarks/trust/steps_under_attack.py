@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.common.machine import RESULTS, command_line, describe, save
 from benchmarks.trust.abuse import CONFIG, Site, attack_in_a_process, attacks, join
-from shoal.coordinator.operating import create_invite
+from shoal.coordinator.folder import create_invite
 from shoal.protocol.identity import Identity
 
 PATH = RESULTS / "steps_under_attack.json"

@@ -67,7 +67,7 @@ def judged(judge: Judge, attacker: Attack, number: int) -> tuple[ToleranceSpent,
     """Return the tolerance that an accepted submission spent, and its mean reward."""
     result = examined(judge, attacker, number)
     assert result.finding is None, f"it stays within every limit: {result.finding}"
-    return spent(result.case, SETTINGS, result.evidence), fmean(result.case.graded())
+    return spent(result.case, SETTINGS, result.evidence), fmean(result.case.rewards)
 
 
 def pool() -> Harness:

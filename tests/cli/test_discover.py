@@ -7,7 +7,7 @@ import pytest
 
 from shoal.cli.main import DONE, FAILED, USAGE, main
 from shoal.config.sections import RequirementsSection
-from shoal.coordinator.state import OPEN_INVITE
+from shoal.coordinator.folder import OPEN_INVITE
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Address, make_invite, open_payload, read_invite
 from shoal.protocol.messages import Capability

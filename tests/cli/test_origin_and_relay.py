@@ -13,9 +13,9 @@ import pytest
 
 from shoal.cli.origin_and_relay import WATCH_S, run_origin, run_relay
 from shoal.config import parse
+from shoal.coordinator.folder import create_invite
 from shoal.coordinator.http.reports import CachedBody
 from shoal.coordinator.http.serving import serve_forever
-from shoal.coordinator.operating import create_invite
 from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import FILE as ADDRESS

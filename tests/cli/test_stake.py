@@ -10,8 +10,8 @@ import pytest
 
 from shoal.cli.main import DONE, FAILED, main
 from shoal.config import parse
+from shoal.coordinator.folder import KEY
 from shoal.coordinator.http.serving import serve_forever
-from shoal.coordinator.state import KEY
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import FILE as ADDRESS

@@ -1,6 +1,6 @@
-"""A whole pool in virtual time: workers of any speed that crash, lose uploads or hold tasks, a validator and a learner.
+"""A whole pool in virtual time: workers of any speed that crash, lose uploads or stay silent, a validator and a learner.
 
-Nothing waits: an event moves the clock. Called by the tests of `arrivals`. Left out: files, weights, signatures.
+Each event moves the clock, so nothing waits. Left out: files, weights, signatures.
 """
 
 import heapq
@@ -20,20 +20,20 @@ STEPS = 12
 
 @dataclass
 class Member:
-    """A worker. `silent`: it asks for tasks and uploads nothing."""
+    """A worker. `silent`: it requests tasks and uploads nothing."""
 
     key: str
-    takes_s: float  # for a task, and `group_s` for each of its groups
+    takes_s: float  # per task, plus `group_s` per group
     group_s: float = 0.0
     silent: bool = False
-    crashes: float = 0.0  # probability that it dies over a task, and starts again with the newest weights
+    crashes: float = 0.0  # probability that it dies during a task, and starts again with the newest weights
     loses: float = 0.0  # probability that an upload is lost with its process
     version: int = 0
     tasks: list[Assignment] = field(default_factory=list)
-    holds: list[Assignment] = field(default_factory=list)  # of them, those that it works on
+    working_on: list[Assignment] = field(default_factory=list)
     busy_until_s: float = 0.0
-    lives: int = 0  # how often it died
-    took: list[float] = field(default_factory=list)  # seconds, of each task that it finished
+    deaths: int = 0
+    took: list[float] = field(default_factory=list)  # seconds per finished task
 
 
 class Simulation:
@@ -47,7 +47,7 @@ class Simulation:
         groups: int = 2,
         deadline_s: float = 60.0,
     ) -> None:
-        """`useful`: the share of useful groups. `groups`: of a usual submission."""
+        """`useful`: the share of useful groups. `groups`: per usual submission."""
         self.useful = useful
         self.random = random.Random(seed)
         self.in_flight = int(str((settings or {}).get("in_flight", 1)))
@@ -65,14 +65,14 @@ class Simulation:
             self.harness.join(member.key, name=f"worker-{member.key[:4]}")
         self.harness.publish(0)
 
-    def run(self, most_s: float = 5_000.0) -> float:
-        """Seconds until the last step's batch is full, or `most_s`."""
+    def run(self, max_s: float = 5_000.0) -> float:
+        """Return the seconds until the last step's batch is full, at most `max_s`."""
         start_s = self.clock.now_s
         self.harness.pool.db.connection.sqlite.execute("PRAGMA synchronous = OFF")
         for member in self.members:
-            self.after(self.random.random(), lambda member=member: self.ask(member))  # type: ignore[misc]
+            self.after(self.random.random(), lambda member=member: self.request(member))  # type: ignore[misc]
         self.after(JUDGE_S, self.judge)
-        while self.events and self.open_step() < STEPS and self.clock.now_s - start_s < most_s:
+        while self.events and self.open_step() < STEPS and self.clock.now_s - start_s < max_s:
             self.clock.now_s, _, act = heapq.heappop(self.events)
             act()
         return self.clock.now_s - start_s
@@ -86,24 +86,24 @@ class Simulation:
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
-    def ask(self, member: Member) -> None:
-        if not member.holds:
+    def request(self, member: Member) -> None:
+        if not member.working_on:
             member.version = self.published
-        elif member.version != self.published or len(member.holds) == self.in_flight:
+        elif member.version != self.published or len(member.working_on) == self.in_flight:
             return
-        held = [one.id for one in member.holds]
-        task = self.harness.beat(member.key, member.version, working_on=held).assignment
-        if (task is None and not held) or member.silent:
-            self.after(POLL_S, lambda: self.ask(member))
+        ids = [task.id for task in member.working_on]
+        task = self.harness.beat(member.key, member.version, working_on=ids).assignment
+        if (task is None and not ids) or member.silent:
+            self.after(POLL_S, lambda: self.request(member))
         if task is None:
             return
         member.tasks.append(task)
         if member.silent:
             return
-        member.holds.append(task)
+        member.working_on.append(task)
         took_s = (member.takes_s + member.group_s * task.groups) * self.random.uniform(0.8, 1.25)
-        takes_s = took_s + max(member.busy_until_s - self.clock.now_s, 0.0)  # after those before
-        life = member.lives
+        takes_s = took_s + max(member.busy_until_s - self.clock.now_s, 0.0)  # after the earlier tasks
+        life = member.deaths
         if self.random.random() < member.crashes:
             self.after(takes_s * self.random.random() + 1.0, lambda: self.die(member, life))
         elif self.random.random() < member.loses:
@@ -113,24 +113,24 @@ class Simulation:
             member.busy_until_s = self.clock.now_s + takes_s
             self.after(takes_s, lambda: self.upload(member, task, life))
         if self.in_flight > 1:
-            self.ask(member)
+            self.request(member)
 
     def die(self, member: Member, life: int) -> None:
-        """All that it works on is lost. It starts again at once."""
-        if life == member.lives:
-            member.lives, member.holds, member.busy_until_s = life + 1, [], 0.0
-            self.ask(member)
+        """Lose all tasks in progress, and start again at once."""
+        if life == member.deaths:
+            member.deaths, member.working_on, member.busy_until_s = life + 1, [], 0.0
+            self.request(member)
 
     def upload(self, member: Member, task: Assignment, life: int) -> None:
-        if life != member.lives:
+        if life != member.deaths:
             return
-        member.holds.remove(task)
+        member.working_on.remove(task)
         try:
             self.harness.pool.assignments.may_upload(member.key, task.id)
             self.harness.pool.assignments.uploaded(member.key, task.id, "9" * 64)
         except PoolError as refusal:
             assert refusal.status == 409
-        self.ask(member)
+        self.request(member)
 
     # --- the trusted roles -------------------------------------------------------------------------------------------
 
@@ -153,5 +153,5 @@ def workers(count: int, takes_s: float = 2.0, first: int = 0) -> list[Member]:
 
 
 def silent(count: int) -> list[Member]:
-    """Keys that sort and join before all others, as an attacker's may."""
+    """Return silent members. Their keys sort and join before all others, as an attacker's may."""
     return [Member(f"{0xF000 + number:04x}" * 16, 1.0, silent=True) for number in range(count)]

@@ -1,6 +1,6 @@
-"""The pool without HTTP, what the other processes would say to it, and a clock that tests set.
+"""A pool without HTTP, the requests of the other processes, and a clock that tests set.
 
-`connect` opens SQLite; where a test runs on PostgreSQL too, `backends` puts that in its place.
+`connect` opens SQLite; for tests that run on PostgreSQL too, `conftest` replaces it by `backends.on_postgres`.
 """
 
 import sqlite3
@@ -51,7 +51,7 @@ class Clock:
 
 @dataclass
 class Harness:
-    """A pool and what the other processes would say to it."""
+    """A pool, and the requests that the other processes would send to it."""
 
     pool: Pool
     clock: Clock
@@ -74,7 +74,7 @@ class Harness:
         renews: bool = True,
         working_on: list[str] | None = None,
     ) -> HeartbeatAnswer:
-        """A node's heartbeat; one that `renews` has carried out every request for a new fingerprint."""
+        """Send a node's heartbeat. `renews`: it has completed every request for a new fingerprint."""
         computed = Fingerprint(version=version or 0, value=fingerprint) if fingerprint else None
         done = self.pool.members.checkers.renewals(key) if renews else 0
         beat = Heartbeat(
@@ -96,13 +96,13 @@ class Harness:
         claims = self.claims(validator, 1)
         return claims[0] if claims else None
 
-    def claims(self, validator: str, most: int) -> list[Claim]:
-        return self.pool.judgement.claim(validator, most).claims
+    def claims(self, validator: str, limit: int) -> list[Claim]:
+        return self.pool.judgement.claim(validator, limit).claims
 
     def draws(self, *numbers: float) -> None:
-        """What the pool draws from now on, instead of random numbers."""
+        """Replace the pool's random numbers."""
         drawn = iter(numbers)
-        self.pool.judgement.trust.random = lambda: next(drawn)
+        self.pool.trust.random = lambda: next(drawn)
 
     def judge(
         self,
@@ -116,7 +116,7 @@ class Harness:
         replay: Replay | None = None,
         spent: ToleranceSpent | None = None,
     ) -> None:
-        """One verdict; and a second validator's, the same, if it waits for one (unless not `confirmed`)."""
+        """Give a verdict; and, if it waits for a second one and `confirmed`, the same by another validator."""
         self.contents += 1
         if reason is None:
             self.pool.judgement.accepted_stored(validator, id, "8" * 64)
@@ -130,12 +130,11 @@ class Harness:
             self.pool.judgement.judge(second, given)
 
     def lease(self, id: str, validator: str, *, full_check: bool = True) -> None:
-        """A claim of this submission alone."""
-        found, lease_s = self.pool.db.submissions.get(id), self.clock.now_s + 50
-        assert found is not None
-        assert self.pool.db.submissions.move(
-            found, "claim", validator=validator, lease_s=lease_s, full_check=full_check
-        )
+        """Claim this submission alone."""
+        submission, lease_s = self.pool.db.submissions.get(id), self.clock.now_s + 50
+        assert submission is not None
+        columns = {"validator": validator, "lease_s": lease_s, "full_check": full_check}
+        assert self.pool.db.submissions.move(submission, "claim", **columns)
 
     def status(self) -> Status:
         return read_status(self.pool.db, self.pool.config, self.pool.run, self.pool.notices)
@@ -144,29 +143,28 @@ class Harness:
         return read_metrics(self.pool.db)
 
     def node(self, key: str = ALICE) -> Member:
-        found = self.pool.db.nodes.get(key)
-        assert found is not None
-        return found
+        node = self.pool.db.nodes.get(key)
+        assert node is not None
+        return node
 
     def claimed(self) -> Claim:
-        found = self.claim()
-        assert found is not None
-        return found
+        claim = self.claim()
+        assert claim is not None
+        return claim
 
     def end(self) -> None:
-        """The last step is trained on."""
+        """Report the last step as trained."""
         self.pool.learning.trained(StepReport(step=5, metrics={}, trained=[]))
 
     def state(self, id: str) -> str:
-        found = self.pool.db.submissions.get(id)
-        assert found is not None
-        return found.state
+        submission = self.pool.db.submissions.get(id)
+        assert submission is not None
+        return submission.state
 
     def accepted(self, key: str = ALICE, version: int = 0, useful: tuple[bool, ...] = (True, True)) -> Assignment:
-        """One submission all the way."""
+        """Upload one submission, and accept it."""
         task = self.upload(key, version)
-        claim = self.claim(VALIDATOR)
-        assert claim is not None and claim.assignment.id == task.id
+        assert self.claimed().assignment.id == task.id
         self.judge(task.id, None, useful)
         return task
 
@@ -248,14 +246,14 @@ def staffed_pool(
     validators: tuple[str, ...] = (VALIDATOR, OTHER_VALIDATOR),
     **settings: Any,
 ) -> Harness:
-    """These members, and version 0."""
-    found = open_pool(**settings)
+    """Open a pool with these members and version 0."""
+    harness = open_pool(**settings)
     for key in workers:
-        found.join(key)
+        harness.join(key)
     for key in validators:
-        found.join(key, "validator")
-    found.publish(0)
-    return found
+        harness.join(key, "validator")
+    harness.publish(0)
+    return harness
 
 
 def advance(harness: Harness, steps: int, version: int = 0) -> None:
@@ -266,11 +264,11 @@ def advance(harness: Harness, steps: int, version: int = 0) -> None:
 
 
 def metrics_of(text: str) -> dict[str, float]:
-    """Every sample by its name and labels, as Prometheus reads them."""
-    found: dict[str, float] = {}
+    """Parse Prometheus' text format: samples by name and labels."""
+    samples: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation
         for sample in family.samples:
             labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
-            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-    return found
+            samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return samples

@@ -1,4 +1,4 @@
-"""What the pool does about tasks that come late or never: whole pools in virtual time, and the figures one by one."""
+"""Late and missed tasks: whole pools in virtual time, and each rule alone."""
 
 import random
 
@@ -20,8 +20,8 @@ SLOWER_BY = {1: 0.2, 2: 0.35, 5: 0.5}
 
 
 @pytest.mark.parametrize("held_by", SLOWER_BY)
-def test_silent_keys_of_eight_hardly_slow_the_run(held_by: int) -> None:
-    """Against a pool of only the honest ones, who cannot do the work of the others."""
+def test_silent_keys_among_eight_hardly_slow_the_run(held_by: int) -> None:
+    """Compared with a pool of the honest workers alone."""
     honest = sum(Simulation(workers(8 - held_by), seed).run() for seed in range(3))
     pools = [Simulation(silent(held_by) + workers(8 - held_by), seed) for seed in range(3)]
     assert sum(pool.run() for pool in pools) <= (1 + SLOWER_BY[held_by]) * honest
@@ -58,11 +58,11 @@ def restart(harness: Harness) -> None:
     harness.pool = Pool(old.db.connection, old.db.ledger, old.config, old.run, harness.clock, secret=b"secret")
 
 
-# --- one by one ------------------------------------------------------------------------------------------------------
+# --- each rule alone -------------------------------------------------------------------------------------------------
 
 
 def proven(harness: Harness, key: str, takes_s: float, times: int = 4) -> None:
-    """A worker whose work was accepted a few times."""
+    """Let a worker's submissions be accepted a few times."""
     for _ in range(times):
         task = harness.task(key)
         harness.clock.now_s += takes_s
@@ -78,7 +78,7 @@ def beat_all(harness: Harness, *keys: str) -> None:
 
 @pytest.fixture
 def pool() -> Harness:
-    """Two slots; Alice and Bob are proven, and take 4 s."""
+    """A batch of two tasks; Alice and Bob have accepted work and need 4 s per task."""
     harness = staffed_pool(
         workers=(ALICE, BOB, CAROL, DAVE, ERIN), validators=(), prompts_per_step=4, online_filter=True
     )
@@ -90,7 +90,7 @@ def pool() -> Harness:
     return harness
 
 
-def test_work_is_given_out_again_when_it_is_late_by_its_own_workers_time(pool: Harness) -> None:
+def test_work_is_assigned_again_when_it_is_late_by_its_workers_own_time(pool: Harness) -> None:
     pool.task(ALICE)
     pool.task(BOB)
     assert "catch up" in pool.beat(CAROL, 0).waiting_for
@@ -100,9 +100,9 @@ def test_work_is_given_out_again_when_it_is_late_by_its_own_workers_time(pool: H
     assert pool.task(ALICE).number == 4, "the late one keeps its task"
 
 
-def test_a_slower_workers_task_is_waited_for_longer_up_to_a_limit(pool: Harness) -> None:
+def test_a_slower_workers_task_counts_as_in_progress_for_longer_up_to_a_limit(pool: Harness) -> None:
     node = pool.pool.db.nodes
-    node.timeout_s = 1.0  # who is silent is not counted on
+    node.timeout_s = 1.0  # a silent worker's task does not count
     node.set(BOB, took_s=12.0, missed=0.0, missed_in_a_row=0, rests_until_s=0.0)
     pool.task(ALICE)
     pool.task(BOB)
@@ -116,23 +116,23 @@ def test_a_slower_workers_task_is_waited_for_longer_up_to_a_limit(pool: Harness)
     assert pool.pool.assignments.arrivals.groups_open() == (0, 0)
 
 
-def test_young_keys_never_hold_all_the_work_while_a_proven_worker_is_there(pool: Harness) -> None:
+def test_newcomers_never_have_all_the_work_while_a_worker_with_accepted_work_is_live(pool: Harness) -> None:
     beat_all(pool, ALICE)
     assert pool.task(CAROL)
-    assert "catch up" in pool.beat(DAVE, 0).waiting_for, "half of two slots is for proven workers"
+    assert "catch up" in pool.beat(DAVE, 0).waiting_for, "half of the batch is reserved"
     assert pool.task(ALICE)
 
 
-def test_where_nobody_is_proven_young_keys_get_all_the_work() -> None:
+def test_without_accepted_work_in_the_pool_newcomers_get_all_the_work() -> None:
     harness = staffed_pool(workers=(ALICE, BOB, CAROL), validators=())
     assert harness.task(ALICE) and harness.task(BOB)
     assert "catch up" in harness.beat(CAROL, 0).waiting_for
     harness.clock.now_s += arrivals.LATE * arrivals.START_S + 0.01
-    assert harness.task(CAROL), "and nobody waits long for them"
+    assert harness.task(CAROL), "and their tasks are soon late"
 
 
 def miss(harness: Harness, key: str) -> float:
-    """Take a task, ask for another after its deadline, and rest. Returns for how long."""
+    """Get a task, request another after its deadline, and rest. Return for how long."""
     harness.task(key)
     harness.clock.now_s += 601.0
     assert "were not uploaded" in harness.beat(key, 0).waiting_for
@@ -142,7 +142,7 @@ def miss(harness: Harness, key: str) -> float:
     return rest_s
 
 
-def test_who_misses_tasks_rests_longer_each_time_and_is_suspended(pool: Harness) -> None:
+def test_a_worker_that_misses_tasks_rests_longer_each_time_and_is_suspended(pool: Harness) -> None:
     rests = []
     while not (node := pool.node()).suspensions:
         rests.append(miss(pool, ALICE))
@@ -164,8 +164,8 @@ def test_accepted_work_ends_the_rest_but_forgets_only_part_of_the_share(pool: Ha
     assert after.missed == pytest.approx(before.missed * (1 - arrivals.SHARE_WEIGHT))
 
 
-def test_claiming_one_version_after_the_other_yields_one_task_and_then_a_rest(pool: Harness) -> None:
-    """Not three tasks at once, of which to choose."""
+def test_reporting_one_version_after_the_other_yields_one_task_and_then_a_rest(pool: Harness) -> None:
+    """Not three tasks at once to choose from."""
     pool.publish(1, 2)
     tasks = {assignment.id for version in (0, 1, 2, 0, 1) if (assignment := pool.beat(ALICE, version).assignment)}
     assert len(tasks) == 1

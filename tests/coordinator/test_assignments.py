@@ -10,15 +10,12 @@ from .support import ALICE, BOB, CAROL, COORDINATOR, VALIDATOR, Harness, advance
 pytestmark = pytest.mark.usefixtures("every_database_slow")
 
 
-def test_a_worker_that_asks_gets_a_task_of_its_version(harness: Harness) -> None:
+def test_a_worker_that_requests_a_task_gets_one_of_its_version(harness: Harness) -> None:
     task = harness.task()
     assert (task.number, task.step, task.policy_version, task.groups) == (0, 0, 0, 2)
     assert task.id == f"{ALICE[:16]}-000000" and task.policy_digest == f"{0:064x}"
     assert task.deadline_s == harness.clock.now_s + DEADLINE_S
-
-
-def test_only_workers_that_want_one_get_a_task(harness: Harness) -> None:
-    assert harness.beat(wants=False).assignment is None
+    assert harness.beat(BOB, wants=False).assignment is None
     assert harness.beat(VALIDATOR, 0).assignment is None
 
 
@@ -29,12 +26,9 @@ def test_only_workers_that_want_one_get_a_task(harness: Harness) -> None:
 def test_a_worker_without_a_published_version_waits(harness: Harness, loaded: int | None, reason: str) -> None:
     answer = harness.beat(ALICE, loaded)
     assert answer.assignment is None and reason in answer.waiting_for
-
-
-def test_nobody_works_before_the_first_version() -> None:
-    harness = open_pool()
-    harness.join(ALICE)
-    assert harness.beat(ALICE, None).waiting_for == "the learner to publish version 0"
+    empty = open_pool()
+    empty.join(ALICE)
+    assert empty.beat(ALICE, None).waiting_for == "the learner to publish version 0"
 
 
 def test_rollouts_run_ahead_of_the_learner_by_the_async_level_and_no_further(harness: Harness) -> None:
@@ -63,7 +57,7 @@ def test_an_async_level_of_zero_takes_only_the_version_of_the_step() -> None:
     assert harness.task(version=1).step == 1
 
 
-def test_a_restarted_worker_gets_its_task_back_even_where_enough_is_under_way(harness: Harness) -> None:
+def test_a_restarted_worker_gets_its_task_again_though_enough_work_is_in_progress(harness: Harness) -> None:
     first, _ = harness.task(ALICE), harness.task(BOB)
     harness.join(CAROL)
     assert "catch up" in harness.beat(CAROL, 0).waiting_for
@@ -94,12 +88,14 @@ def test_a_worker_cannot_draw_other_tasks_by_going_back_to_an_older_version(harn
 # --- back-pressure ---------------------------------------------------------------------------------------------------
 
 
-def test_what_is_uploaded_or_claimed_counts_as_under_way(harness: Harness) -> None:
+def test_uploaded_and_claimed_work_counts_as_in_progress_and_rejected_work_does_not(harness: Harness) -> None:
     harness.upload(ALICE)
     harness.upload(BOB)
     assert "catch up" in harness.beat(ALICE, 0).waiting_for
-    harness.claim(VALIDATOR)
+    claim = harness.claimed()
     assert "catch up" in harness.beat(ALICE, 0).waiting_for
+    harness.judge(claim.assignment.id, Reason.UNREADABLE)
+    assert harness.task(ALICE).number == 1
 
 
 def test_more_tasks_are_assigned_if_few_groups_are_useful(harness: Harness) -> None:
@@ -111,29 +107,17 @@ def test_more_tasks_are_assigned_if_few_groups_are_useful(harness: Harness) -> N
     assert "catch up" in harness.beat("d" * 64, 0).waiting_for
 
 
-def test_a_rejected_submission_is_no_longer_under_way(harness: Harness) -> None:
-    harness.upload(ALICE)
-    harness.upload(BOB)
-    harness.judge(harness.claimed().assignment.id, Reason.UNREADABLE)
-    assert harness.task(ALICE).number == 1
-
-
-def test_a_silent_workers_task_is_not_waited_for(harness: Harness) -> None:
+def test_a_silent_workers_task_does_not_count_as_in_progress(harness: Harness) -> None:
     harness.join(CAROL)
     silent = harness.task(ALICE)
     harness.task(BOB)
     harness.clock.now_s += 31
     harness.beat(BOB, 0, wants=False)
     assert harness.task(CAROL).number == 0
-    harness.pool.assignments.uploaded(ALICE, silent.id, "9" * 64)  # it only was slow: its grant is still good
+    harness.pool.assignments.uploaded(ALICE, silent.id, "9" * 64)  # it was only slow: its grant is still valid
 
 
 # --- nonces ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_secret_of_nonces_follows_from_the_coordinators_key_alone() -> None:
-    assert nonce_secret(COORDINATOR) == nonce_secret(Identity(COORDINATOR.private_key))
-    assert nonce_secret(COORDINATOR) != nonce_secret(Identity.generate())
 
 
 @pytest.mark.parametrize("changed", [{"run": "r1"}, {"worker": BOB}, {"number": 1}, {"version": 1}, {"secret": b"t"}])
@@ -142,3 +126,5 @@ def test_any_other_assignment_has_another_nonce(changed: dict[str, object]) -> N
     found = assignment_nonce(**names)  # type: ignore[arg-type]
     assert found == assignment_nonce(**names) and len(found) == 32  # type: ignore[arg-type]
     assert found != assignment_nonce(**(names | changed))  # type: ignore[arg-type]
+    assert nonce_secret(COORDINATOR) == nonce_secret(Identity(COORDINATOR.private_key))
+    assert nonce_secret(COORDINATOR) != nonce_secret(Identity.generate())

@@ -5,7 +5,7 @@ import pytest
 from shoal.coordinator.database import PoolError
 from shoal.protocol.messages import Evaluation, PolicyVersion, StepReport
 
-from .support import ALICE, BOB, CAROL, OTHER_VALIDATOR, VALIDATOR, Harness, advance, open_pool, staffed_pool
+from .support import ALICE, BOB, CAROL, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool
 
 pytestmark = pytest.mark.usefixtures("every_database")
 
@@ -23,20 +23,15 @@ def test_a_batch_is_ready_when_it_is_full_of_useful_groups_oldest_first(harness:
     assert (filling.ready, filling.have, filling.need, filling.groups) == (False, 3, 4, [])
     third = harness.accepted()
     assert groups(harness, 0) == [(first.id, 1), (second.id, 0), (second.id, 1), (third.id, 0)]
-    assert harness.pool.batches.of_step(1).have == 1, "what is left over waits for the next step"
-
-
-def test_a_full_batch_never_changes(harness: Harness) -> None:
-    harness.accepted()
-    harness.accepted()
     before = harness.pool.batches.of_step(0)
+    assert harness.pool.batches.of_step(1).have == 1, "the rest waits for the next step"
     harness.accepted()
     harness.accepted()
-    assert harness.pool.batches.of_step(0) == before
+    assert harness.pool.batches.of_step(0) == before, "a full batch never changes"
     assert harness.pool.batches.of_step(1).ready and not harness.pool.batches.of_step(2).ready
 
 
-def test_leftovers_that_fill_further_batches_close_them_at_once(harness: Harness) -> None:
+def test_leftover_groups_fill_further_batches_at_once(harness: Harness) -> None:
     harness.accepted(useful=(True,) * 11)
     assert [harness.pool.batches.of_step(step).ready for step in range(3)] == [True, True, False]
     assert harness.pool.batches.of_step(2).have == 3
@@ -91,7 +86,7 @@ def test_without_the_filter_every_group_is_trained_on_and_equal_rewards_are_stil
 # --- learning --------------------------------------------------------------------------------------------------------
 
 
-def test_a_trained_step_is_noted_with_the_rewards_of_all_its_groups(harness: Harness) -> None:
+def test_a_trained_step_is_recorded_with_the_rewards_of_all_its_groups(harness: Harness) -> None:
     harness.accepted(useful=(True, False))
     for loss in (1.0, 2.0):  # a learner that was killed reports the step again
         harness.pool.learning.trained(StepReport(step=0, metrics={"loss": loss}, trained=["b", "a", "a"]))
@@ -107,7 +102,7 @@ def test_a_trained_step_is_noted_with_the_rewards_of_all_its_groups(harness: Har
     assert json.loads(entry.body) == {"step": 0, "submissions": ["a", "b"], "record": ""}
 
 
-def test_a_version_keeps_the_digest_that_it_was_published_with(harness: Harness) -> None:
+def test_a_version_keeps_its_first_digest(harness: Harness) -> None:
     harness.publish(0)
     assert harness.kinds().count("policy") == 1, "the same report again changes nothing"
     with pytest.raises(PoolError, match="another digest"):
@@ -129,7 +124,7 @@ def test_workers_end_with_the_last_version_and_the_run_with_its_evaluation(harne
     assert [e.version for e in harness.pool.db.history.after(0).evaluations] == [0, 6]
 
 
-def test_the_status_counts_what_validators_counted(harness: Harness) -> None:
+def test_the_status_has_the_validators_counts(harness: Harness) -> None:
     harness.accepted(useful=(True, False))
     status = harness.status()
     alice = next(node for node in status.nodes if node.name == "worker-a")
@@ -149,9 +144,7 @@ def test_newest_groups_with_equal_rewards_are_counted(harness: Harness) -> None:
     assert signal.lowest is not None and signal.lowest == signal.highest
     harness.accepted(useful=(True, True))
     assert harness.status().signal.flat == 0
-
-
-def test_groups_are_counted_for_the_open_step(harness: Harness) -> None:
-    advance(harness, 1)
+    harness.accepted()
     harness.accepted(useful=(False, False))
-    assert (harness.status().signal.groups, harness.status().signal.useful) == (2, 0)
+    signal = harness.status().signal
+    assert (harness.status().step, signal.groups, signal.useful) == (1, 2, 0), "groups are counted for the open step"

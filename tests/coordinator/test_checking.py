@@ -1,4 +1,4 @@
-"""The share of a worker's submissions that is checked in full, that nobody can predict it, and what becomes of lies."""
+"""The share of a worker's submissions that is fully checked, the draw, and the consequences of a lie."""
 
 import json
 import random
@@ -8,7 +8,7 @@ import pytest
 from shoal.coordinator import trust
 from shoal.protocol.messages import Claim, Reason
 
-from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool
+from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, staffed_pool
 
 pytestmark = pytest.mark.usefixtures("every_database_slow")
 
@@ -17,7 +17,7 @@ USELESS = (False, False)  # fills no batch, so that any number can be uploaded
 
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
-    """Two submissions found honest halve the share, down to a tenth. Every draw is "check it" until a test says else."""
+    """Two passed checks halve the share, down to a tenth. Every draw means a full check, unless a test sets it."""
     monkeypatch.setattr(trust, "TRUST_AFTER", 2)
     monkeypatch.setattr(trust, "UNCHECKED_SHARE", 1.0)
     harness = staffed_pool(validator={"check_floor": 0.1})
@@ -30,7 +30,7 @@ def share(harness: Harness, key: str = ALICE) -> float:
 
 
 def trusted(harness: Harness, key: str = ALICE) -> None:
-    """Found honest twice: half is checked from here on."""
+    """Let two submissions pass: half are checked from here on."""
     for _ in range(2):
         harness.accepted(key, useful=USELESS)
     assert share(harness, key) == 0.5
@@ -43,12 +43,12 @@ def claimed(harness: Harness, key: str = ALICE) -> Claim:
     return claim
 
 
-def test_the_share_halves_with_every_few_found_honest_down_to_its_floor(harness: Harness) -> None:
-    found = [share(harness)]
+def test_the_share_halves_with_every_two_passed_checks_down_to_its_floor(harness: Harness) -> None:
+    shares = [share(harness)]
     for _ in range(10):
         harness.accepted(useful=USELESS)
-        found.append(share(harness))
-    assert found == [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.1, 0.1, 0.1]
+        shares.append(share(harness))
+    assert shares == [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.1, 0.1, 0.1]
     assert share(harness, BOB) == 1, "everybody earns their own"
 
 
@@ -57,7 +57,8 @@ def test_by_default_everything_is_checked(monkeypatch: pytest.MonkeyPatch) -> No
     harness = staffed_pool(workers=(ALICE,), validators=())
     for _ in range(5):
         assert harness.accepted(useful=USELESS) and share(harness) == 1
-    assert all(harness.pool.judgement.trust.draw(ALICE, 2) for _ in range(200))
+    assert all(harness.pool.trust.draw(ALICE, 2) for _ in range(200))
+    assert isinstance(harness.pool.trust.random.__self__, random.SystemRandom)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("reason", [Reason.UNREADABLE, Reason.BOUNDS])
@@ -71,7 +72,7 @@ def test_any_rejection_takes_all_trust_away(harness: Harness, reason: Reason) ->
     assert share(harness) == 0.5
 
 
-def test_what_was_not_checked_earns_no_trust(harness: Harness) -> None:
+def test_unchecked_work_earns_no_trust(harness: Harness) -> None:
     trusted(harness)
     harness.draws(*[0.9] * 6)
     for _ in range(6):
@@ -82,15 +83,10 @@ def test_what_was_not_checked_earns_no_trust(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize(("drawn", "full"), [(0.0, True), (0.4999, True), (0.5, False), (0.9999, False)])
-def test_the_draw_is_by_the_given_random_number(harness: Harness, drawn: float, full: bool) -> None:
+def test_the_random_number_decides_the_draw(harness: Harness, drawn: float, full: bool) -> None:
     trusted(harness)
     harness.draws(drawn)
     assert claimed(harness).full == full
-
-
-def test_the_numbers_are_the_systems() -> None:
-    draw = open_pool().pool.judgement.trust.random
-    assert isinstance(draw.__self__, random.SystemRandom)  # type: ignore[attr-defined]
 
 
 def test_a_draw_is_kept_when_the_submission_is_claimed_again(harness: Harness) -> None:
@@ -98,13 +94,13 @@ def test_a_draw_is_kept_when_the_submission_is_claimed_again(harness: Harness) -
     harness.draws(0.9)  # one draw; a second one would raise
     assert not claimed(harness).full
     again = harness.claim()
-    assert again is not None and not again.full, "to the validator that restarted"
+    assert again is not None and not again.full, "by the validator, after its restart"
     harness.clock.now_s += 300.5
     other = harness.claim(OTHER_VALIDATOR)
-    assert other is not None and not other.full, "to another after its lease"
+    assert other is not None and not other.full, "by another one, after the lease"
 
 
-def test_each_of_several_is_drawn_for_itself(harness: Harness) -> None:
+def test_each_submission_is_drawn_separately(harness: Harness) -> None:
     trusted(harness)
     for _ in range(3):
         harness.upload()
@@ -112,7 +108,7 @@ def test_each_of_several_is_drawn_for_itself(harness: Harness) -> None:
     assert [claim.full for claim in harness.claims(VALIDATOR, 3)] == [False, True, False]
 
 
-# --- a liar is found -------------------------------------------------------------------------------------------------
+# --- a lie is rejected -----------------------------------------------------------------------------------------------
 
 
 def waiting(harness: Harness) -> list[str]:
@@ -122,7 +118,7 @@ def waiting(harness: Harness) -> list[str]:
     return [submission for (submission,) in rows]
 
 
-def test_work_that_no_batch_has_yet_is_lost_with_its_workers_eviction_checked_or_not(harness: Harness) -> None:
+def test_an_eviction_drops_the_workers_unbatched_groups_checked_or_not(harness: Harness) -> None:
     trusted(harness)
     harness.draws(0.0, 0.9, 0.9, 0.0)
     checked = harness.accepted(useful=(True, False))
@@ -135,11 +131,11 @@ def test_work_that_no_batch_has_yet_is_lost_with_its_workers_eviction_checked_or
     assert waiting(harness) == [checked.id, unchecked.id, claims[0].assignment.id]
     harness.judge(lied.id, Reason.PROOF)
     assert harness.beat().state == "evicted"
-    assert waiting(harness) == [claims[0].assignment.id], "another's stays"
+    assert waiting(harness) == [claims[0].assignment.id], "another worker's group stays"
     assert harness.status().stale_groups == 2
 
 
-def test_a_batch_that_is_full_is_not_changed_by_an_eviction(harness: Harness) -> None:
+def test_an_eviction_does_not_change_a_full_batch(harness: Harness) -> None:
     trusted(harness)
     harness.draws(0.9, 0.9, 0.0)
     harness.accepted(useful=(True, True))

@@ -1,4 +1,4 @@
-"""Exactness classes, and what two validators that disagree do to whom."""
+"""Exactness classes, and the consequences of two validators' disagreement."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ INEXACT = Replay(tokens=100, mismatched=3)
 
 @pytest.fixture
 def harness() -> Harness:
-    """Alice and both validators compute alike, Bob otherwise."""
+    """Alice and both validators are in one class, Bob in another."""
     return classes(alice=ONE, bob=TWO, first=ONE, second=ONE)
 
 
@@ -62,7 +62,7 @@ def test_a_submission_goes_to_a_validator_of_its_class() -> None:
     assert claimable(harness, VALIDATOR) == [of_alice]
 
 
-def test_without_a_live_one_any_validator_checks_it() -> None:
+def test_without_a_live_validator_of_its_class_any_validator_checks_a_submission() -> None:
     harness = classes(alice=ONE, first=ONE, second=TWO)
     id = uploaded(harness)
     assert claimable(harness, OTHER_VALIDATOR) == []
@@ -71,45 +71,42 @@ def test_without_a_live_one_any_validator_checks_it() -> None:
     assert claimable(harness, OTHER_VALIDATOR) == [id]
 
 
-def test_a_claim_tells_the_workers_fingerprint_of_that_version_as_it_was_at_first(harness: Harness) -> None:
+def test_a_claim_has_the_workers_fingerprint_for_the_version_at_the_first_claim(harness: Harness) -> None:
     uploaded(harness)
     [claim] = harness.claims(VALIDATOR, 8)
     assert claim.fingerprint == ONE
-    harness.beat(ALICE, fingerprint=TWO)
+    harness.beat(ALICE, wants=False, fingerprint=TWO)
     [again] = harness.claims(VALIDATOR, 8)
-    assert again.fingerprint == ONE, "to change it after the upload changes nothing"
-
-
-def test_of_a_version_without_a_fingerprint_no_class_is_claimed(harness: Harness) -> None:
+    assert again.fingerprint == ONE, "a change after the upload has no effect"
+    harness.judge(claim.assignment.id)
     harness.publish(1)
     answer = harness.beat(ALICE, 1)
     assert answer.assignment is not None
     harness.pool.assignments.uploaded(ALICE, answer.assignment.id, "9" * 64)
     [claim] = harness.claims(VALIDATOR, 8)
-    assert claim.fingerprint == ""
+    assert claim.fingerprint == "", "none was reported for version 1"
 
 
-def test_the_newest_common_version_tells_whether_two_are_of_one_class(harness: Harness) -> None:
-    known = harness.pool.members.checkers
+def test_the_newest_common_version_decides_whether_two_nodes_are_in_one_class(harness: Harness) -> None:
+    checkers = harness.pool.checkers
+    harness.beat(ALICE, 7, wants=False, fingerprint=TWO)
+    assert checkers.fingerprints.of(ALICE) == {0: ONE}, "version 7 was not published"
     harness.publish(1, 2)
     harness.beat(ALICE, 1, wants=False, fingerprint=TWO)
     harness.beat(VALIDATOR, 2, wants=False, fingerprint=TWO)
-    assert known.same_class(ALICE, VALIDATOR), "only version 0 is common"
+    assert checkers.same_class(ALICE, VALIDATOR), "only version 0 is common"
     harness.beat(VALIDATOR, 1, wants=False, fingerprint=ONE)
-    assert not known.same_class(ALICE, VALIDATOR)
+    assert not checkers.same_class(ALICE, VALIDATOR)
+    harness.beat(ALICE, 2)
+    assert checkers.peers(ALICE) == [], "no fingerprint, no class"
 
 
-def test_a_fingerprint_of_a_version_that_nobody_published_is_ignored(harness: Harness) -> None:
-    harness.beat(ALICE, 7, wants=False, fingerprint=TWO)
-    assert harness.pool.judgement.checkers.fingerprints.of(ALICE) == {0: ONE}
-
-
-def test_in_a_run_of_exact_work_only_who_computes_like_a_live_validator_gets_tasks() -> None:
+def test_in_a_run_of_exact_work_only_workers_of_a_live_validators_class_get_tasks() -> None:
     harness = classes(alice=ONE, bob=TWO, first=ONE, second=ONE, classes="exact")
     assert harness.beat(ALICE, fingerprint=ONE).assignment is not None
     refused = harness.beat(BOB, fingerprint=TWO)
     assert refused.assignment is None and "validator.classes" in refused.waiting_for
-    assert harness.beat(BOB).assignment is None, "claiming none is not a way around it"
+    assert harness.beat(BOB).assignment is None, "nor without a fingerprint"
     harness.clock.now_s += 31
     assert harness.beat(ALICE, fingerprint=ONE).assignment is None, "the validators are gone"
 
@@ -129,7 +126,7 @@ def test_inexact_work_goes_to_a_second_validator_of_the_class_first(harness: Har
 
 
 @pytest.mark.parametrize("reason, replay", [(Reason.INEXACT, INEXACT), (Reason.PROOF, None)])
-def test_a_second_validator_that_accepts_makes_the_first_one_the_odd_one(
+def test_if_the_second_validator_accepts_the_first_one_is_suspect(
     harness: Harness, reason: Reason, replay: Replay | None
 ) -> None:
     """One validator alone can neither reject nor slash."""
@@ -139,7 +136,9 @@ def test_a_second_validator_that_accepts_makes_the_first_one_the_odd_one(
     assert claimable(harness, OTHER_VALIDATOR) == [id]
     harness.judge(id, validator=OTHER_VALIDATOR, replay=Replay(tokens=100, mismatched=0))
     assert harness.state(id) == "accepted" and "slashed" not in harness.kinds()
-    assert harness.beat(VALIDATOR, fingerprint=ONE, renews=False).renewals == 1, "its bit flipped, not the worker's"
+    assert harness.beat(VALIDATOR, fingerprint=ONE, renews=False).renewals == 1, (
+        "the fault is its own, not the worker's"
+    )
     assert harness.beat(ALICE, fingerprint=ONE, renews=False).renewals == 0
     assert any("validator-e" in notice for notice in harness.status().notices)
     assert confirmed(harness) == 0
@@ -147,7 +146,7 @@ def test_a_second_validator_that_accepts_makes_the_first_one_the_odd_one(
     assert (exact.submissions, exact.tokens, exact.mismatched_tokens) == (1, 100, 0)
 
 
-def test_a_first_verdict_is_repeated_without_an_answer_and_stands_as_it_was(harness: Harness) -> None:
+def test_a_repeated_first_verdict_changes_nothing(harness: Harness) -> None:
     id = uploaded(harness)
     inexact(harness, VALIDATOR, id)
     harness.judge(id, Reason.INEXACT, confirmed=False, replay=INEXACT)
@@ -157,7 +156,7 @@ def test_a_first_verdict_is_repeated_without_an_answer_and_stands_as_it_was(harn
     assert harness.state(id) == "validating"
 
 
-def test_without_a_second_validator_of_the_class_inexact_work_is_unpaid_and_nothing_is_counted() -> None:
+def test_without_a_second_validator_of_the_class_inexact_work_is_unpaid_and_not_counted() -> None:
     harness = classes(alice=ONE, first=ONE, second=TWO)
     for _ in range(MISMATCHES + 2):
         id = uploaded(harness)
@@ -176,7 +175,7 @@ def test_if_the_second_validator_dies_the_first_one_judges_alone(harness: Harnes
     assert harness.state(id) == "rejected" and confirmed(harness) == 0
 
 
-def test_a_second_validator_that_cannot_replay_exactly_does_not_clear_what_the_first_found(harness: Harness) -> None:
+def test_a_second_validator_that_cannot_replay_exactly_does_not_refute_the_first(harness: Harness) -> None:
     id = uploaded(harness)
     inexact(harness, VALIDATOR, id)
     assert claimable(harness, OTHER_VALIDATOR) == [id]
@@ -198,7 +197,7 @@ def test_a_lie_is_slashed_once_any_second_validator_confirms_it() -> None:
 
 
 def test_the_second_validator_checks_all_of_it_whatever_was_drawn_for_the_first() -> None:
-    """Else it would look at rollouts of its own draw, find no lie in them, and the first one would be blamed."""
+    """Else it could draw other rollouts that contain no lie, and the first validator would be blamed."""
     harness = classes(alice=ONE, first=ONE, second=TWO)
     id = uploaded(harness)
     assert claimable(harness, VALIDATOR) == [id]
@@ -209,11 +208,11 @@ def test_the_second_validator_checks_all_of_it_whatever_was_drawn_for_the_first(
     assert claim.assignment.id == id and claim.full
 
 
-# --- a first verdict that no second one follows ----------------------------------------------------------------------
+# --- a first verdict without a second one ----------------------------------------------------------------------------
 
 
 def doubted(harness: Harness) -> str:
-    """A submission of Alice's that is a lie to the first validator; the second one has not looked at it."""
+    """A submission of Alice's that the first validator rejects; the second one has not checked it."""
     id = uploaded(harness)
     assert claimable(harness, VALIDATOR) == [id]
     harness.judge(id, Reason.PROOF, confirmed=False)
@@ -231,7 +230,7 @@ def slashed_by_the_first(harness: Harness, id: str) -> None:
     assert harness.beat(fingerprint=ONE).state == "evicted"
 
 
-@pytest.mark.parametrize("second", ["looks too late", "claims it and dies", "never comes"])
+@pytest.mark.parametrize("second", ["claims too late", "claims it and dies", "never claims"])
 def test_a_lie_whose_version_is_gone_before_the_second_opinion_is_slashed_by_the_first(
     harness: Harness, second: str
 ) -> None:
@@ -240,11 +239,11 @@ def test_a_lie_whose_version_is_gone_before_the_second_opinion_is_slashed_by_the
         assert claimable(harness, OTHER_VALIDATOR) == [id]
         harness.clock.now_s += 301
     harness.publish(1, 2, 3, 4, 5)  # relays hold five
-    assert claimable(harness, VALIDATOR if second == "never comes" else OTHER_VALIDATOR) == []
+    assert claimable(harness, VALIDATOR if second == "never claims" else OTHER_VALIDATOR) == []
     slashed_by_the_first(harness, id)
 
 
-def test_a_second_validator_that_still_has_time_is_waited_for(harness: Harness) -> None:
+def test_the_first_verdict_does_not_count_while_the_second_validator_has_time(harness: Harness) -> None:
     id = doubted(harness)
     assert claimable(harness, OTHER_VALIDATOR) == [id]
     harness.publish(1, 2, 3, 4, 5)
@@ -253,7 +252,7 @@ def test_a_second_validator_that_still_has_time_is_waited_for(harness: Harness) 
     assert harness.state(id) == "accepted" and "slashed" not in harness.kinds()
 
 
-def test_inexact_work_whose_version_is_gone_is_unpaid_and_nothing_more(harness: Harness) -> None:
+def test_inexact_work_whose_version_is_gone_is_only_unpaid(harness: Harness) -> None:
     id = uploaded(harness)
     inexact(harness, VALIDATOR, id)
     harness.publish(1, 2, 3, 4, 5)
@@ -263,7 +262,7 @@ def test_inexact_work_whose_version_is_gone_is_unpaid_and_nothing_more(harness: 
 
 @pytest.mark.parametrize("claimed", [False, True])
 def test_at_the_runs_end_the_first_verdict_counts_before_anyone_is_paid(harness: Harness, claimed: bool) -> None:
-    """Validators end with the run, so a second opinion may never come."""
+    """Validators end with the run, so there may be no second verdict."""
     harness.judge(claimed_of(harness, uploaded(harness)))
     id = doubted(harness)
     if claimed:
@@ -273,7 +272,7 @@ def test_at_the_runs_end_the_first_verdict_counts_before_anyone_is_paid(harness:
     assert harness.pool.judgement.escrow.tokens_by_credit() == {(ALICE, "forfeited"): 20}
     with pytest.raises(PoolError, match="rejected and not claimed"):
         harness.judge(id, validator=OTHER_VALIDATOR)
-    harness.judge(id, Reason.PROOF, confirmed=False)  # the first one repeats itself: it did not get the answer
+    harness.judge(id, Reason.PROOF, confirmed=False)  # the first one repeats its verdict: it did not get the answer
 
 
 def claimed_of(harness: Harness, id: str) -> str:
@@ -288,7 +287,7 @@ def test_after_the_runs_end_a_verdict_waits_for_no_other(harness: Harness) -> No
     slashed_by_the_first(harness, id)
 
 
-def test_a_first_verdict_outlives_the_coordinator(tmp_path: Path) -> None:
+def test_a_first_verdict_survives_a_restart_of_the_coordinator(tmp_path: Path) -> None:
     harness = open_pool(tmp_path / "state.db", prompts_per_step=64)
     harness.join(ALICE)
     for key in (VALIDATOR, OTHER_VALIDATOR):
@@ -328,8 +327,8 @@ def test_after_a_mismatch_a_worker_gets_no_task_until_it_has_renewed_its_fingerp
     assert harness.beat(fingerprint=ONE).assignment is not None
 
 
-def test_another_fingerprint_puts_it_into_another_class_and_its_work_is_taken(harness: Harness) -> None:
-    """Its library was updated, or it moved to other cores: within the limits its work is as good as ever."""
+def test_another_fingerprint_puts_a_worker_into_another_class_and_its_work_is_accepted(harness: Harness) -> None:
+    """Its library was updated, or it moved to other cores."""
     for _ in range(MISMATCHES - 1):
         mismatch(harness)
     harness.beat(fingerprint=TWO)
@@ -361,15 +360,16 @@ def test_mismatches_long_ago_do_not_suspend(harness: Harness) -> None:
     assert harness.beat(fingerprint=ONE).assignment is not None
 
 
-@pytest.mark.parametrize("taken", ["any", "exact"])
-def test_mismatches_that_nobody_can_confirm_put_it_into_no_class_for_a_while(taken: str) -> None:
-    """So the only validator computes its work once; honest work of a machine that differs is judged by the limits."""
-    harness = staffed_pool(workers=(ALICE,), validators=(VALIDATOR,), validator={"classes": taken}, prompts_per_step=64)
+@pytest.mark.parametrize("classes", ["any", "exact"])
+def test_unconfirmed_mismatches_exclude_a_worker_from_all_classes_for_a_while(classes: str) -> None:
+    """So the only validator prefills its work once; honest work of a machine that differs is judged by tolerances."""
+    settings = {"validator": {"classes": classes}, "prompts_per_step": 64}
+    harness = staffed_pool(workers=(ALICE,), validators=(VALIDATOR,), **settings)
     harness.beat(VALIDATOR, wants=False, fingerprint=ONE)
     for _ in range(MISMATCHES):
         inexact(harness, VALIDATOR, uploaded(harness))
     answer = harness.beat(fingerprint=ONE)
-    if taken == "exact":
+    if classes == "exact":
         assert answer.assignment is None and "differed too often" in answer.waiting_for
     else:
         assert answer.assignment is not None
@@ -382,8 +382,8 @@ def test_mismatches_that_nobody_can_confirm_put_it_into_no_class_for_a_while(tak
     assert harness.pool.members.checkers.peers(ALICE) == [VALIDATOR]
 
 
-def test_what_was_uploaded_before_it_could_renew_counts_once(harness: Harness) -> None:
-    """One flipped bit spoils several submissions before the first verdict."""
+def test_mismatches_uploaded_before_a_renewal_count_once(harness: Harness) -> None:
+    """One flipped bit makes several submissions inexact before the first verdict."""
     ids = [uploaded(harness) for _ in range(MISMATCHES + 1)]
     for validator in (VALIDATOR, OTHER_VALIDATOR):
         assert claimable(harness, validator) == ids
@@ -392,8 +392,3 @@ def test_what_was_uploaded_before_it_could_renew_counts_once(harness: Harness) -
     assert all(harness.state(id) == "rejected" for id in ids)
     assert confirmed(harness) == 1
     assert harness.beat(fingerprint=ONE).assignment is not None
-
-
-def test_who_reports_no_fingerprint_any_more_is_in_no_class(harness: Harness) -> None:
-    harness.beat(ALICE)
-    assert harness.pool.members.checkers.peers(ALICE) == []

@@ -26,8 +26,8 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
 
 
 def credit(harness: Harness, key: str = ALICE) -> tuple[int, int, int]:
-    found = harness.pool.judgement.escrow.tokens_by_credit()
-    return tuple(found.get((key, name), 0) for name in ("pending", "credited", "forfeited"))  # type: ignore[return-value]
+    tokens = harness.pool.judgement.escrow.tokens_by_credit()
+    return tuple(tokens.get((key, name), 0) for name in ("pending", "credited", "forfeited"))  # type: ignore[return-value]
 
 
 def entries(harness: Harness, kind: str) -> list[dict[str, Any]]:
@@ -36,19 +36,19 @@ def entries(harness: Harness, kind: str) -> list[dict[str, Any]]:
 
 def test_credit_waits_for_later_whole_checks(harness: Harness) -> None:
     harness.draws(0.0, 0.9, 0.9, 0.0, 0.9, 0.0)
-    seen = []
+    credits = []
     for _ in range(6):
         harness.accepted(useful=USELESS)
-        seen.append(credit(harness))
+        credits.append(credit(harness))
     # checked, unchecked, unchecked, checked, unchecked, checked: the last two checks cover what came before them
-    assert seen == [(20, 0, 0), (40, 0, 0), (60, 0, 0), (80, 0, 0), (100, 0, 0), (60, 60, 0)]
+    assert credits == [(20, 0, 0), (40, 0, 0), (60, 0, 0), (80, 0, 0), (100, 0, 0), (60, 60, 0)]
     [entry] = entries(harness, "credited")
     assert entry["worker"] == ALICE and entry["tokens"] == 60 and len(entry["submissions"]) == 3
     node = next(node for node in harness.status().nodes if node.name == "worker-a")
     assert (node.pending, node.credited) == (60, 60)
 
 
-def test_a_slashed_worker_loses_what_waits_and_keeps_what_was_credited(harness: Harness) -> None:
+def test_a_slashed_worker_loses_pending_credit_and_keeps_final_credit(harness: Harness) -> None:
     harness.pool.judgement.trust.random = lambda: 0.0
     for _ in range(3):
         harness.accepted(useful=USELESS)
@@ -58,14 +58,10 @@ def test_a_slashed_worker_loses_what_waits_and_keeps_what_was_credited(harness: 
     assert entries(harness, "forfeited")[0]["tokens"] == 40
 
 
-def test_a_soft_rejection_takes_no_credit(harness: Harness) -> None:
+def test_the_runs_end_releases_pending_credit_once(harness: Harness) -> None:
     harness.accepted(useful=USELESS)
     harness.rejected(Reason.UNREADABLE)
-    assert credit(harness) == (20, 0, 0)
-
-
-def test_the_runs_end_releases_what_waits_once(harness: Harness) -> None:
-    harness.accepted(useful=USELESS)
+    assert credit(harness) == (20, 0, 0), "a soft rejection takes no credit"
     for step in (4, 5, 5):
         harness.pool.learning.trained(StepReport(step=step, metrics={}, trained=[]))
         assert credit(harness) == ((20, 0, 0) if step == 4 else (0, 20, 0))
@@ -73,7 +69,7 @@ def test_the_runs_end_releases_what_waits_once(harness: Harness) -> None:
 
 
 def test_work_accepted_after_the_last_step_is_paid_at_once(harness: Harness) -> None:
-    """No later work could cover it, and it was asked for."""
+    """No later work could cover it."""
     earlier, late = harness.upload(), harness.upload(BOB)
     harness.claims(VALIDATOR, 2)
     harness.judge(earlier.id, None, USELESS)
@@ -83,16 +79,16 @@ def test_work_accepted_after_the_last_step_is_paid_at_once(harness: Harness) -> 
     assert [entry["worker"] for entry in entries(harness, "credited")] == [ALICE, BOB]
 
 
-def test_lies_do_not_outrun_the_escrow_whatever_share_is_checked() -> None:
+def test_the_escrow_grows_as_the_share_of_checks_falls() -> None:
     assert [ValidatorSection(check_floor=floor).escrow_checks for floor in (1.0, 0.1, 0.05)] == [16, 16, 20]
 
 
-def test_a_batch_takes_few_unchecked_groups_and_then_all_are_checked(harness: Harness) -> None:
-    """Batches are of four groups, half of which may be unchecked; a draw of 0.9 means: not to be checked."""
+def test_once_half_a_batch_is_unchecked_all_are_checked(harness: Harness) -> None:
+    """Batches have four groups; a draw of 0.9 means no full check."""
     harness.pool.judgement.trust.random = lambda: 0.9
     ids = [harness.accepted(useful=useful).id for useful in ((True, False), (True, True), (True, False))]
     full = [found.full_check for id in ids if (found := harness.pool.db.submissions.get(id))]
-    assert full == [True, False, True], "of a newcomer all is; and where two unchecked groups wait, no more are taken"
+    assert full == [True, False, True], "a newcomer's always is; and so is the next one while two unchecked groups wait"
     assert harness.pool.batches.of_step(0).ready
     rows = harness.pool.db.connection.rows("SELECT checked FROM groups WHERE batch = 0 ORDER BY seq")
     assert [bool(checked) for (checked,) in rows] == [True, False, False, True]

@@ -1,23 +1,19 @@
-"""A reader that asks with its last cursor misses nothing and gets nothing twice."""
+"""A reader that continues from its last cursor misses nothing and gets nothing twice."""
 
 import json
 
 import pytest
 
 from shoal.coordinator import database as history_module
-from shoal.coordinator import journal as journal_module
-from shoal.coordinator.journal import Journal
 from shoal.protocol.history import MAX_SAMPLES, RunHistory
-from shoal.protocol.messages import GroupResult, Reason, Sample, StepReport
+from shoal.protocol.messages import GroupResult, Sample, StepReport
 
-from .support import ALICE, BOB, VALIDATOR, Harness, verdict
+from .support import ALICE, VALIDATOR, Harness, verdict
 
 pytestmark = pytest.mark.usefixtures("every_database")
 
 
 SAMPLE = Sample(task="1+1", prompt="1+1=", completion="2", reward=1.0, tokens=2)
-
-
 SAMPLE_OF_A = SAMPLE.model_dump() | {"submission": "a-0", "group": 0, "worker": "a", "policy_version": 0}
 
 
@@ -25,13 +21,13 @@ def report(step: int, loss: float) -> StepReport:
     return StepReport(step=step, metrics={"loss": loss}, trained=[])
 
 
-def test_a_step_that_is_reported_again_replaces_the_earlier_report_at_the_reader_too(harness: Harness) -> None:
+def test_a_repeated_report_of_a_step_replaces_the_earlier_one_for_readers_too(harness: Harness) -> None:
     reader = RunHistory()
     harness.pool.learning.trained(report(0, 1.0))
     harness.pool.learning.trained(report(1, 2.0))
     assert reader.add(harness.pool.db.history.after(reader.cursor))
     assert not reader.add(harness.pool.db.history.after(reader.cursor))
-    harness.pool.learning.trained(report(0, 3.0))  # the learner was restarted before it could remember the step
+    harness.pool.learning.trained(report(0, 3.0))  # the learner was restarted
     assert reader.add(harness.pool.db.history.after(reader.cursor))
     assert [step["loss"] for step in reader.metrics] == [3.0, 2.0]
     assert harness.status().trained == 2
@@ -49,8 +45,7 @@ def test_a_long_history_comes_in_pages(harness: Harness, monkeypatch: pytest.Mon
     assert (pages, [step["loss"] for step in reader.metrics]) == (3, [0.0, 1.0, 2.0, 3.0, 4.0])
 
 
-def test_a_page_is_bounded_in_bytes_and_a_larger_entry_comes_alone(harness: Harness) -> None:
-    """A thousand entries were one answer: megabytes, for anyone who asked."""
+def test_a_page_is_bounded_in_bytes_and_a_larger_entry_is_sent_alone(harness: Harness) -> None:
     size_bytes = history_module.PAGE_BYTES // 5
     for number in range(12):
         task = "x" * (size_bytes if number != 7 else 2 * history_module.PAGE_BYTES)
@@ -66,14 +61,14 @@ def accept_with_sample(harness: Harness) -> str:
     task = harness.upload(ALICE)
     harness.claim(VALIDATOR)
     harness.contents += 1
-    said = verdict(task.id, None, (True, True), f"{harness.contents:064x}")
+    given = verdict(task.id, None, (True, True), f"{harness.contents:064x}")
     groups = [GroupResult(reward_mean=0.5, useful=False, tokens=2, sample=SAMPLE)]
     harness.pool.judgement.accepted_stored(VALIDATOR, task.id, "8" * 64)
-    harness.pool.judgement.judge(VALIDATOR, said.model_copy(update={"groups": groups}))
+    harness.pool.judgement.judge(VALIDATOR, given.model_copy(update={"groups": groups}))
     return task.id
 
 
-def test_an_accepted_groups_sample_says_whose_it_is_and_is_kept_once(harness: Harness) -> None:
+def test_an_accepted_groups_sample_names_its_worker_and_is_stored_once(harness: Harness) -> None:
     id = accept_with_sample(harness)
     (sample,) = harness.pool.db.history.after(0).samples
     assert (sample.submission, sample.group, sample.worker, sample.policy_version) == (id, 0, "worker-a", 0)
@@ -89,50 +84,3 @@ def test_only_the_newest_samples_are_kept(harness: Harness) -> None:
     harness.pool.db.history.put_samples([])
     assert not harness.pool.db.history.has("sample", f"{first}/0")
     assert harness.pool.db.history.count("sample") == MAX_SAMPLES
-
-
-# --- journal ---------------------------------------------------------------------------------------------------------
-
-
-def told(journal: Journal) -> list[int]:
-    """Numbers of the submissions among the next lines."""
-    return [line["submission"] for line in journal.new() if line["kind"] == "submission"]
-
-
-def test_a_submission_that_settles_late_is_told_when_it_settles(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_module, "PAGE", 2)
-    journal = Journal(harness.pool.db.connection, [])
-    slow = harness.task(BOB)
-    for _ in range(5):
-        harness.accepted(ALICE, useful=(False, False))
-    assert [told(journal) for _ in range(4)] == [[2, 3], [4, 5], [6], []]
-    assert [line["submission"] for line in journal.under_way()] == [1]
-    harness.pool.assignments.uploaded(BOB, slow.id, "7" * 64)
-    assert journal.under_way()[0]["state"] == "uploaded"
-    harness.judge(harness.claimed().assignment.id, Reason.BOUNDS)
-    assert (told(journal), told(journal), journal.under_way()) == ([1], [], [])
-
-
-def test_a_restart_tells_only_what_is_new(harness: Harness) -> None:
-    first = Journal(harness.pool.db.connection, [])
-    harness.accepted(ALICE, useful=(False, False))
-    lines = first.new()
-    assert {line["kind"] for line in lines} == {"submission", "version"}
-    harness.accepted(ALICE, useful=(False, False))
-    second = Journal(harness.pool.db.connection, json.loads(json.dumps(lines)))
-    assert [line["submission"] for line in second.new()] == [2]
-    assert second.new() == []
-
-
-def test_a_line_holds_what_became_of_the_groups_and_no_key_or_nonce(harness: Harness) -> None:
-    harness.join("d" * 64, name="dora")
-    task = harness.upload("d" * 64)
-    harness.claim()
-    harness.judge(task.id, None, (True, False))
-    [line] = [line for line in Journal(harness.pool.db.connection, []).new() if line["kind"] == "submission"]
-    assert (line["worker"], line["state"], line["file"]) == ("dora", "accepted", "8" * 64)
-    assert [group["useful"] for group in line["group_list"]] == [True, False]
-    text = json.dumps(line)
-    assert "d" * 32 not in text and task.nonce not in text

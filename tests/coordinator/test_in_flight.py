@@ -1,4 +1,4 @@
-"""Uploading one submission while generating others: `workers.in_flight` and one more, and nothing to choose between them."""
+"""A worker uploads one submission while it generates others, without a choice between them; and a worker that drains."""
 
 import pytest
 
@@ -11,10 +11,10 @@ FILE = "9" * 64
 
 
 def beat(harness: Harness, finished: str, *working_on: str, key: str = ALICE, version: int = 0) -> HeartbeatAnswer:
-    """A worker's request for a task while it uploads one and works on others; `finished` "": it uploads nothing."""
-    said = Finished(submission=finished, hash=FILE) if finished else None
-    asks = Heartbeat(policy_version=version, wants_task=True, finished=said, working_on=list(working_on))
-    return harness.pool.members.heartbeat(key, asks)
+    """Request a task while uploading `finished` ("": nothing) and working on others."""
+    announced = Finished(submission=finished, hash=FILE) if finished else None
+    heartbeat = Heartbeat(policy_version=version, wants_task=True, finished=announced, working_on=list(working_on))
+    return harness.pool.members.heartbeat(key, heartbeat)
 
 
 @pytest.fixture
@@ -23,17 +23,17 @@ def proven(harness: Harness) -> Harness:
     return harness
 
 
-def test_who_uploads_gets_the_next_task_and_no_third(proven: Harness) -> None:
+def test_during_an_upload_a_worker_gets_one_more_task(proven: Harness) -> None:
     first = proven.task()
     second = beat(proven, first.id).assignment
     assert second is not None and second.number == first.number + 1
-    assert beat(proven, first.id).assignment == second, "however often it asks"
+    assert beat(proven, first.id).assignment == second, "however many requests it sends"
     proven.pool.assignments.uploaded(ALICE, first.id, FILE)
     proven.pool.assignments.uploaded(ALICE, second.id, FILE)
 
 
-def test_only_the_announced_file_is_taken(proven: Harness) -> None:
-    """What it is can no longer follow from the task that came after it. Another one costs the task."""
+def test_only_the_announced_file_is_accepted(proven: Harness) -> None:
+    """Its content cannot depend on the later task. Another file costs the task."""
     first = proven.task()
     beat(proven, first.id)
     with pytest.raises(PoolError, match="not the file that was announced"):
@@ -41,28 +41,28 @@ def test_only_the_announced_file_is_taken(proven: Harness) -> None:
     assert proven.state(first.id) == "expired" and missed(proven) == 1
 
 
-def test_a_young_key_uploads_first(harness: Harness) -> None:
+def test_a_newcomer_gets_no_task_during_an_upload(harness: Harness) -> None:
     first = harness.task()
     answer = beat(harness, first.id)
     assert answer.assignment is None and f"its upload of {first.id}" in answer.waiting_for
     harness.publish(1)
     assert beat(harness, first.id, version=1).assignment is None
-    assert harness.state(first.id) == "open", "newer weights do not end what it uploads"
+    assert harness.state(first.id) == "open", "newer weights do not end its upload"
 
 
-def test_what_was_announced_and_never_came_is_missed(proven: Harness) -> None:
+def test_an_announced_file_that_never_arrives_is_missed(proven: Harness) -> None:
     first = proven.task()
     second = beat(proven, first.id).assignment
     assert second is not None
     beat(proven, second.id)  # it uploads one at a time: the first is lost
     assert (proven.state(first.id), proven.state(second.id)) == ("expired", "open")
     answer = beat(proven, second.id)
-    assert f"its upload of {second.id}" in answer.waiting_for, "who lost one uploads before it gets another"
+    assert f"its upload of {second.id}" in answer.waiting_for, "after a loss it must upload before it gets another task"
     assert missed(proven) == 1
 
 
-def test_who_is_restarted_during_an_upload_gets_the_same_task_again(proven: Harness) -> None:
-    """It has seen no other, so it may upload another file: its own signature is as good on that one."""
+def test_a_worker_restarted_during_an_upload_gets_the_same_task_again(proven: Harness) -> None:
+    """It knows no later task, so it may upload another file."""
     first = alone(proven)
     assert proven.task() == first
     proven.pool.assignments.uploaded(ALICE, first.id, "8" * 64)
@@ -70,7 +70,7 @@ def test_who_is_restarted_during_an_upload_gets_the_same_task_again(proven: Harn
 
 
 def alone(harness: Harness) -> Assignment:
-    """An announced task of a worker that gets none of newer weights, because its version will not do for another step."""
+    """Return an announced task whose worker gets no later one, because its version is too old for another step."""
     harness.publish(1, 2)
     for _ in range(4):
         harness.accepted("b" * 64, 2)
@@ -85,7 +85,10 @@ def test_another_workers_task_cannot_be_announced(proven: Harness) -> None:
     proven.pool.assignments.uploaded("b" * 64, theirs.id, "8" * 64)
 
 
-def test_a_worker_that_drains_finishes_what_it_holds_and_leaves_without_penalty(proven: Harness) -> None:
+# --- draining --------------------------------------------------------------------------------------------------------
+
+
+def test_a_draining_worker_finishes_its_tasks_and_leaves_without_penalty(proven: Harness) -> None:
     first = proven.task()
     second = beat(proven, first.id).assignment
     assert second is not None
@@ -98,36 +101,60 @@ def test_a_worker_that_drains_finishes_what_it_holds_and_leaves_without_penalty(
     assert not missed(proven) and not proven.node().suspensions
     proven.claim()
     proven.judge(first.id)
-    assert proven.state(first.id) == "accepted", "what it left is judged and paid"
+    assert proven.state(first.id) == "accepted", "its uploads are judged and paid"
 
 
-def test_who_left_may_come_back_but_not_out_of_a_suspension(proven: Harness) -> None:
+def test_a_worker_killed_while_it_drained_returns_to_the_same_task(proven: Harness) -> None:
+    """It did nothing wrong, and gains nothing: another task before an upload would let it choose."""
+    first = proven.task()
+    proven.pool.members.drain(ALICE)
+    proven.join(ALICE)  # its next start
+    assert proven.node().state == "active" and proven.task() == first and not missed(proven)
+    proven.pool.assignments.uploaded(ALICE, first.id, FILE)
+    assert proven.task().number == first.number + 1, "the operator need not readmit it"
+
+
+def test_a_returning_worker_keeps_its_rest_and_its_suspension(proven: Harness) -> None:
+    first = proven.task()
+    beat(proven, first.id)
+    with pytest.raises(PoolError, match="not the file that was announced"):
+        proven.pool.assignments.uploaded(ALICE, first.id, "8" * 64)
+    rests_until_s = proven.node().rests_until_s
+    proven.pool.members.drain(ALICE)
+    proven.join(ALICE)
+    assert proven.node().rests_until_s == rests_until_s > proven.clock.now_s and missed(proven) == 1
+    proven.pool.db.nodes.suspend(ALICE, "because", proven.clock.now_s, 60)
+    proven.pool.members.drain(ALICE)
+    proven.join(ALICE)
+    assert proven.node().state == "suspended"
+
+
+def test_a_worker_that_left_may_return_but_not_out_of_a_suspension(proven: Harness) -> None:
     proven.pool.members.drain(ALICE)
     assert proven.beat(ALICE).state == "left"
     proven.join(ALICE)
     assert proven.task().number == 1
     proven.pool.assignments.uploaded(ALICE, f"{ALICE[:16]}-000001", FILE)
-    proven.pool.db.nodes.suspend_until(ALICE, proven.clock.now_s + 60)
-    proven.pool.db.nodes.move(ALICE, "suspend", "because", proven.clock.now_s)
+    proven.pool.db.nodes.suspend(ALICE, "because", proven.clock.now_s, 60)
     proven.pool.members.drain(ALICE)
     assert proven.beat(ALICE).state == "left"
     proven.join(ALICE)
     assert "suspension to end in 60 s" in proven.beat(ALICE).waiting_for
 
 
-# --- several at once -------------------------------------------------------------------------------------------------
+# --- several tasks at once -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def several() -> Harness:
-    """Workers may generate three submissions at once. The first one has accepted work."""
+    """Workers may generate three submissions at once. Alice has accepted work."""
     harness = staffed_pool(in_flight=3, prompts_per_step=16)
     harness.accepted(ALICE, useful=(False, False))
     return harness
 
 
 def take(harness: Harness, count: int, version: int = 0) -> list[str]:
-    """So many tasks, each asked for while it works on those before."""
+    """Return `count` tasks, each requested while working on those before."""
     held: list[str] = []
     for _ in range(count):
         assigned = beat(harness, "", *held, version=version).assignment
@@ -137,7 +164,7 @@ def take(harness: Harness, count: int, version: int = 0) -> list[str]:
 
 
 def outrun(harness: Harness, *versions: int) -> None:
-    """Publish these versions, and let another worker fill batches with the last while nothing is heard of the first."""
+    """Publish these versions, and let Bob fill batches with the last while Alice is silent."""
     harness.publish(*versions)
     harness.clock.now_s += 31
     while harness.pool.db.open_step() < 3:
@@ -148,7 +175,7 @@ def missed(harness: Harness, key: str = ALICE) -> int:
     return harness.node(key).missed_in_a_row
 
 
-def test_it_holds_so_many_and_one_more_while_it_uploads(several: Harness) -> None:
+def test_a_worker_has_at_most_in_flight_tasks_and_one_more_during_an_upload(several: Harness) -> None:
     held = take(several, 3)
     assert len(set(held)) == 3
     answer = beat(several, "", *held)
@@ -161,14 +188,14 @@ def test_it_holds_so_many_and_one_more_while_it_uploads(several: Harness) -> Non
     assert not missed(several)
 
 
-def test_a_young_key_holds_one(several: Harness) -> None:
+def test_a_newcomer_has_one_task(several: Harness) -> None:
     first = beat(several, "", key=BOB).assignment
     assert first is not None
     assert f"its upload of {first.id}" in beat(several, "", first.id, key=BOB).waiting_for
 
 
-def test_they_are_delivered_in_order(several: Harness) -> None:
-    """Otherwise it could put off what it does not like, at no cost, until no batch takes it any more."""
+def test_submissions_are_uploaded_in_order(several: Harness) -> None:
+    """Otherwise it could delay a task that it does not like, at no cost, until no batch can take it."""
     first, second = take(several, 2)
     beat(several, second, first)  # names the second as finished
     with pytest.raises(PoolError, match=f"{second} comes after {first}, which has to be uploaded first"):
@@ -177,15 +204,14 @@ def test_they_are_delivered_in_order(several: Harness) -> None:
     several.pool.assignments.uploaded(ALICE, second, "8" * 64)  # it was not announced: it was not the oldest
 
 
-def test_who_is_restarted_gets_all_of_them_again_in_order(several: Harness) -> None:
+def test_a_restarted_worker_gets_all_its_tasks_again_in_order(several: Harness) -> None:
     held = take(several, 3)
-    again = [beat(several, "", *held[:number]).assignment for number in range(3)]
-    assert [one.id if one else "" for one in again] == held and not missed(several)
+    assert take(several, 3) == held and not missed(several)
 
 
 @pytest.mark.parametrize("uploads", [False, True], ids=["tasks", "an upload with the tasks behind it"])
-def test_what_a_worker_lost_at_once_counts_once(several: Harness, uploads: bool) -> None:
-    """It died while it worked on them, or during an upload, and came back with newer weights."""
+def test_tasks_lost_at_once_count_once(several: Harness, uploads: bool) -> None:
+    """It died while it worked on them, or during an upload, and returned with newer weights."""
     held = take(several, 3)
     if uploads:
         beat(several, *held)
@@ -195,7 +221,7 @@ def test_what_a_worker_lost_at_once_counts_once(several: Harness, uploads: bool)
     assert missed(several) == 1
 
 
-def test_what_it_still_works_on_may_take_longer_than_its_deadline(several: Harness) -> None:
+def test_a_task_in_progress_may_take_longer_than_its_deadline(several: Harness) -> None:
     first, second = take(several, 2)
     several.clock.now_s += 601
     assert beat(several, "", first, second).assignment is not None
@@ -204,8 +230,8 @@ def test_what_it_still_works_on_may_take_longer_than_its_deadline(several: Harne
     assert (several.state(first), several.state(second)) == ("expired", "open"), "it lost the first"
 
 
-def test_a_slow_worker_that_holds_several_has_missed_nothing(several: Harness) -> None:
-    """Others filled the batches meanwhile. All that it holds is as old, so it has nothing to choose."""
+def test_a_slow_worker_with_several_tasks_has_missed_none(several: Harness) -> None:
+    """Others filled the batches meanwhile. All its tasks are too old, so it has nothing to choose."""
     first, second = take(several, 2)
     beat(several, first, second)
     outrun(several, 1, 2, 3)
@@ -216,19 +242,19 @@ def test_a_slow_worker_that_holds_several_has_missed_nothing(several: Harness) -
     assert several.state(first) == several.state(second) == "stale" and not missed(several)
 
 
-def test_an_upload_under_way_is_no_missed_task_however_old_it_grows(several: Harness) -> None:
+def test_an_upload_in_progress_is_not_missed_however_old_it_grows(several: Harness) -> None:
     """Others filled the batches meanwhile, or the machine is slow: neither is the worker's fault."""
     (first,) = take(several, 1)
     several.publish(1)
     newer = beat(several, first, version=1).assignment
-    assert newer is not None and newer.policy_version == 1, "its version will do for another step"
+    assert newer is not None and newer.policy_version == 1, "the older version is allowed for another step"
     outrun(several, 2, 3)
     beat(several, first, newer.id, version=1)
     assert several.state(first) == "stale" and not missed(several)
 
 
 def test_a_finished_file_may_arrive_after_its_deadline(several: Harness) -> None:
-    """The worker holds a later task, and asks for more while it uploads."""
+    """The worker has a later task, and requests more during the upload."""
     first, second = take(several, 2)
     several.clock.now_s += 601
     beat(several, first, second)

@@ -1,4 +1,4 @@
-"""A pool over PostgreSQL and a bucket: real servers, real HTTP, the coordinator killed -9 in mid-run and started again."""
+"""A pool over PostgreSQL and a bucket: real servers, real HTTP, the coordinator killed -9 during the run and replaced."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ import pytest
 from shoal.config import dumps
 from shoal.config.config import Config
 from shoal.config.sections import StoreSection
-from shoal.coordinator.state import KEY
+from shoal.coordinator.folder import KEY
 from shoal.ledger.chain import verify_chain
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.history import Status
@@ -94,8 +94,8 @@ def test_a_coordinator_on_another_machine_goes_on_where_the_first_was_killed(set
     def join(role: str, name: str) -> Node:
         made = make_invite(identity, url=url, run=RUN, role=role, name=name, expires_s=int(time.time()) + 600)  # type: ignore[arg-type]
         node = Node.join(made, tmp_path / name, patience_s=PATIENCE_S, stop=threading.Event())
-        told = node.config()
-        assert node.direct and told.coordinator.database == "", "what only the coordinator needs is not sent around"
+        received = node.config()
+        assert node.direct and received.coordinator.database == "", "private fields are not sent"
         return node
 
     try:
@@ -127,13 +127,13 @@ def test_a_coordinator_on_another_machine_goes_on_where_the_first_was_killed(set
         with httpx.Client() as client:
             assert client.send(signed).status_code == 425, "a request that the first one served is not served again"
         for number, (task, data) in enumerate(tasks):
-            assert validator.fetch_file(f"/v1/submissions/{task.id}", most_bytes=1 << 20) == data
+            assert validator.fetch_file(f"/v1/submissions/{task.id}", max_bytes=1 << 20) == data
             stored = validator.send_file(f"/v1/accepted/{task.id}", ACCEPTED + bytes([number]))
-            found = verdict(task.id, None, (True, True), f"{number:064x}")
-            validator.post("/v1/verdicts", found.model_copy(update={"accepted_hash": stored.hash}), Ok)
+            accepted = verdict(task.id, None, (True, True), f"{number:064x}")
+            validator.post("/v1/verdicts", accepted.model_copy(update={"accepted_hash": stored.hash}), Ok)
         batch = learner.get("/v1/batches/0", Batch)
         assert (
-            batch.ready and learner.fetch_file(f"/v1/accepted/{tasks[1][0].id}", most_bytes=1 << 20) == ACCEPTED + b"\1"
+            batch.ready and learner.fetch_file(f"/v1/accepted/{tasks[1][0].id}", max_bytes=1 << 20) == ACCEPTED + b"\1"
         )
         status = Status.model_validate_json(httpx.get(f"{url}/v1/status").content)
         assert sum(node.accepted for node in status.nodes) == 2 and not status.slashed

@@ -1,4 +1,4 @@
-"""Killed or failing at any moment, the pool is whole when it is opened again."""
+"""After a kill or a failure at any moment, the pool reopens in a consistent state."""
 
 import logging
 import multiprocessing
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("every_database")
 
 
 def scenario(harness: Harness, die_at: int) -> None:
-    """A run in small, during which the process dies inside the transaction of ledger entry `die_at`."""
+    """A short run in which the process dies inside the transaction of ledger entry `die_at`."""
     append = harness.pool.db.ledger.append
 
     def append_or_die(kind: str, body: Any) -> Any:
@@ -60,13 +60,13 @@ def test_killed_inside_a_transaction_the_pool_reopens_as_before_it(tmp_path: Pat
     assert sum(node.accepted for node in status.nodes) == accepted
     assert bool(status.slashed) == ("slashed" in KINDS[:whole])
     assert status.trained == KINDS[:whole].count("trained")
-    if die_at in (5, 6, 8, 9):  # it died with a verdict: the validator asks again, and is heard
+    if die_at in (5, 6, 8, 9):  # it died with a verdict, which the validator repeats
         harness.contents = 100
         harness.judge(harness.claimed().assignment.id)
         assert "accepted" in harness.kinds()[whole:]
 
 
-def test_a_reopened_pool_is_as_it_was(tmp_path: Path) -> None:
+def test_a_reopened_pool_is_unchanged(tmp_path: Path) -> None:
     harness = open_pool(tmp_path / "pool.sqlite")
     scenario(harness, die_at=0)
     assert harness.kinds() == KINDS
@@ -93,6 +93,6 @@ def test_a_failing_ledger_leaves_no_trace_of_the_verdict(
         patch.setattr(harness.pool.db.ledger, "append", full)
         with pytest.raises(sqlite3.OperationalError):
             harness.judge(task.id)
-    assert harness.status().have == 0 and caplog.records == [], "what is undone is not logged either"
+    assert harness.status().have == 0 and caplog.records == [], "an undone verdict is not logged"
     harness.judge(task.id)
     assert harness.status().have == 2

@@ -1,4 +1,4 @@
-"""The coordinator settles its ledger in a contract, on an EVM in this process; the chain goes away and comes back."""
+"""The coordinator settles its ledger in a contract, on an EVM in this process; the chain becomes unreachable and returns."""
 
 import asyncio
 from pathlib import Path
@@ -21,7 +21,7 @@ pytest.importorskip("eth_abi", reason="web3.py is not installed: make evm")
 
 
 class Away(RevmChain):
-    """A chain that can be out of reach."""
+    """A chain that can be unreachable."""
 
     away = False
 
@@ -87,7 +87,7 @@ async def until(is_so, *, of: Settlement) -> None:  # type: ignore[no-untyped-de
     task.cancel()
 
 
-def test_what_a_pool_writes_is_settled_and_stakes_come_back(scene: Scene) -> None:
+def test_ledger_entries_are_settled_and_stakes_are_read_back(scene: Scene) -> None:
     settling = scene.settlement()
     scene.contract.deposit(ALICE, 150)
     with pytest.raises(PoolError, match="has staked 0"):
@@ -108,7 +108,7 @@ def test_what_a_pool_writes_is_settled_and_stakes_come_back(scene: Scene) -> Non
     assert scene.contract.pool() == 150 and not scene.notices
 
 
-def test_a_chain_that_is_away_is_told_and_loses_nothing(scene: Scene) -> None:
+def test_an_unreachable_chain_is_reported_and_nothing_is_lost(scene: Scene) -> None:
     scene.chain.away = True
     settling = scene.settlement()
     scene.harness.join(ALICE)
@@ -117,14 +117,14 @@ def test_a_chain_that_is_away_is_told_and_loses_nothing(scene: Scene) -> None:
     assert "the chain does not answer; accepted work waits in the ledger" in scene.notices[0]
     with pytest.raises(PoolError, match="cannot see stakes") as caught:
         asyncio.run(settling.read_offered(BOB, ACCOUNT))
-    assert caught.value.status == 503, "a node asks again"
+    assert caught.value.status == 503, "a node repeats the request"
     scene.credit(ALICE, "a-2", 12)
     scene.chain.away = False
     asyncio.run(until(lambda: scene.credited(ALICE) == 42, of=settling))
     assert scene.notices[-1] == "the chain takes entries again" and len(scene.notices) == 2
 
 
-def test_the_next_start_settles_what_the_last_one_could_not_and_nothing_twice(scene: Scene) -> None:
+def test_the_next_start_settles_the_rest_and_nothing_twice(scene: Scene) -> None:
     first = scene.settlement()
     scene.harness.join(ALICE)
     scene.credit(ALICE, "a-1", 30)

@@ -1,11 +1,11 @@
-"""Tasks of workers of any speed: each takes about as long, none delays a step, and hardly anything is made in vain."""
+"""Task sizes for workers of any speed: each needs about the same time, none delays a step, and little work is wasted."""
 
 import statistics
 
 import pytest
 
 from shoal.config import config as config_module
-from shoal.coordinator.arrivals import SIMILAR, fitting, largest
+from shoal.coordinator.arrivals import SIMILAR, fitted_size, max_size
 
 from . import simulation
 from .simulation import Simulation, workers
@@ -29,24 +29,24 @@ BASE, MOST = CONFIG.workers.groups_per_submission, CONFIG.workers.largest
     ],
 )
 def test_a_size_follows_the_time_that_tasks_take(size: int, took_s: float, expected: int) -> None:
-    assert fitting(size, took_s, 10.0, CONFIG) == expected
+    assert fitted_size(size, took_s, 10.0, CONFIG) == expected
 
 
-def test_who_became_faster_gets_twice_as_much_at_once_and_no_more_than_usual() -> None:
+def test_a_worker_that_became_faster_gets_tasks_twice_as_large_up_to_the_usual_size() -> None:
     eight = CONFIG.model_copy(update={"workers": CONFIG.workers.model_copy(update={"groups_per_submission": 8})})
-    assert [fitting(size, 10.0, 10.0, eight) for size in (1, 3, 5)] == [2, 6, 8]
+    assert [fitted_size(size, 10.0, 10.0, eight) for size in (1, 3, 5)] == [2, 6, 8]
 
 
 def test_the_largest_task_fits_into_an_upload(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert largest(CONFIG) == MOST
+    assert max_size(CONFIG) == MOST
     monkeypatch.setattr(config_module, "SUBMISSION_BYTES", 100_000)  # 16 completions of 64 tokens: 26,624 bytes at most
-    assert largest(CONFIG) == fitting(BASE, 1.0, 10.0, CONFIG) == 3
+    assert max_size(CONFIG) == fitted_size(BASE, 1.0, 10.0, CONFIG) == 3
     monkeypatch.setattr(config_module, "SUBMISSION_BYTES", 1024)
-    assert largest(CONFIG) == BASE and CONFIG.max_submission_bytes == BASE * 26_624, "a newcomer's task always fits"
+    assert max_size(CONFIG) == BASE and CONFIG.max_submission_bytes == BASE * 26_624, "a newcomer's task always fits"
 
 
 def mixed(seed: int, **settings: object) -> Simulation:
-    """Two workers that take 0.1 s for a group, and one that takes 1 s."""
+    """Two workers that need 0.1 s per group, and one that needs 1 s."""
     members = workers(3)
     for member, group_s in zip(members, (0.1, 0.1, 1.0), strict=True):
         member.takes_s, member.group_s = 0.2, group_s
@@ -61,10 +61,10 @@ def test_one_worker_ten_times_slower_delays_no_step_and_is_credited(monkeypatch:
     slow = pool.members[2].key
     counts = pool.harness.pool.db.submissions.count_by_worker_and_state()
     assert counts[slow, "accepted"] >= 10 and not counts.get((slow, "expired"))
-    assert counts.get((slow, "stale"), 0) <= 1, "its first task, before anyone knew how slow it is"
+    assert counts.get((slow, "stale"), 0) <= 1, "its first task, before its speed is known"
     two = mixed(0)
     two.members.pop()
-    assert with_slow_s <= 1.05 * two.run(), "it helps, or at least nobody waits for it"
+    assert with_slow_s <= 1.05 * two.run(), "the pool is not slower than without it"
     nodes = [pool.harness.node(member.key) for member in pool.members]
     assert nodes[2].size <= nodes[0].size / 4
     assert nodes[2].missed_in_a_row == 0 and not nodes[2].suspensions and 0.9 < nodes[2].took_s < 1.6
@@ -82,10 +82,10 @@ def test_a_laptop_and_a_large_node_finish_their_tasks_in_about_the_same_time(mon
 
 
 @pytest.mark.parametrize("async_level, learn_s", [(2, 1.0), (2, 6.0), (1, 3.0)])
-def test_less_than_three_percent_is_made_in_vain(
+def test_less_than_three_percent_of_the_groups_are_wasted(
     async_level: int, learn_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups that grew too old and groups that came too late, among the useful ones, as the summary counts them."""
+    """Useful groups that became too old or were uploaded too late, as the summary counts them."""
     monkeypatch.setattr(simulation, "STEPS", 40)
     monkeypatch.setattr(simulation, "LEARN_S", learn_s)
     pool = Simulation(
@@ -100,7 +100,7 @@ def test_less_than_three_percent_is_made_in_vain(
     assert status.stale_groups + status.late_groups < 0.03 * made, (status.stale_groups, status.late_groups, made)
 
 
-def test_what_the_next_batch_could_not_use_is_not_asked_for() -> None:
+def test_no_groups_are_requested_that_the_next_batch_could_not_use() -> None:
     harness = open_pool(async_level=0)
     for key in (ALICE, BOB):
         harness.join(key)
@@ -113,7 +113,7 @@ def test_what_the_next_batch_could_not_use_is_not_asked_for() -> None:
     assert "catch up" in harness.beat(ALICE, 0).waiting_for
 
 
-def test_a_task_that_came_too_late_makes_the_next_one_smaller(harness: Harness) -> None:
+def test_after_a_late_upload_the_next_task_is_smaller(harness: Harness) -> None:
     harness.accepted(BOB)
     task = harness.task(ALICE)
     harness.clock.now_s += 50

@@ -1,4 +1,4 @@
-"""A worker that spends the tolerance is dismissed by the sum of its submissions; an honest one is not; nobody is slashed."""
+"""A worker that exploits the tolerance is dismissed over all its submissions; an honest one is not; nobody is slashed."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ USELESS = (False, False)  # fills no batch, so that any number can be uploaded
 
 
 def spent(**figures: Any) -> ToleranceSpent:
-    """Of an honest submission of 1,000 tokens: at the honest rates, and with figures at half of their limits."""
+    """Return the figures of an honest submission of 1,000 tokens: at the honest rates, and at half of the limits."""
     honest: dict[str, Any] = {
         "exposure": 400.0,
         "beyond": (30, 8, 0, 0),
@@ -41,14 +41,14 @@ def harness() -> Harness:
 
 
 def submitted(harness: Harness, used: ToleranceSpent | None, key: str = ALICE, **given: Any) -> str:
-    """One submission that all checks accept. Its state afterwards."""
+    """Let all checks accept one submission. Return its state afterwards."""
     task = harness.upload(key)
     assert harness.claimed().assignment.id == task.id
     harness.judge(task.id, None, given.pop("useful", USELESS), spent=used, **given)
     return harness.state(task.id)
 
 
-SPENDING = {  # each spends one budget, within the limits of every check of one submission
+SPENDING = {  # each exploits one tolerance, within the limits of every check of one submission
     "more tokens": {"beyond": (90, 8, 0, 0)},
     "larger margins": {"beyond": (40, 40, 8, 0)},
     "two far tokens": {"beyond": (30, 10, 3, 3)},
@@ -63,11 +63,11 @@ SPENDING = {  # each spends one budget, within the limits of every check of one 
 
 
 @pytest.mark.parametrize("what", SPENDING)
-def test_a_worker_that_spends_a_budget_is_dismissed_and_not_slashed(harness: Harness, what: str) -> None:
+def test_a_worker_that_exploits_a_tolerance_is_dismissed_and_not_slashed(harness: Harness, what: str) -> None:
     states = [submitted(harness, spent(**SPENDING[what]))]
     while states[-1] == "accepted" and len(states) < 100:
         states.append(submitted(harness, spent(**SPENDING[what])))
-    assert states[-1] == "rejected", f"{what}: not found within 100 submissions"
+    assert states[-1] == "rejected", f"{what}: not detected within 100 submissions"
     assert harness.status().reject_reasons == {"spending": 1}
     assert harness.kinds().count("dismissed") == 1 and "slashed" not in harness.kinds()
     answer = harness.beat()
@@ -77,8 +77,8 @@ def test_a_worker_that_spends_a_budget_is_dismissed_and_not_slashed(harness: Har
     assert entry["worker"] == ALICE and entry["submissions"] == len(states) and entry["evidence"] > 13.8
 
 
-def test_an_honest_worker_stays_however_long_it_works(harness: Harness) -> None:
-    """At every honest bound, with Poisson numbers of mismatches that fall where they may."""
+def test_an_honest_worker_is_never_dismissed(harness: Harness) -> None:
+    """At every honest bound, with Poisson numbers of mismatches."""
     rng = np.random.default_rng(0)
     rates = harness.pool.config.evidence.rates
     process = Process()
@@ -92,7 +92,7 @@ def test_an_honest_worker_stays_however_long_it_works(harness: Harness) -> None:
         assert process.evidence < 13.8
 
 
-def test_an_honest_worker_of_an_engine_with_wider_limits_stays() -> None:
+def test_an_honest_worker_with_an_engine_with_wider_limits_is_never_dismissed() -> None:
     """Its figures are at two thirds of its own limits, and beyond those of the other engines."""
     own = {"proof_exponent_mean": 16.0, "proof_mantissa_mean": 3.8, "logprob_error_mean": 0.16}
     settings = config()
@@ -106,8 +106,8 @@ def test_an_honest_worker_of_an_engine_with_wider_limits_stays() -> None:
         assert process.evidence < 13.8
 
 
-def submissions_until_found(draw: Any, regenerated: int = 4) -> int | None:
-    """Of a worker whose regenerated rollouts are (improved, spoiled) as drawn; None: not within 400."""
+def submissions_until_detected(draw: Any, regenerated: int = 4) -> int | None:
+    """`draw` gives (improved, spoiled) of a submission's regenerated rollouts. None: not within 400."""
     section = config().evidence.model_copy(update={"regenerated": regenerated})
     settings, process = config().model_copy(update={"evidence": section}), Process()
     for number in range(1, 401):
@@ -118,28 +118,28 @@ def submissions_until_found(draw: Any, regenerated: int = 4) -> int | None:
     return None
 
 
-def test_a_worker_that_spoils_rare_right_answers_is_found_by_what_its_seeds_yield() -> None:
-    """Two right answers in a submission, as SmolLM2 has at first, among eight rollouts that numerics moved for nothing."""
+def test_a_worker_that_spoils_rare_right_answers_is_detected_by_regenerated_rollouts() -> None:
+    """Two right answers in a submission, as SmolLM2 has at first, among eight mismatches without effect on the reward."""
     rng = np.random.default_rng(0)
 
     def spoils() -> tuple[int, int]:
         return 0, int(rng.hypergeometric(2, 8, 4))
 
-    found = submissions_until_found(spoils)
-    assert found is not None and found < 120
-    assert submissions_until_found(lambda: (2, 0)) == submissions_until_found(lambda: (0, 2)) < 40  # type: ignore[operator]
-    assert submissions_until_found(lambda: (0, 2), regenerated=0) is None, "without them, nothing shows"
+    number = submissions_until_detected(spoils)
+    assert number is not None and number < 120
+    assert submissions_until_detected(lambda: (2, 0)) == submissions_until_detected(lambda: (0, 2)) < 40  # type: ignore[operator]
+    assert submissions_until_detected(lambda: (0, 2), regenerated=0) is None, "not without them"
 
 
 def test_numerics_that_change_rewards_both_ways_are_no_evidence() -> None:
-    """Also where they help twice as often as they hurt, the tilt."""
+    """Even if they help twice as often as they hurt, which is the tilt."""
     rng = np.random.default_rng(0)
     for chance in (0.5, 2 / 3):
         for _ in range(20):
-            assert submissions_until_found(lambda: (k := int(rng.binomial(3, chance)), 3 - k)) is None  # noqa: B023
+            assert submissions_until_detected(lambda: (k := int(rng.binomial(3, chance)), 3 - k)) is None  # noqa: B023
 
 
-def test_what_is_held_survives_a_restart(tmp_path: Path) -> None:
+def test_evidence_survives_a_restart(tmp_path: Path) -> None:
     clock = Clock()
     harness = open_pool(tmp_path / "pool.db", clock)
     harness.join(ALICE)
@@ -160,15 +160,14 @@ def test_exact_work_and_unchecked_work_are_no_evidence(harness: Harness) -> None
     assert harness.pool.judgement.trust.evidence.of(ALICE).observations == 0
 
 
-def test_what_a_dismissed_worker_still_has_is_not_used(harness: Harness) -> None:
+def test_a_dismissed_workers_unbatched_groups_are_dropped(harness: Harness) -> None:
     late = harness.upload()
-    rest = harness.claim()
-    assert rest is not None
+    harness.claimed()
     harness.judge(late.id, None, (True, False), spent=spent(better=1.0))
     assert harness.pool.db.groups.count_waiting(max_unchecked=0) == 1
     while submitted(harness, spent(better=6.0)) == "accepted":
         pass
-    assert harness.pool.db.groups.count_waiting(max_unchecked=4) == 0, "its groups that no batch has are dropped"
+    assert harness.pool.db.groups.count_waiting(max_unchecked=4) == 0
 
 
 def test_a_verdict_with_impossible_counts_is_refused() -> None:
@@ -178,7 +177,7 @@ def test_a_verdict_with_impossible_counts_is_refused() -> None:
         spent(better=float("nan"))
 
 
-def test_missed_tasks_dismiss_nobody_since_whoever_cuts_a_connection_can_cause_them(harness: Harness) -> None:
+def test_missed_tasks_dismiss_nobody_for_a_cut_connection_can_cause_them(harness: Harness) -> None:
     harness.task()
     harness.clock.now_s += 601.0
     harness.beat()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("every_database_slow")
 # --- uploading -------------------------------------------------------------------------------------------------------
 
 
-def test_a_task_may_be_uploaded_late_until_its_worker_takes_another(harness: Harness) -> None:
+def test_a_task_may_be_uploaded_late_until_its_worker_gets_another(harness: Harness) -> None:
     late = harness.task()
     harness.clock.now_s += 600.5
     harness.pool.assignments.uploaded(ALICE, late.id, "9" * 64)
@@ -41,11 +41,11 @@ def test_a_task_can_be_uploaded_once_and_only_by_its_worker(harness: Harness) ->
     assert harness.pool.judgement.hashes(task.id) == ("9" * 64, "")
 
 
-def test_a_file_of_a_version_no_batch_can_take_any_more_is_refused(harness: Harness) -> None:
-    late = harness.task(BOB, 0)  # held back until its version is too old, when relays may no longer have it either
+def test_a_file_of_a_version_too_old_for_any_batch_is_refused(harness: Harness) -> None:
+    late = harness.task(BOB, 0)  # delayed until its version is too old
     for version in (0, 0, 0):
         harness.accepted(version=version)
-        harness.clock.now_s += 31  # Bob is silent: his task is not counted on
+        harness.clock.now_s += 31  # Bob is silent: his task does not count as in progress
         harness.accepted(version=version)
     assert harness.status().step == 3
     with pytest.raises(PoolError, match="version 0, older than 1") as caught:
@@ -53,7 +53,7 @@ def test_a_file_of_a_version_no_batch_can_take_any_more_is_refused(harness: Harn
     assert caught.value.status == 409
     assert harness.pool.db.submissions.count_by_state()["stale"] == 1
     harness.publish(1)
-    assert harness.task(BOB, 1).number == 1, "it came, so it missed nothing and need not rest"
+    assert harness.task(BOB, 1).number == 1, "a late upload is not missed, so it need not rest"
 
 
 # --- checking --------------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_several_are_claimed_at_once_oldest_first_and_of_one_version_only() -> N
     assert harness.claims("d" * 64, 4) == []
 
 
-def test_a_claim_that_ran_out_goes_to_another_validator_whose_verdict_alone_counts(harness: Harness) -> None:
+def test_an_expired_claim_goes_to_another_validator_whose_verdict_alone_counts(harness: Harness) -> None:
     task = harness.upload()
     harness.claim(VALIDATOR)
     assert harness.claim(OTHER_VALIDATOR) is None
@@ -88,7 +88,7 @@ def test_a_claim_that_ran_out_goes_to_another_validator_whose_verdict_alone_coun
 
 
 def test_a_submission_expires_when_relays_no_longer_hold_its_version(caplog: pytest.LogCaptureFixture) -> None:
-    """A validator that dies for good leaves its claim behind; the next one would wait for weights that nobody serves."""
+    """A dead validator leaves its claim behind; the next one would wait for weights that nobody serves."""
     harness = open_pool(prompts_per_step=20)
     for key in (ALICE, BOB):
         harness.join(key)
@@ -108,18 +108,8 @@ def test_a_submission_expires_when_relays_no_longer_hold_its_version(caplog: pyt
     assert harness.task(ALICE, 5).number == 1
 
 
-def test_a_verdict_may_come_twice_and_counts_once(harness: Harness) -> None:
-    task = harness.upload()
-    harness.claim(VALIDATOR)
-    harness.pool.judgement.accepted_stored(VALIDATOR, task.id, "8" * 64)
-    for _ in range(2):
-        harness.pool.judgement.judge(VALIDATOR, verdict(task.id, None, (True, True), "5" * 64))
-    assert harness.kinds().count("accepted") == 1
-    assert harness.status().have == 2
-
-
 @pytest.mark.parametrize("reason", [None, Reason.PROOF])
-def test_only_who_holds_the_claim_gives_the_verdict_also_after_it_was_given(
+def test_only_the_validator_with_the_claim_gives_the_verdict_also_after_it_was_given(
     harness: Harness, reason: Reason | None
 ) -> None:
     task = harness.upload()
@@ -133,22 +123,27 @@ def test_only_who_holds_the_claim_gives_the_verdict_also_after_it_was_given(
         harness.pool.judgement.judge(CAROL, verdict(task.id, Reason.PROOF, (), None))
 
 
-def test_accepting_needs_the_accepted_file_that_was_stored(harness: Harness) -> None:
+def test_accepting_needs_the_accepted_file_that_was_stored_and_counts_once(harness: Harness) -> None:
     task = harness.upload()
     harness.claim(VALIDATOR)
-    with pytest.raises(PoolError, match="store the accepted file"):
-        harness.pool.judgement.judge(VALIDATOR, verdict(task.id, None, (True, True), "5" * 64))
-    harness.pool.judgement.accepted_stored(VALIDATOR, task.id, "7" * 64)
-    with pytest.raises(PoolError, match="store the accepted file"):
-        harness.pool.judgement.judge(VALIDATOR, verdict(task.id, None, (True, True), "5" * 64))
+    accepted = verdict(task.id, None, (True, True), "5" * 64)
+    for stored in ("", "7" * 64):
+        if stored:
+            harness.pool.judgement.accepted_stored(VALIDATOR, task.id, stored)
+        with pytest.raises(PoolError, match="store the accepted file"):
+            harness.pool.judgement.judge(VALIDATOR, accepted)
     assert harness.status().have == 0 and "accepted" not in harness.kinds()
+    harness.pool.judgement.accepted_stored(VALIDATOR, task.id, "8" * 64)
+    for _ in range(2):  # the second time it did not get the answer
+        harness.pool.judgement.judge(VALIDATOR, accepted)
+    assert harness.status().have == 2 and harness.kinds().count("accepted") == 1
 
 
 @pytest.mark.parametrize(("key", "reason"), [(ALICE, "replayed"), (BOB, "context")])
 def test_rollouts_accepted_before_are_rejected_though_the_validator_did_not_know(
     harness: Harness, key: str, reason: str
 ) -> None:
-    """Only a worker's own earlier work is held against it."""
+    """Only a copy of its own work slashes a worker."""
     first, second = harness.upload(ALICE), harness.upload(key)
     harness.claim(VALIDATOR)
     harness.claim(OTHER_VALIDATOR)
@@ -204,16 +199,7 @@ def test_a_soft_rejection_costs_the_submission_only(harness: Harness, reason: Re
     assert harness.task().number == 1
 
 
-def test_one_is_slashed_once(harness: Harness) -> None:
-    first, second = harness.upload(), harness.upload()
-    harness.claims(VALIDATOR, 2)
-    harness.judge(first.id, Reason.PROOF)
-    with pytest.raises(PoolError, match="expired"):
-        harness.judge(second.id, Reason.PROOF)
-    assert harness.kinds().count("slashed") == 1 and harness.kinds().count("rejected") == 1
-
-
-# --- what an eviction closes -----------------------------------------------------------------------------------------
+# --- consequences of an eviction -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -223,7 +209,7 @@ def wide() -> Harness:
 
 
 def slashed(harness: Harness) -> None:
-    """Alice: one accepted, one lie, two more uploaded, the first of which a validator holds; then the lie is found."""
+    """Alice: one accepted, one lie, two more uploaded, one of them claimed; then the lie is rejected."""
     harness.accepted(useful=(True, True))
     lie = harness.upload()
     harness.claims(VALIDATOR, 1)
@@ -235,22 +221,22 @@ def slashed(harness: Harness) -> None:
     harness.pool.judgement.judge(CAROL, verdict(lie.id, Reason.PROOF, (), None))
 
 
-def test_a_slashed_worker_is_paid_nothing_that_it_had_uploaded_before(wide: Harness) -> None:
+def test_a_slashed_worker_is_paid_nothing_for_its_earlier_uploads(wide: Harness) -> None:
     slashed(wide)
     held = f"{ALICE[:16]}-000002"
     with pytest.raises(PoolError, match="expired and not claimed") as caught:
         wide.judge(held, validator=OTHER_VALIDATOR)
-    assert caught.value.status == 409, "its validator drops the verdict and goes on"
+    assert caught.value.status == 409, "its validator drops the verdict"
     assert wide.claims(VALIDATOR, 8) == []
-    assert wide.status().have == 0, "the groups that it was accepted with before are in no batch any more"
+    assert wide.status().have == 0, "its accepted groups enter no batch"
     wide.end()
     assert wide.pool.judgement.escrow.tokens_by_credit() == {(ALICE, "forfeited"): 20}
-    assert wide.kinds().count("accepted") == 1 and "credited" not in wide.kinds()
+    assert wide.kinds().count("accepted") == wide.kinds().count("slashed") == 1 and "credited" not in wide.kinds()
     assert wide.kinds().index("slashed") < wide.kinds().index("forfeited")
 
 
 @pytest.mark.parametrize("event", ["suspend", "drain"])
-def test_a_worker_that_is_suspended_or_left_is_paid_for_what_it_had_uploaded(harness: Harness, event: str) -> None:
+def test_a_worker_that_is_suspended_or_left_is_paid_for_its_uploads(harness: Harness, event: str) -> None:
     task = harness.upload()
     if event == "drain":
         harness.pool.members.drain(ALICE)
@@ -263,14 +249,14 @@ def test_a_worker_that_is_suspended_or_left_is_paid_for_what_it_had_uploaded(har
     assert harness.pool.judgement.escrow.tokens_by_credit() == {(ALICE, "credited"): 20}
 
 
-def test_a_dismissed_worker_is_paid_nothing_more_and_a_lie_of_it_still_slashes(
+def test_a_dismissed_worker_is_paid_nothing_more_and_its_lie_still_slashes(
     wide: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide.accepted()
     good, lie = wide.upload(), wide.upload()
     wide.claims(VALIDATOR, 2)
     wide.pool.judgement.trust.evidence.put(ALICE, Process())
-    monkeypatch.setattr(wide.pool.judgement.trust, "observe", lambda found, verdict: "it chooses")
+    monkeypatch.setattr(wide.pool.judgement.trust, "observe", lambda submission, verdict: "it chooses")
     wide.judge(good.id)
     wide.judge(lie.id, Reason.PROOF)
     assert wide.kinds()[-5:] == ["rejected", "dismissed", "forfeited", "rejected", "slashed"]
@@ -295,7 +281,7 @@ def test_a_detail_that_quotes_a_workers_file_is_logged_in_one_line(caplog: pytes
 COORDINATOR = Path(__file__).parents[2] / "src" / "shoal" / "coordinator"
 
 
-def test_no_silent_peer_can_block_the_coordinator_for_it_asks_nobody() -> None:
+def test_no_silent_peer_can_block_the_coordinator_for_it_connects_to_nobody() -> None:
     clients = {"httpx", "requests", "urllib.request", "socket", "http.client", "web3", "ClientSession"}
     for path in COORDINATOR.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -304,8 +290,8 @@ def test_no_silent_peer_can_block_the_coordinator_for_it_asks_nobody() -> None:
             assert not clients & set(names), path
 
 
-def test_what_a_worker_says_of_its_work_is_paid_nothing(harness: Harness) -> None:
-    """Credit is what the validator counted: two groups of 10 tokens."""
+def test_a_workers_own_figures_earn_nothing(harness: Harness) -> None:
+    """Credit is the validator's count: two groups of 10 tokens."""
     boast = Stats(tokens=10**12, busy_s=1e9)
     harness.pool.members.heartbeat(ALICE, Heartbeat(policy_version=0, stats=boast))
     harness.accepted(ALICE)

@@ -1,4 +1,4 @@
-"""A validator watches the ledger over real HTTP: it follows, co-signs, and notices a ledger that was cut off or changed."""
+"""A validator reads the ledger over real HTTP, co-signs it, and notices if it was truncated or changed."""
 
 import shutil
 import sqlite3
@@ -14,15 +14,15 @@ from shoal.ledger.chain import Entry, Head, LedgerError, open_head, sign_head, v
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import make_invite
 from shoal.protocol.node import Node
-from shoal.validator.service import EVERY_S, HEAD, Witness
+from shoal.validator.service import HEAD, WITNESS_S, Witness
 
 from .http.support import PATIENCE_S, RUN, Site, refused, served
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    with served(tmp_path / "coordinator") as found:
-        yield found
+    with served(tmp_path / "coordinator") as running:
+        yield running
 
 
 def validator(site: Site, folder: Path, name: str = "validator") -> Node:
@@ -37,11 +37,11 @@ def validator(site: Site, folder: Path, name: str = "validator") -> Node:
 
 def ledger(site: Site, reader: Node) -> list[Entry]:
     """All of it, page by page, verified."""
-    found: list[Entry] = []
-    while page := reader.get_bytes(f"/v1/ledger/{len(found)}", most_bytes=1 << 24):
-        found += [Entry.model_validate_json(line) for line in page.splitlines()]
-    verify_chain(found, site.identity.public)
-    return found
+    entries: list[Entry] = []
+    while page := reader.get_bytes(f"/v1/ledger/{len(entries)}", max_bytes=1 << 24):
+        entries += [Entry.model_validate_json(line) for line in page.splitlines()]
+    verify_chain(entries, site.identity.public)
+    return entries
 
 
 def test_the_newest_entry_is_co_signed_kept_and_recorded(site: Site, tmp_path: Path) -> None:
@@ -60,31 +60,31 @@ def test_the_newest_entry_is_co_signed_kept_and_recorded(site: Site, tmp_path: P
     assert [entry.kind for entry in ledger(site, node)[-2:]] == ["registered", "witnessed"]
 
 
-def test_it_looks_now_and_then(site: Site, tmp_path: Path) -> None:
+def test_it_co_signs_at_intervals(site: Site, tmp_path: Path) -> None:
     now_s = 0.0
     node = validator(site, tmp_path)
     witness = Witness(node, tmp_path / "validator", lambda: now_s)
-    now_s = EVERY_S - 1
-    witness.look()
+    now_s = WITNESS_S - 1
+    witness.sign_if_due()
     assert not (tmp_path / "validator" / HEAD).exists()
-    now_s = EVERY_S
-    witness.look()
+    now_s = WITNESS_S
+    witness.sign_if_due()
     assert (tmp_path / "validator" / HEAD).exists()
 
 
-def test_a_ledger_of_many_pages_is_followed(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ledger_of_many_pages_is_read(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "PAGE_BYTES", 1)
     node = validator(site, tmp_path)
     others = [validator(site, tmp_path, f"other-{number}") for number in range(3)]
     Witness(node, tmp_path / "validator").sign()
     assert ledger(site, node)[-1].kind == "witnessed"
-    Witness(others[0], tmp_path / "other-0").sign()  # its own first entries lie before those that it knows not
+    Witness(others[0], tmp_path / "other-0").sign()
     restarted = Witness(node, tmp_path / "validator")
     restarted.sign()
     assert len(ledger(site, node)) == 1 + 4 + 2, "started, registered, witnessed by two; the restart found nothing new"
 
 
-def test_a_ledger_that_was_cut_off_is_noticed_after_a_restart_of_both(tmp_path: Path) -> None:
+def test_a_truncated_ledger_is_noticed_after_a_restart_of_both(tmp_path: Path) -> None:
     folder, earlier = tmp_path / "coordinator", tmp_path / "earlier.sqlite"
     with served(folder) as site:
         node = validator(site, tmp_path)

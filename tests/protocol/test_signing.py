@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from shoal.coordinator.state import Nonces
+from shoal.coordinator.folder import Nonces
 from shoal.ledger.connection import SqliteConnection
 from shoal.protocol.identity import Identity
 from shoal.protocol.signing import (

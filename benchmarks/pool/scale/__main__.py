@@ -39,8 +39,8 @@ import psutil
 from benchmarks.common.machine import ROOT, command_line, describe, save
 from benchmarks.pool.scale.requests import Sent, body_of, identities, request, send
 from shoal import config as config_module
+from shoal.coordinator.folder import open_tables
 from shoal.coordinator.nodes import Nodes
-from shoal.coordinator.state import open_tables
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite, run_id
 from shoal.protocol.messages import VERSION, PolicyVersion, Role

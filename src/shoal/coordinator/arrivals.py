@@ -4,7 +4,7 @@
                 pool's 90th percentile, with the same limit; START_S while nothing was accepted in the whole pool
     late        after LATE times that. A late task no longer counts as in progress, and its work is assigned again. It may
                 still be uploaded while a batch can take its version; then its worker's own time grows
-    missed      its worker asks for work again and will not upload it: it has newer weights, or the task is older than
+    missed      its worker requests another task and will not upload it: it has newer weights, or the task is older than
                 `assignment.DEADLINE_S`, or no batch can take its version any more
     rest        before the next task: the pool's median time * 2 ^ (tasks missed in a row - 1) * 2 ^ (8 * share missed)
     suspension  when the recent share of missed tasks reaches SUSPEND_SHARE
@@ -84,11 +84,11 @@ class Arrivals:
         if node is None or task.uploaded_s is None:
             return
         took_s = max(task.uploaded_s - task.assigned_s, 1e-3)  # a clock may have been set back
-        usual_size = usual(node, self.config)
+        size = usual_size(node, self.config)
         if node.took_s:
-            weight = TIME_WEIGHT if 2 * task.groups > usual_size else 0.0
+            weight = TIME_WEIGHT if 2 * task.groups > size else 0.0
             took_s = node.took_s + weight * (took_s - node.took_s)
-        took_s = self._fit(node, usual_size, took_s)
+        took_s = self._fit(node, size, took_s)
         share = _share(node)
         self.db.nodes.set(
             node.key, took_s=took_s, missed=share - SHARE_WEIGHT * share, missed_in_a_row=0, rests_until_s=0.0
@@ -106,7 +106,7 @@ class Arrivals:
         times = self._times()
         if not times:
             return took_s
-        fitted = fitting(size, took_s, statistics.median(times), self.config)
+        fitted = fitted_size(size, took_s, statistics.median(times), self.config)
         if only_smaller:
             fitted = min(fitted, size)
         if fitted != size or not node.size:
@@ -136,18 +136,18 @@ class Arrivals:
             self.db.nodes.suspend(node.key, why, now_s)
 
 
-def usual(node: Member | None, config: Config) -> int:
+def usual_size(node: Member | None, config: Config) -> int:
     """Return the groups in a worker's next task, if the open batch needs as many."""
     base = config.workers.groups_per_submission
-    return min(node.size, largest(config)) if node is not None and node.size else base
+    return min(node.size, max_size(config)) if node is not None and node.size else base
 
 
-def largest(config: Config) -> int:
+def max_size(config: Config) -> int:
     """Return the groups in the largest task, whose file fits into `max_submission_bytes` whatever is generated."""
     return min(config.max_submission_bytes // config.group_bytes, config.workers.largest)
 
 
-def fitting(size: int, took_s: float, median_s: float, config: Config) -> int:
+def fitted_size(size: int, took_s: float, median_s: float, config: Config) -> int:
     """Return the next size, if a task of `size` takes `took_s` and the pool's median worker takes `median_s` for its own."""
     base = config.workers.groups_per_submission
     pace = median_s / took_s
@@ -156,7 +156,7 @@ def fitting(size: int, took_s: float, median_s: float, config: Config) -> int:
     if size < base:
         return min(2 * size, base)
     if pace > SIMILAR:
-        return min(round(size * min(pace, 2.0)), largest(config))
+        return min(round(size * min(pace, 2.0)), max_size(config))
     return size
 
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.config import Config
-from shoal.coordinator.arrivals import Arrivals, usual
+from shoal.coordinator.arrivals import Arrivals, usual_size
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.nodes import Member
 from shoal.coordinator.submissions import Submission
@@ -56,7 +56,7 @@ class Assignments:
     ) -> Assignment | str:
         """Return the next task of a worker that has loaded this version, or what it must wait for.
 
-        `uploading`, `working_on`: the submissions that the worker reports as being uploaded and generated.
+        `uploading`, `working_on`: the submissions that the worker reports to upload and to generate.
         """
         with self.db.transaction():
             now_s = self.db.clock()
@@ -91,7 +91,7 @@ class Assignments:
             return self._open(worker, step, loaded, digest, groups, now_s)
 
     def finished(self, worker: str, upload: Finished) -> None:
-        """Record that a worker starts to upload its oldest task. A file announced earlier and not uploaded is missed."""
+        """Record that a worker starts to upload its oldest task. A file that it announced earlier is missed."""
         held = self.db.submissions.held_by(worker)
         tasks, announced = (
             [task for task in held if bool(task.announced) is is_announced] for is_announced in (False, True)
@@ -194,7 +194,7 @@ class Assignments:
             return 0
         else:
             missing -= proven + new
-        size = usual(node, self.config)
+        size = usual_size(node, self.config)
         if missing <= 0:
             return 0
         return size if fits_next_batch else min(size, math.ceil(missing))

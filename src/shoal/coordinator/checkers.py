@@ -14,7 +14,7 @@ weights before it gave it.
     nobody to confirm     the first verdict counts; inexact: no credit
 
 Once the relays have dropped the version, or the run's last step is trained, nobody can confirm a rejection. Then the first
-verdict counts too (`judgement`), so a liar gains nothing from the delay.
+verdict counts too (`judgement`), so a liar gains nothing by a delay.
 
 A worker with an inexact submission is asked to reload its weights and to report a new fingerprint. A different fingerprint
 puts it into another class. MISMATCHES confirmed ones within WINDOW_S suspend it. As many unconfirmed ones exclude it from
@@ -245,21 +245,17 @@ class Checkers:
         """Return the live validators of a worker's class."""
         return [key for key in self.live_validators() if self.same_class(worker, key)]
 
-    def eligible(self, submission: Submission) -> list[str]:
-        """Return the live validators that may check this submission now.
-
-        A doubted one goes to a different validator: one of the worker's class to confirm that the work is inexact, any
-        other one to confirm a hard rejection.
-        """
-        live, peers = self.live_validators(), self.peers(submission.worker)
-        doubt = self.replays.doubt(submission.id)
-        if doubt is None:
-            return peers or live
-        confirmers = self.confirmers(submission, doubt.by, doubt.reason)
-        return [key for key in confirmers if key in peers] or confirmers or live
-
     def may_check(self, validator: str, submission: Submission) -> bool:
-        eligible = self.eligible(submission)
+        """Return whether this validator may check a submission now: one of the worker's class, if any is live.
+
+        A doubted submission goes to a different validator: one of the worker's class to confirm that the work is inexact,
+        any other one to confirm a hard rejection.
+        """
+        eligible, doubt = self.peers(submission.worker), self.replays.doubt(submission.id)
+        if doubt is not None:
+            confirmers = self.confirmers(submission, doubt.by, doubt.reason)
+            eligible = [key for key in confirmers if key in eligible] or confirmers
+        eligible = eligible or self.live_validators()
         return validator in eligible or not eligible
 
     def confirmers(self, submission: Submission, validator: str, reason: Reason) -> list[str]:

@@ -176,7 +176,7 @@ class Members:
         return answer.model_copy(update={"assignment": outcome})
 
     def drain(self, key: str) -> None:
-        """Stop giving tasks to a worker that asked to leave; it may finish the tasks it has."""
+        """Give no new tasks to a worker that asked to leave. It may finish the tasks that it has."""
         self.db.nodes.move(key, "drain", "it asked to leave", self.db.clock())
 
     def _refresh(self, key: str) -> Member:

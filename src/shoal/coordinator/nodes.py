@@ -1,8 +1,11 @@
 """The table of registered nodes, and the state machine of a member: (state, event) -> state.
 
     active      gets tasks                           dismissed  statistical evidence against it; the operator may readmit it
-    suspended   no tasks until a time                left       has no tasks; the same key may return
+    suspended   no tasks until a time                left       has no tasks; may return
     draining    no new tasks; finishes those it has  banned     slashed, or evicted by the operator: every route refuses it
+
+    return      the same key registers again, with its old invite: after it left, or after it was killed while draining.
+                It keeps its open tasks, its rest between tasks and its suspension, so it gains nothing by leaving
 
 Silence is not a state: a node without recent heartbeats (`seen_s`) counts as gone, and its next heartbeat brings it back.
 
@@ -61,6 +64,7 @@ TABLE: dict[tuple[NodeState, Event], NodeState] = {
     ("suspended", "dismiss"): "dismissed",
     ("suspended", "ban"): "banned",
     ("draining", "emptied"): "left",
+    ("draining", "return"): "active",
     ("draining", "readmit"): "active",
     ("draining", "dismiss"): "dismissed",
     ("draining", "ban"): "banned",
@@ -195,7 +199,7 @@ class Nodes:
         return False
 
     def suspend(self, key: str, reason: str, now_s: float, base_s: float = FIRST_SUSPENSION_S) -> float:
-        """Suspend a key, for twice as long as last time. Return the end time."""
+        """Suspend a key, for twice as long as last time, but never shorten a suspension. Return the end time."""
         with self.connection.transaction():
             node = self.get(key)
             before = 0 if node is None else node.suspensions
@@ -203,18 +207,15 @@ class Nodes:
                 self.connection.change("UPDATE nodes SET suspensions = 0 WHERE key = ?", key)
                 before = 0
             length_s = min(base_s * 2.0 ** min(before, 60), MAX_SUSPENSION_S)
-            self.suspend_until(key, now_s + length_s)
+            until_s = now_s + length_s
+            self.connection.change(
+                "UPDATE nodes SET suspensions = suspensions + 1,"
+                " suspended_until_s = CASE WHEN suspended_until_s > ? THEN suspended_until_s ELSE ? END WHERE key = ?",
+                *(until_s, until_s, key),
+            )
             self.move(key, "suspend", reason, now_s)
         log.info("%s suspended for %.0f s: %s", self.name(key), length_s, reason)
-        return now_s + length_s
-
-    def suspend_until(self, key: str, until_s: float) -> None:
-        """Count one suspension, never shortening an earlier one. Only for `suspend`, which also changes the state."""
-        self.connection.change(
-            "UPDATE nodes SET suspensions = suspensions + 1,"
-            " suspended_until_s = CASE WHEN suspended_until_s > ? THEN suspended_until_s ELSE ? END WHERE key = ?",
-            *(until_s, until_s, key),
-        )
+        return until_s
 
     # --- live nodes ---------------------------------------------------------------------------------------------------
 

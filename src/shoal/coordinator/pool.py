@@ -1,4 +1,4 @@
-"""The pool's state: one part per kind of request, all sharing one database.
+"""The pool: one part per kind of request, all over one database.
 
     members      registration and heartbeats          judgement   claims, verdicts and their consequences
     assignments  which task a worker gets next        learning    reports by learner, origin and evaluator
@@ -52,13 +52,13 @@ class Pool:
         db.create([*SCHEMA, *members.DOWNLOADS])
         arrivals = Arrivals(db, config)
         self.assignments = Assignments(db, config, arrivals, run=run, secret=secret)
-        checkers_ = checkers.Checkers(db, config, self.notices.append)
-        self.members = members.Members(db, config, self.assignments, checkers_, stakes or BookedStakes(db))
+        self.checkers = checkers.Checkers(db, config, self.notices.append)
+        self.members = members.Members(db, config, self.assignments, self.checkers, stakes or BookedStakes(db))
         self.batches = Batches(db, config)
         escrow = Escrow(db, config)
-        trust_ = trust.Trust(db, config, escrow, random.SystemRandom().random)
+        self.trust = trust.Trust(db, config, escrow, random.SystemRandom().random)
         describe = self.assignments.describe
-        self.judgement = Judgement(db, config, describe, arrivals, self.batches, checkers_, trust_, escrow)
+        self.judgement = Judgement(db, config, describe, arrivals, self.batches, self.checkers, self.trust, escrow)
         self.learning = Learning(db, config, self.judgement.close)
 
     def ledger_page(self, after: int) -> bytes:

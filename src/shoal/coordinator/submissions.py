@@ -66,10 +66,10 @@ class Submission:
     step: int
     version: int
     digest: str  # of the version's manifest
-    groups: int  # required number
+    groups: int
     nonce: str
     assigned_s: float
-    deadline_s: float  # after it, a worker that lost it gets another task
+    deadline_s: float  # after it, a worker that lost the task gets another one
     state: State = "open"
     announced: str = ""  # hash of the file being uploaded; "": in progress
     file_hash: str | None = None  # of the uploaded file
@@ -91,7 +91,7 @@ class Submissions:
         self.connection.change(f"INSERT INTO submissions ({COLUMNS}) VALUES ({marks})", *astuple(task))
 
     def get(self, id: str) -> Submission | None:
-        return self._first("id = ?", id)
+        return next(iter(self._all("id = ?", id)), None)
 
     def held_by(self, worker: str) -> list[Submission]:
         """Return a worker's open tasks, in progress or being uploaded (announced), oldest first."""
@@ -105,16 +105,14 @@ class Submissions:
     def move(self, submission: Submission, event: Event, **columns: object) -> bool:
         """Apply an event and write its columns. Return False, and change nothing, if it does not apply."""
         assert columns.keys() <= EVENT_COLUMNS
-        state = TABLE.get((submission.state, event))
+        if (state := TABLE.get((submission.state, event))) is None:
+            return False
         names = "".join(f", {name} = ?" for name in columns)
-        return (
-            state is not None
-            and self.connection.change(
-                f"UPDATE submissions SET state = ?{names} WHERE id = ? AND state = ?",
-                *(state, *columns.values(), submission.id, submission.state),
-            )
-            == 1
+        changed = self.connection.change(
+            f"UPDATE submissions SET state = ?{names} WHERE id = ? AND state = ?",
+            *(state, *columns.values(), submission.id, submission.state),
         )
+        return changed == 1
 
     def drop_all(self, worker: str, states: Sequence[State] = ("open",)) -> None:
         """Drop a worker's submissions in these states."""
@@ -249,11 +247,8 @@ class Submissions:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def _first(self, which: str, *arguments: object) -> Submission | None:
-        return next(iter(self._all(f"{which} LIMIT 1", *arguments)), None)
-
-    def _all(self, which: str, *arguments: object) -> list[Submission]:
-        rows = self.connection.rows(f"SELECT {COLUMNS} FROM submissions WHERE {which}", *arguments)
+    def _all(self, where: str, *arguments: object) -> list[Submission]:
+        rows = self.connection.rows(f"SELECT {COLUMNS} FROM submissions WHERE {where}", *arguments)
         tasks = [Submission(*row) for row in rows]
         return [task if task.full_check is None else replace(task, full_check=bool(task.full_check)) for task in tasks]
 

@@ -40,7 +40,7 @@ from shoal.protocol.messages import ToleranceSpent, Verdict
 
 SCHEMA = [
     """CREATE TABLE IF NOT EXISTS evidence (
-    worker TEXT PRIMARY KEY, observations BIGINT NOT NULL, money TEXT NOT NULL, dismissed BOOLEAN NOT NULL DEFAULT FALSE)"""
+    worker TEXT PRIMARY KEY, observations BIGINT NOT NULL, money TEXT NOT NULL)"""
 ]
 TRUST_AFTER = 32  # passed full checks in a row that halve the share
 UNCHECKED_SHARE = 0.5  # largest share of a batch's groups from submissions that were not prefilled whole
@@ -77,19 +77,9 @@ class EvidenceTable:
             *(worker, process.observations, json.dumps(dict(process.money))),
         )
 
-    def dismiss(self, worker: str) -> bool:
-        """Mark a worker as dismissed. Return False if it was already."""
-        changed = self.connection.change(
-            "UPDATE evidence SET dismissed = TRUE WHERE worker = ? AND NOT dismissed", worker
-        )
-        return changed == 1
-
     def forget(self, worker: str) -> None:
         """Delete a worker's evidence."""
         self.connection.change("DELETE FROM evidence WHERE worker = ?", worker)
-
-    def is_dismissed(self, worker: str) -> bool:
-        return bool(self.connection.value("SELECT dismissed FROM evidence WHERE worker = ?", worker))
 
 
 class Trust:
@@ -119,7 +109,7 @@ class Trust:
 
     def observe(self, submission: Submission, verdict: Verdict) -> str:
         """Count a submission that passed its checks. Return why its worker must be or was dismissed; "" if neither."""
-        if self.evidence.is_dismissed(submission.worker):
+        if (node := self.db.nodes.get(submission.worker)) is not None and node.state == "dismissed":
             return "its worker was dismissed"
         if verdict.spent is None or verdict.replay is not None:
             return ""
@@ -134,10 +124,9 @@ class Trust:
 
     def dismiss(self, worker: str, submission: str, why: str) -> bool:
         """Dismiss a worker; drop its open tasks and unbatched groups. Return False if it was already dismissed."""
-        if not self.evidence.dismiss(worker):
+        if not self.db.nodes.move(worker, "dismiss", why, self.db.clock()):
             return False
         process = self.evidence.of(worker)
-        self.db.nodes.move(worker, "dismiss", why, self.db.clock())
         self.db.submissions.drop_all(worker)
         self.db.groups.mark_all_stale(worker)
         self.db.ledger.append(

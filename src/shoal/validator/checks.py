@@ -364,7 +364,7 @@ def rewards(rules: Rules, case: Case) -> Outcome:
         return PASSED
     wrong = [
         number
-        for number, (row, own, grade) in enumerate(zip(case.rows, case.graded(), case.grades, strict=True))
+        for number, (row, own, grade) in enumerate(zip(case.rows, case.rewards, case.grades, strict=True))
         if grade.certain and not math.isnan(row.reward) and not abs(row.reward - own) <= _tolerance(own)
     ]
     if not wrong:

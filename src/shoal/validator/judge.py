@@ -264,7 +264,7 @@ class Judge:
                 reward=reward,
                 turns=row.turns,
             )
-            for row, logprobs, reward in zip(case.rows, _logprobs(case), case.graded(), strict=True)
+            for row, logprobs, reward in zip(case.rows, _logprobs(case), case.rewards, strict=True)
         ]
         header = Header(
             schema_version=SCHEMA_VERSION,

@@ -38,7 +38,7 @@ MOST = 1e6  # nats; a message holds no more
 
 def spent(case: Case, config: Config, evidence: dict[str, float]) -> ToleranceSpent:
     """Of a case that was prefilled whole, graded and accepted; `evidence`: what its checks measured."""
-    prefill, rewards = case.computed(), case.graded()
+    prefill, rewards = case.computed(), case.rewards
     margins_N = prefill.margins_N
     exposure_N = (1.0 - prefill.logprobs_N.double().exp()).clamp(min=0.0)
     missed_R = _per_rollout((margins_N > 0).double(), prefill.lengths)
@@ -92,8 +92,8 @@ def changed(judge: Judge, case: Case, most: int) -> tuple[int, int]:
     own = [replace(row, tokens=one.tokens) for row, one in zip(rows, _own(judge, case, drawn), strict=True)]
     again = judge.grade(replace(case, rows=own))
     gains = [
-        case.graded()[n] - reward
-        for n, reward, grade in zip(drawn, again.graded(), again.grades, strict=True)
+        case.rewards[n] - reward
+        for n, reward, grade in zip(drawn, again.rewards, again.grades, strict=True)
         if grade.repeatable
     ]
     return sum(gain > EPSILON for gain in gains), sum(gain < -EPSILON for gain in gains)

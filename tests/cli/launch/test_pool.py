@@ -18,7 +18,7 @@ from shoal.cli.launch import members
 from shoal.cli.launch.swarm import PoolSwarm, local_url
 from shoal.cli.main import USAGE, main
 from shoal.config import parse
-from shoal.coordinator.operating import create_pool, open_pool
+from shoal.coordinator.folder import create_pool, open_pool
 from shoal.errors import UserError
 from shoal.protocol.invite import Address
 

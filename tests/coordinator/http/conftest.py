@@ -13,12 +13,12 @@ from .support import ROLES, Site, served
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with served(tmp_path_factory.mktemp("coordinator")) as found:
-        yield found.staff(*ROLES)
+    with served(tmp_path_factory.mktemp("coordinator")) as site:
+        yield site.staff(*ROLES)
 
 
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Coordinator:
-    found = Coordinator(config(prompts_per_step=1_000), "r", Identity.generate(), tmp_path)
-    found.pool.learning.published(PolicyVersion(version=0, digest="d" * 64, size_bytes=1))
-    return found
+    coordinator = Coordinator(config(prompts_per_step=1_000), "r", Identity.generate(), tmp_path)
+    coordinator.pool.learning.published(PolicyVersion(version=0, digest="d" * 64, size_bytes=1))
+    return coordinator

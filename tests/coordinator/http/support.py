@@ -1,4 +1,4 @@
-"""A coordinator over real loopback HTTP, as it runs: `serve_forever` in a thread; and uploads to one without a socket."""
+"""A coordinator over real loopback HTTP, as `serve_forever` in a thread, and uploads without a socket."""
 
 import secrets
 import socket
@@ -15,9 +15,9 @@ import httpx
 from aiohttp.test_utils import make_mocked_request
 
 from shoal.config import parse
+from shoal.coordinator.folder import create_invite
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.http.serving import serve_forever
-from shoal.coordinator.operating import create_invite
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import FILE as ADDRESS
 from shoal.protocol.invite import make_invite
@@ -28,9 +28,9 @@ from shoal.protocol.signing import SignedAuth, sign_request
 from ..support import payload
 
 RUN = "test-0"
-PATIENCE_S = 60.0  # far more than anything here takes, also beside other work
+PATIENCE_S = 60.0  # far more than anything here needs
 
-ANYONE = httpx.Client(timeout=PATIENCE_S, verify=False)  # to load the authorities takes 30 ms, and nothing here is TLS
+ANYONE = httpx.Client(timeout=PATIENCE_S, verify=False)  # loading the authorities takes 30 ms, and nothing here is TLS
 
 CONFIG = parse(
     {
@@ -57,7 +57,7 @@ class Site:
         return httpx.Client(base_url=self.url, auth=SignedAuth(identity, audience), timeout=PATIENCE_S, verify=False)
 
     def staff(self, *roles: Any) -> "Site":
-        """A member of each role, and version 0."""
+        """Register a member of each role, and publish version 0."""
         self.clients = {role: self.register(role, role) for role in roles}
         self.clients["origin"].post("/v1/policies", json={"version": 0, "digest": "d" * 64, "size_bytes": 1})
         return self
@@ -99,7 +99,7 @@ class served:
 
 
 def refused(response: httpx.Response, status: int, *words: str) -> None:
-    """A refusal is one line of JSON with a reason, and nothing of the server's inside."""
+    """Check that a refusal is one line of JSON with these words, and no traceback."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
     for word in words:
@@ -118,7 +118,7 @@ def task_of(client: httpx.Client) -> dict[str, Any]:
 def sending(
     site: Site, signer: str | None, method: str, path: str, *, body: bytes = b"", size_bytes: int | None = None
 ) -> Iterator[socket.socket]:
-    """A connection on which only the head of this request was sent, with a body of this size to come."""
+    """Send only the head of this request, with a body of this size to follow. Yield the connection."""
     lines = [
         f"{method} {path} HTTP/1.1",
         "host: c",

@@ -1,4 +1,4 @@
-"""What a member can make the coordinator's disk hold: over real loopback HTTP, with one file for each grant."""
+"""Uploads: how much a member can make the coordinator store, and which files are kept."""
 
 import asyncio
 import secrets
@@ -26,12 +26,12 @@ from .support import ANYONE, PIECE, Site, pieces, refused, served, task_of, uplo
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    with served(tmp_path) as found:
-        yield found.staff("worker", "validator", "origin")
+    with served(tmp_path) as site:
+        yield site.staff("worker", "validator", "origin")
 
 
 def held(site: Site, kind: str = "submissions") -> set[str]:
-    """The files of a kind, with or without their final names."""
+    """Return the stored files of a kind, temporary ones included."""
     folder = site.folder / "store" / kind
     return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
@@ -47,7 +47,7 @@ def worker_status(site: Site) -> dict[str, Any]:
 
 
 def test_files_that_were_not_announced_are_not_kept_and_cost_their_task(site: Site) -> None:
-    """One announced hash and a hundred other bodies filled the disk, and cost nothing."""
+    """Otherwise one announced hash and a hundred other bodies would fill the disk at no cost."""
     worker = site.clients["worker"]
     task = task_of(worker)
     announce(worker, task["id"], "0" * 64)
@@ -59,7 +59,7 @@ def test_files_that_were_not_announced_are_not_kept_and_cost_their_task(site: Si
     assert worker_status(site)["missed"] == 1
 
 
-def test_a_worker_that_goes_on_is_suspended(coordinator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_sends_unannounced_files_is_suspended(coordinator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def commit(file: IncomingFile) -> str:
         raise AssertionError("a file got its name before it was compared with what was announced")
 
@@ -88,8 +88,8 @@ def test_the_announced_file_is_kept(site: Site) -> None:
     assert len(held(site)) == 1 and worker_status(site)["missed"] == 0
 
 
-def test_a_validator_that_stores_its_accepted_file_again_holds_one(site: Site) -> None:
-    """It may have been restarted; but each file that it sends took its place beside the others."""
+def test_only_a_validators_newest_accepted_file_is_kept(site: Site) -> None:
+    """It may store it again after a restart."""
     worker, validator = site.clients["worker"], site.clients["validator"]
     task = task_of(worker)
     worker.put(task["upload_path"], content=b"rollouts").raise_for_status()
@@ -116,8 +116,8 @@ def test_a_file_that_is_refused_after_it_was_written_is_removed(
         asyncio.run(upload(coordinator, worker, task, b"rollouts", pieces(b"rollouts")))
 
 
-def test_one_grant_holds_two_unfinished_files_at_most(coordinator: Any) -> None:
-    """The newest upload replaces the others, but each of those holds its file until its sender's next piece."""
+def test_a_grant_has_at_most_two_unfinished_files(coordinator: Any) -> None:
+    """The newest upload replaces the others, but each of those keeps its file until its sender's next piece."""
     worker, task = worker_with_task(coordinator)
 
     async def many() -> list[Any]:
@@ -131,20 +131,22 @@ def test_one_grant_holds_two_unfinished_files_at_most(coordinator: Any) -> None:
         done, _ = await asyncio.wait(sent, timeout=60, return_when=asyncio.FIRST_COMPLETED)
         while len(done) < 3:
             await asyncio.sleep(0)
-            done = {one for one in sent if one.done()}
+            done = {task for task in sent if task.done()}
         unfinished = len(list((coordinator.store.root / "submissions").iterdir()))
         ended.set()
         return [unfinished, *await asyncio.gather(*sent, return_exceptions=True)]
 
     unfinished, *outcomes = asyncio.run(many())
-    busy = [one for one in outcomes if isinstance(one, PoolError) and one.status == 429]
-    assert unfinished == 2 and len(busy) == 3, "429: its node sends it again"
-    [first] = [one for one in outcomes if isinstance(one, PoolError) and one.status != 429]
-    assert "another upload" in str(first), "its connection broke while the coordinator still waits for its body"
+    refusals = [outcome for outcome in outcomes if isinstance(outcome, PoolError)]
+    assert unfinished == 2 and sum(refusal.status == 429 for refusal in refusals) == 3, (
+        "429: the node repeats the upload"
+    )
+    [replaced] = [refusal for refusal in refusals if refusal.status != 429]
+    assert "another upload" in str(replaced)
     assert len(list((coordinator.store.root / "submissions").iterdir())) == 1
 
 
-def test_an_upload_that_breaks_off_is_counted_and_not_kept(coordinator: Any) -> None:
+def test_an_interrupted_upload_is_counted_and_not_kept(coordinator: Any) -> None:
     worker, task = worker_with_task(coordinator)
     wasted: list[int] = []
     coordinator.admission.pace.moved = lambda key, size_bytes: wasted.append(size_bytes)
@@ -167,7 +169,7 @@ def test_an_upload_that_breaks_off_is_counted_and_not_kept(coordinator: Any) -> 
 
 
 class FakeBucket:
-    """Objects in memory. What a grant lets a node send is there once it was granted."""
+    """Objects in memory."""
 
     def __init__(self) -> None:
         self.incoming: dict[str, bytes] = {}
@@ -175,7 +177,7 @@ class FakeBucket:
 
     def check(self, kind: str, id: str, size_bytes: int, digest: str) -> str:
         if digest not in self.incoming:
-            raise StoreError("it has not come")
+            raise StoreError("it has not arrived")
         return blake3(self.incoming[digest]).hexdigest()
 
     def keep(self, kind: str, id: str, digest: str, content_hash: str) -> None:
@@ -195,7 +197,7 @@ class FakeBucket:
         return Made
 
 
-def test_in_a_bucket_too_only_the_announced_file_gets_a_name(coordinator: Any) -> None:
+def test_in_a_bucket_only_the_announced_file_gets_a_name(coordinator: Any) -> None:
     coordinator.pool.learning.published(PolicyVersion(version=0, digest="d" * 64, size_bytes=1))
     bucket = FakeBucket()
     transfers, kind = BucketFiles(bucket, 1 << 20), coordinator.files.submissions  # type: ignore[arg-type]
@@ -218,7 +220,7 @@ def test_in_a_bucket_too_only_the_announced_file_gets_a_name(coordinator: Any) -
     assert node.missed_in_a_row == 1
 
 
-# --- streamed to the disk, and kept only if they are what was signed, while their grant is valid --------------------------
+# --- streaming ---------------------------------------------------------------------------------------------------------
 
 
 def test_twenty_uploads_at_once_hold_one_piece_each(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,13 +252,13 @@ def test_twenty_uploads_at_once_hold_one_piece_each(coordinator: Coordinator, mo
 
     monkeypatch.setattr(IncomingFile, "write", counted_write)
     stored = asyncio.run(all_at_once())
-    assert [found.size_bytes for found in stored] == [1 << 20] * 20
+    assert [file.size_bytes for file in stored] == [1 << 20] * 20
     assert len(PIECE) <= peak <= 20 * len(PIECE)
     assert coordinator.pool.db.submissions.count_by_state() == {"uploaded": 20}
     assert coordinator.store.get("submissions", stored[0].hash) == PIECE * 16
 
 
-def test_an_upload_whose_body_was_changed_is_not_kept_and_may_be_repeated(coordinator: Coordinator) -> None:
+def test_an_upload_with_a_changed_body_is_not_kept_and_may_be_repeated(coordinator: Coordinator) -> None:
     worker, task = worker_with_task(coordinator)
     with pytest.raises(SignatureError, match="body changed"):
         asyncio.run(upload(coordinator, worker, task, b"rollouts", pieces(b"rollouTs")))
@@ -277,7 +279,7 @@ def test_a_task_that_expires_during_its_upload_keeps_no_file(coordinator: Coordi
 
 
 def test_a_slow_upload_ends_with_its_grant(coordinator: Coordinator) -> None:
-    """Otherwise a worker could hold one file more in the store's folder after every task it lets expire."""
+    """Otherwise a worker could keep one more file in the store's folder after every expired task."""
     worker, task = worker_with_task(coordinator)
     read_pieces = 0
 

@@ -1,4 +1,4 @@
-"""Strangers and greedy members on the coordinator's socket, and its answers' signatures."""
+"""Strangers and greedy members on the coordinator's socket, and the signatures of its answers."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ from .support import ANYONE, RUN, Site, refused, sending, served, upload, worker
     [("GET", "/v1/status", 200), ("GET", "/nothing", 404), ("DELETE", "/v1/run", 405), ("POST", "/v1/heartbeat", 401)],
 )
 def test_a_strangers_connection_ends_with_its_answer(site: Site, method: str, path: str, status: int) -> None:
-    """Otherwise six thousand of them stay open, idle, for over a minute each."""
+    """Otherwise thousands of them stay open, idle, for over a minute each."""
     with sending(site, None, method, path) as connection:
         received = b"".join(iter(lambda: connection.recv(65536), b""))
     assert int(received.split()[1]) == status
@@ -79,7 +79,7 @@ def test_task_data_is_signed_too(site: Site) -> None:
 
 
 def test_an_answer_to_another_request_with_the_same_nonce_is_not_believed(site: Site) -> None:
-    """A member who sees a victim's request on the way asks with the same nonce, and hands the victim what it got."""
+    """A member that sees a victim's request sends its own with the same nonce, and forwards the answer to the victim."""
     nonce = secrets.token_hex(16)
     signed = [
         SignedAuth(site.identities[name], RUN, new_nonce=lambda: nonce, clock=lambda: float(int(time.time())))
@@ -101,8 +101,8 @@ def believe(site: Site, answer: httpx.Response, **changed: Any) -> None:
 
 
 def check(site: Site, request: httpx.Request, answer: httpx.Response, **changed: Any) -> None:
-    found: dict[str, Any] = {"status": answer.status_code, "body_sha256": sha256(answer.content).digest()} | changed
-    check_answer(site.identity.public, request.headers, answer.headers, **found)
+    claimed: dict[str, Any] = {"status": answer.status_code, "body_sha256": sha256(answer.content).digest()} | changed
+    check_answer(site.identity.public, request.headers, answer.headers, **claimed)
 
 
 # --- allowances of bytes ---------------------------------------------------------------------------------------------
@@ -110,15 +110,15 @@ def check(site: Site, request: httpx.Request, answer: httpx.Response, **changed:
 
 @pytest.fixture
 def thrifty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """A coordinator of its own, whose allowances of bytes are small."""
+    """A coordinator with small allowances of bytes."""
     monkeypatch.setattr(pace, "MEMBER_BYTES", 100)
     monkeypatch.setattr(pace, "OPEN_BYTES", 100)
-    with served(tmp_path) as found:
-        yield found
+    with served(tmp_path) as site:
+        yield site
 
 
 @pytest.mark.parametrize("path", ["/v1/ledger/0", f"/v1/tasks/{'ab' * 32}"])
-def test_what_a_worker_reads_of_ledger_and_tasks_counts_in_bytes(thrifty: Site, path: str) -> None:
+def test_a_workers_reads_of_ledger_and_tasks_count_in_bytes(thrifty: Site, path: str) -> None:
     (thrifty.folder / "tasks").mkdir(exist_ok=True)
     (thrifty.folder / "tasks" / ("ab" * 32)).write_bytes(bytes(100_000))
     greedy, other = thrifty.register("greedy", "worker"), thrifty.register("other", "worker")
@@ -129,8 +129,7 @@ def test_what_a_worker_reads_of_ledger_and_tasks_counts_in_bytes(thrifty: Site, 
 
 
 @pytest.mark.parametrize("path", ["/v1/run", "/v1/status", "/v1/history", "/metrics", "/v1/offer"])
-def test_what_strangers_read_counts_in_bytes_and_members_still_beat(thrifty: Site, path: str) -> None:
-    """From the same address."""
+def test_strangers_reads_count_in_bytes_and_members_at_the_same_address_are_served(thrifty: Site, path: str) -> None:
     worker = thrifty.register("worker", "worker")
     with sqlite3.connect(thrifty.folder / "pool.sqlite") as database:
         database.execute(
@@ -143,7 +142,6 @@ def test_what_strangers_read_counts_in_bytes_and_members_still_beat(thrifty: Sit
 
 
 def test_slow_readers_hold_a_bounded_part_of_the_memory(tmp_path: Path) -> None:
-    """Each of 250 held 2.9 MB until it was cut off."""
     with served(tmp_path) as site, contextlib.ExitStack() as opened:
         with sqlite3.connect(tmp_path / "pool.sqlite") as database:
             body = json.dumps({"step": 0, "x" * (3 << 20): 1.0})
@@ -197,7 +195,7 @@ def test_a_node_that_beats_too_often_is_recorded_less_often(harness: Harness) ->
 
 
 def test_sixty_uploads_at_once_with_one_grant_keep_one_file(coordinator: Any) -> None:
-    """They end together: each had passed every check before the first was recorded."""
+    """They end together: each passes every check before the first is recorded."""
     worker, task = worker_with_task(coordinator)
 
     async def all_at_once() -> list[Any]:
@@ -224,8 +222,8 @@ def test_sixty_uploads_at_once_with_one_grant_keep_one_file(coordinator: Any) ->
         )
 
     ended = asyncio.run(all_at_once())
-    stored = [one for one in ended if not isinstance(one, BaseException)]
-    assert len(stored) == 1 and all(isinstance(one, PoolError) for one in ended if one is not stored[0])
+    stored = [outcome for outcome in ended if not isinstance(outcome, BaseException)]
+    assert len(stored) == 1 and all(isinstance(outcome, PoolError) for outcome in ended if outcome is not stored[0])
     kept = [path.stem for path in (Path(coordinator.store.root) / "submissions").iterdir()]
     assert kept == [stored[0].hash]
 
@@ -233,17 +231,17 @@ def test_sixty_uploads_at_once_with_one_grant_keep_one_file(coordinator: Any) ->
 # --- refused bodies --------------------------------------------------------------------------------------------------
 
 
-def test_a_sender_that_listens_only_at_the_end_of_its_refused_body_gets_the_answer(site: Site) -> None:
+def test_a_sender_that_reads_only_after_its_refused_body_gets_the_answer(site: Site) -> None:
     body = bytes(8 << 20)
     with sending(site, "stranger", "PUT", "/v1/submissions/x", body=body) as connection:
         connection.sendall(body)
         assert int(connection.recv(100).split()[1]) == 403
 
 
-# --- what is costly to make is made now and then ---------------------------------------------------------------------
+# --- cached reports --------------------------------------------------------------------------------------------------
 
 
-def test_making_it_takes_a_bounded_share_of_the_time() -> None:
+def test_making_a_report_takes_a_bounded_share_of_the_time() -> None:
     now_s, made = 0.0, 0
 
     def make() -> str:
@@ -258,7 +256,7 @@ def test_making_it_takes_a_bounded_share_of_the_time() -> None:
     assert 0.9 * SHARE * 100.0 <= 0.5 * made <= 1.1 * SHARE * 100.0
 
 
-def test_what_is_cheap_is_as_good_as_new() -> None:
+def test_a_cheap_report_is_made_again_soon() -> None:
     now_s = 0.0
     costly = CachedBody(lambda: f"at {now_s}", lambda: now_s)
     costly.get()

@@ -1,4 +1,4 @@
-"""The coordinator over real loopback HTTP, as it runs: `serve_forever` in a thread."""
+"""The coordinator's routes over real loopback HTTP."""
 
 import json
 import re
@@ -10,10 +10,9 @@ import httpx
 import pytest
 
 from shoal.config import parse
+from shoal.coordinator.folder import OPEN_INVITE, create_invite
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.http.serving import ServedRun
-from shoal.coordinator.operating import create_invite
-from shoal.coordinator.state import OPEN_INVITE
 from shoal.errors import ShoalError
 from shoal.protocol.history import Status, find_run
 from shoal.protocol.identity import Identity, Signed
@@ -25,20 +24,26 @@ from ..support import metrics_of
 from .support import ANYONE, CONFIG, ROLES, RUN, Site, refused, sending, served, task_of
 
 LIMITS = [("/v1/register", 4 << 10), ("/v1/heartbeat", 32 << 10)]
-# --- open to all -----------------------------------------------------------------------------------------------------
+
+# --- open routes -----------------------------------------------------------------------------------------------------
 
 
-def test_the_run_is_described_under_the_coordinators_key(site: Site) -> None:
+def test_the_runs_description_is_signed_by_the_coordinators_key(site: Site) -> None:
     signed = Signed.model_validate_json(ANYONE.get(f"{site.url}/v1/run").content)
     descriptor = RunDescriptor.model_validate_json(signed.open(site.identity.public, domain="run"))
     assert descriptor.run == RUN and parse(descriptor.config) == CONFIG
     assert set(descriptor.keys) == set(ROLES) - {"worker"}
 
 
-def test_health_and_status_are_open(site: Site) -> None:
+def test_health_status_and_metrics_are_open(site: Site) -> None:
     assert ANYONE.get(f"{site.url}/healthz").json() == {"run": RUN, "protocol": VERSION}
     status = Status.model_validate_json(ANYONE.get(f"{site.url}/v1/status").content)
     assert status.run == RUN and len(status.nodes) >= len(ROLES)
+    answer = ANYONE.get(f"{site.url}/metrics")
+    assert answer.status_code == 200 and answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    samples = metrics_of(answer.text)
+    assert samples["shoal_newest_version"] == 0
+    assert 'shoal_node_silence_seconds{name="relay",role="relay"}' in samples
 
 
 def test_a_run_offers_itself_to_machines_that_look_for_one(site: Site) -> None:
@@ -63,10 +68,10 @@ def test_only_a_published_invite_that_is_open_and_valid_is_offered(tmp_path: Pat
         ServedRun(CONFIG, RUN, tmp_path)
 
 
-def test_a_node_of_another_version_is_told_so(site: Site) -> None:
+def test_a_node_of_another_protocol_version_is_refused_with_the_reason(site: Site) -> None:
     made = make_invite(site.identity, url=site.url, run=RUN, role="worker", name="old", expires_s=int(time.time()) + 60)
-    for said in ({"protocol": 1}, {"protocol": VERSION + 1}):
-        body = said | {"invite": made.signed.model_dump_json()}
+    for version in (1, VERSION + 1):
+        body = {"protocol": version, "invite": made.signed.model_dump_json()}
         refused(site.client(Identity.generate()).post("/v1/register", json=body), 400, "install the same version")
 
 
@@ -82,7 +87,7 @@ def test_only_the_operator_books_stakes(site: Site) -> None:
     assert json.dumps({"amount": 70, "key": key}, separators=(",", ":")).replace('"', '\\"') in entries
 
 
-# --- who asks --------------------------------------------------------------------------------------------------------
+# --- authorisation ---------------------------------------------------------------------------------------------------
 
 OPEN = {("GET", path) for path in ("/healthz", "/metrics", "/v1/run", "/v1/offer", "/v1/status", "/v1/history")}
 ALLOWED = {
@@ -127,7 +132,7 @@ def test_a_route_answers_its_roles_only(site: Site, method: str, path: str) -> N
 
 
 def test_strangers_cannot_make_it_write_anything(site: Site) -> None:
-    """With keys of their own they sign as many requests as they like, each a row and two syncs of the disk if it counted."""
+    """They can sign any number of requests with their own keys; each spent nonce would be a row in the database."""
     with sqlite3.connect(site.folder / "nonces.sqlite") as database:
         count = "SELECT count(*) FROM nonces"
         before = database.execute(count).fetchone()
@@ -144,7 +149,7 @@ def test_strangers_cannot_make_it_write_anything(site: Site) -> None:
             assert answer.json() == {"name": "spent", "role": "worker"} if not why else why in answer.text
             assert answer.status_code == (403 if why else 200)
         site.client(Identity.generate()).post("/v1/heartbeat", json={})
-        assert database.execute(count).fetchone() == (before[0] + 1,), "only who joined"
+        assert database.execute(count).fetchone() == (before[0] + 1,), "only the admitted key's"
 
 
 def test_a_changed_body_or_path_is_refused(site: Site) -> None:
@@ -161,34 +166,31 @@ def test_a_request_for_another_run_or_from_the_past_is_refused(site: Site) -> No
     refused(ANYONE.post(f"{site.url}/v1/claims", auth=late), 401, "stale")
 
 
-# --- what is asked ---------------------------------------------------------------------------------------------------
+# --- messages --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"{",
-        b"\xff",
-        b"null",
-        b"[]",
-        b'{"unknown": 1}',
-        b'{"policy_version": -1}',
-        b'{"policy_version": "1"}',
-        b'{"policy_version": 1e999}',
+        *(b"", b"{", b"\xff", b"null", b"[]", b"[" * 10_000, b'{"unknown": 1}'),
+        *(b'{"policy_version": -1}', b'{"policy_version": "1"}', b'{"policy_version": 1e999}'),
         b'{"policy_version": %d}' % (LARGEST + 1),
         b'{"stats": {"rss_bytes": %s}}' % (b"9" * 400),
         b'{"stats": {"busy_s": NaN}}',
         b'{"stats": {"doing": "\\ud800"}}',
         b'{"stats": {"doing": "%s"}}' % (b"x" * 81),
-        b"[" * 10_000,
     ],
 )
-def test_a_body_that_is_not_the_message_is_a_bad_request(site: Site, body: bytes) -> None:
+def test_an_invalid_heartbeat_is_a_bad_request(site: Site, body: bytes) -> None:
     refused(site.clients["worker"].post("/v1/heartbeat", content=body), 400)
 
 
-def test_the_largest_version_is_survived(site: Site) -> None:
+@pytest.mark.parametrize("body", [b"", b"null", b"{}", b'{"most": 0}', b'{"most": 1025}', b'{"most": "1"}'])
+def test_an_invalid_claim_is_a_bad_request(site: Site, body: bytes) -> None:
+    refused(site.clients["validator"].post("/v1/claims", content=body), 400)
+
+
+def test_the_largest_version_is_accepted(site: Site) -> None:
     answer = site.clients["worker"].post("/v1/heartbeat", json={"policy_version": LARGEST, "wants_task": True})
     assert "to be published" in answer.json()["waiting_for"]
 
@@ -205,25 +207,13 @@ def test_a_step_or_entry_that_is_no_number_is_a_bad_request(site: Site) -> None:
     refused(site.clients["worker"].get("/v1/ledger/x"), 400, "is not the number of an entry")
 
 
-def test_metrics_are_open_to_all_and_in_prometheus_format(site: Site) -> None:
-    answer = ANYONE.get(f"{site.url}/metrics")
-    assert answer.status_code == 200 and answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    found = metrics_of(answer.text)
-    assert found["shoal_newest_version"] == 0 and 'shoal_node_silence_seconds{name="relay",role="relay"}' in found
-
-
-@pytest.mark.parametrize("body", [b"", b"null", b"{}", b'{"most": 0}', b'{"most": 1025}', b'{"most": "1"}'])
-def test_a_claim_says_how_many_it_wants(site: Site, body: bytes) -> None:
-    refused(site.clients["validator"].post("/v1/claims", content=body), 400)
-
-
 # --- bodies ----------------------------------------------------------------------------------------------------------
 
 HUGE_BYTES = 1 << 30
 
 
 def announced(site: Site, signer: str | None, method: str, path: str, size_bytes: int = HUGE_BYTES) -> int:
-    """The status that a request gets of which only the head is sent."""
+    """Return the status of a request of which only the head is sent."""
     with sending(site, signer, method, path, size_bytes=size_bytes) as connection:
         return int(connection.recv(100).split()[1])
 
@@ -255,12 +245,10 @@ def test_a_body_without_a_grant_is_refused_before_any_of_it_is_read(site: Site) 
 
 
 @pytest.mark.parametrize(("path", "limit_bytes"), LIMITS)
-def test_a_body_one_byte_too_long_is_refused_before_any_of_it_is_read(site: Site, path: str, limit_bytes: int) -> None:
+def test_a_body_one_byte_too_long_is_not_read_and_one_of_unknown_length_only_up_to_the_limit(
+    site: Site, path: str, limit_bytes: int
+) -> None:
     assert announced(site, "worker", "POST", path, size_bytes=limit_bytes + 1) == 413
-
-
-@pytest.mark.parametrize(("path", "limit_bytes"), LIMITS)
-def test_a_body_of_unknown_length_is_read_up_to_the_limit(site: Site, path: str, limit_bytes: int) -> None:
     body = b" " * (limit_bytes + 1)
     client = site.clients["worker"]
     signed = next(client.auth.auth_flow(httpx.Request("POST", site.url + path, content=body)))  # type: ignore[union-attr]
@@ -270,17 +258,17 @@ def test_a_body_of_unknown_length_is_read_up_to_the_limit(site: Site, path: str,
     assert ANYONE.get(f"{site.url}/healthz").status_code == 200
 
 
-def test_a_body_in_an_encoding_is_refused(site: Site) -> None:
+def test_an_encoded_body_is_refused(site: Site) -> None:
     refused(site.clients["worker"].post("/v1/heartbeat", headers={"content-encoding": "gzip"}), 415, "content-encoding")
 
 
-def test_a_body_that_never_comes_holds_nobody_up(site: Site) -> None:
+def test_a_body_that_never_arrives_delays_nobody(site: Site) -> None:
     with sending(site, None, "PUT", "/v1/submissions/x", size_bytes=1000) as slow:
         slow.sendall(b"abc")
         assert ANYONE.get(f"{site.url}/healthz").status_code == 200
 
 
-# --- a submission's way ----------------------------------------------------------------------------------------------
+# --- a whole step ----------------------------------------------------------------------------------------------------
 
 
 def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_path: Path) -> None:
@@ -318,11 +306,11 @@ def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_p
         assert learner.get(f"/v1/accepted/{groups[0]['submission']}").content == b"accepted"
         report = {"step": 0, "metrics": {"loss": 0.5}, "trained": [groups[0]["submission"]]}
         learner.post("/v1/steps", json=report).raise_for_status()
-    (kept,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(kept)["loss"] == 0.5, "the step before the stop is kept too"
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["loss"] == 0.5, "of the step before the stop"
     with sqlite3.connect(tmp_path / "pool.sqlite") as database:
         assert database.execute("SELECT kind FROM ledger ORDER BY seq DESC LIMIT 1").fetchone() == ("sealed",)
-    with served(tmp_path) as own:  # and after a restart all of it is still there
+    with served(tmp_path) as own:  # a restart
         url = own.url
         status = Status.model_validate_json(ANYONE.get(f"{url}/v1/status").content)
         assert (status.step, status.trained) == (1, 1)
@@ -334,7 +322,7 @@ def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_p
         assert learner.get("/v1/batches/0").json() == batch
 
 
-def test_what_was_sent_to_a_coordinator_before_its_restart_cannot_be_replayed_after_it(tmp_path: Path) -> None:
+def test_a_request_cannot_be_replayed_after_a_restart(tmp_path: Path) -> None:
     with served(tmp_path) as site:
         auth = site.register("worker", "worker").auth
         assert auth is not None
@@ -348,7 +336,7 @@ def test_what_was_sent_to_a_coordinator_before_its_restart_cannot_be_replayed_af
 # --- task data --------------------------------------------------------------------------------------------------------
 
 
-def test_members_get_task_data_by_its_hash_and_nothing_else(site: Site) -> None:
+def test_members_get_task_data_by_its_hash_only(site: Site) -> None:
     name = "ab" * 32
     (site.folder / "tasks").mkdir(exist_ok=True)
     (site.folder / "tasks" / name).write_bytes(b"tasks" * 1_000)

@@ -124,7 +124,7 @@ def add_commands(commands: Commands) -> None:
 def init_pool(arguments: argparse.Namespace) -> None:
     config = read_config(arguments)
     from shoal.cli.launch.prepare import check_length
-    from shoal.coordinator.operating import check_empty, create_pool
+    from shoal.coordinator.folder import check_empty, create_pool
     from shoal.tasks.compiling import build_tasks
 
     check_length(config)
@@ -139,7 +139,7 @@ def init_pool(arguments: argparse.Namespace) -> None:
 
 def up_pool(arguments: argparse.Namespace) -> int:
     from shoal.cli.launch.swarm import PoolSwarm
-    from shoal.coordinator.operating import open_pool
+    from shoal.coordinator.folder import open_pool
 
     config, address = open_pool(arguments.dir)
     return PoolSwarm(arguments.dir, config, address, dashboard=arguments.dashboard).run()
@@ -148,9 +148,8 @@ def up_pool(arguments: argparse.Namespace) -> int:
 def coordinator(arguments: argparse.Namespace) -> None:
     stop = begin("coordinator", arguments)
     from shoal.cli.launch.prepare import check_length
+    from shoal.coordinator.folder import CONFIG, KEY, PoolFolderError, open_pool
     from shoal.coordinator.http.serving import serve_forever
-    from shoal.coordinator.operating import CONFIG, open_pool
-    from shoal.coordinator.state import KEY, PoolFolderError
     from shoal.protocol.identity import Identity
     from shoal.protocol.invite import run_id
     from shoal.tasks.compiling import build_tasks
@@ -178,8 +177,7 @@ def coordinator(arguments: argparse.Namespace) -> None:
 
 
 def invite(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.operating import create_invite
-    from shoal.coordinator.state import OPEN_INVITE
+    from shoal.coordinator.folder import OPEN_INVITE, create_invite
 
     if arguments.publish:
         if not arguments.open or arguments.out or arguments.url:

@@ -108,8 +108,7 @@ def _show(stakes: EvmStakes, key: str) -> None:
 
 
 def _book(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.operating import create_invite
-    from shoal.coordinator.state import KEY
+    from shoal.coordinator.folder import KEY, create_invite
     from shoal.protocol.identity import Identity
     from shoal.protocol.messages import Booking, Ok
     from shoal.protocol.node import Node

@@ -4,7 +4,7 @@
 
 Invariants: only a key with a valid grant may upload, up to the size limit, or get a URL of the bucket. A file gets its name
 only once the pool accepts it, so at most one upload per grant is kept, and a refused one leaves nothing. A node may announce
-at most MAX_FILES different files per task, which bounds what a worker can leave in the bucket. A failed upload's bytes count
+at most MAX_FILES different files per task, so a worker's files in the bucket are bounded. The bytes of a failed upload count
 against its sender's rate. No credential leaves this process.
 """
 

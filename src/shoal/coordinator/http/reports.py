@@ -1,7 +1,7 @@
 """Public reports on a run: its state (`/v1/status`), an offer to join it (`/v1/offer`), and Prometheus `/metrics`.
 
 Responses are cached: one that took t seconds is valid for t / SHARE - t seconds, so each report takes at most SHARE of the
-coordinator's time, however many clients poll. The status takes a millisecond or two in a small pool, and a second among
+coordinator's time, however many clients poll. Making the status takes milliseconds in a small pool, and a second with
 10,000 workers.
 
 Invariants: nothing here changes state. The status does not grow with the run's length. Every metric is the coordinator's
@@ -11,9 +11,10 @@ that the node reports them.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -50,7 +51,7 @@ class CachedBody:
 
 
 def read_offer(db: Database, config: Config, run: str, key: str, invite: str) -> RunOffer:
-    """Return what this run tells a machine that looks for a run to join."""
+    """Return this run's description for machines that look for a run to join."""
     workers, places = db.nodes.count_workers(db.clock()), config.requirements.places
     return RunOffer(
         protocol=VERSION,
@@ -133,18 +134,17 @@ def _nodes(db: Database, config: Config) -> list[NodeStatus]:
     ]
 
 
-def read_metrics(db: Database) -> str:
-    registry = CollectorRegistry()
-    registry.register(_Metrics([*_submissions(db), *_grades(db), *_training(db), *_node_metrics(db)]))
-    return generate_latest(registry).decode()
-
-
+@dataclass
 class _Metrics(Collector):
-    def __init__(self, metrics: list[Metric]) -> None:
-        self.metrics = metrics
+    db: Database
 
-    def collect(self) -> Iterable[Metric]:
-        return self.metrics
+    def collect(self) -> Iterator[Metric]:
+        for part in (_submissions, _grades, _training, _node_metrics):
+            yield from part(self.db)
+
+
+def read_metrics(db: Database) -> str:
+    return generate_latest(_Metrics(db)).decode()
 
 
 def _submissions(db: Database) -> Iterator[Metric]:

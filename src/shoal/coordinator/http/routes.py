@@ -20,10 +20,10 @@ from shoal.config import Config
 from shoal.coordinator.assignment import nonce_secret
 from shoal.coordinator.credit import BookedStakes, ChainStakes, Settlement
 from shoal.coordinator.database import PoolError
+from shoal.coordinator.folder import OPEN_INVITE, TASKS, open_state
 from shoal.coordinator.http.files import FileRoutes, open_bucket
 from shoal.coordinator.http.reports import CachedBody, read_metrics, read_offer, read_status
 from shoal.coordinator.pool import Pool
-from shoal.coordinator.state import OPEN_INVITE, TASKS, open_state
 from shoal.ledger.connection import DatabaseFullError, DatabaseLostError
 from shoal.ledger.table import Ledger
 from shoal.protocol import messages
@@ -32,7 +32,7 @@ from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, InviteError, open_payload
 from shoal.protocol.messages import Ok, Role
 from shoal.protocol.pace import Pace
-from shoal.protocol.server import IDENTITY, Admission, Answer, Front, Handler, Request, refusal
+from shoal.protocol.server import IDENTITY, Admission, Answer, Front, Handler, Request, Route, refusal
 from shoal.shardcast.guard import issue
 from shoal.store.folder import Folder, StoreError
 
@@ -72,9 +72,6 @@ class Coordinator:
         self.store.clean()
         self.files = FileRoutes(config, self.pool, self.store, open_bucket(config), self.admission)
         self.folder = folder
-        self._status_text = CachedBody(lambda: self.status().model_dump_json())
-        self._offer_text = CachedBody(self._make_offer)
-        self._metrics_text = CachedBody(lambda: read_metrics(self.pool.db))
         self._grants: dict[str, tuple[float, str]] = {}  # by key: expiry and grant
 
     def status(self) -> Status:
@@ -109,10 +106,10 @@ class Coordinator:
             [
                 web.get("/healthz", anyone(self._healthz)),
                 web.get("/v1/run", anyone(self._run)),
-                web.get("/v1/offer", anyone(self._offer)),
-                web.get("/v1/status", anyone(self._status)),
+                web.get("/v1/offer", anyone(_cached(self._offer))),
+                web.get("/v1/status", anyone(_cached(lambda: self.status().model_dump_json()))),
                 web.get("/v1/history", anyone(self._history)),
-                web.get("/metrics", anyone(self._metrics)),
+                web.get("/metrics", anyone(_cached(lambda: read_metrics(pool.db), CONTENT_TYPE_PLAIN_0_0_4))),
                 web.post("/v1/register", signed(self._register, None)),
                 web.post("/v1/bookings", signed(self._book, None)),
                 web.post("/v1/heartbeat", signed(self._heartbeat, every, MAX_HEARTBEAT_BYTES)),
@@ -144,24 +141,15 @@ class Coordinator:
         signed = Signed.make(self.identity, descriptor.model_dump_json(), domain="run")
         return web.json_response(text=signed.model_dump_json())
 
-    async def _offer(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._offer_text.get(), content_type="application/json", charset="utf-8")
-
-    def _make_offer(self) -> str:
+    def _offer(self) -> str:
         key, invite = self.identity.public, self.published_invite()
         return read_offer(self.pool.db, self.config, self.run, key, invite).model_dump_json()
-
-    async def _status(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._status_text.get(), content_type="application/json", charset="utf-8")
 
     async def _history(self, request: web.Request) -> web.Response:
         after = request.query.get("after", "0")
         if not NUMBER.fullmatch(after):
             return refusal(400, f"after={after[:40]!r} is not a cursor; start with 0")
         return web.Response(body=self.pool.db.history.page(int(after)), content_type="application/json")
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics_text.get(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     # --- members -----------------------------------------------------------------------------------------------------
 
@@ -243,6 +231,16 @@ def _number(text: str, what: str) -> int:
     if not NUMBER.fullmatch(text):
         raise PoolError(f"{text[:40]!r} is not {what}", 400)
     return int(text)
+
+
+def _cached(make: Callable[[], str], content_type: str = "application/json; charset=utf-8") -> Route:
+    """Return a handler that answers with a report; `CachedBody` bounds the time of making it."""
+    body = CachedBody(make)
+
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(body=body.get(), headers={"Content-Type": content_type})
+
+    return handler
 
 
 def _query(answer: Callable[[Mapping[str, str]], Answer]) -> Handler:

@@ -1,7 +1,12 @@
-"""The coordinator process: open a run's folder, serve it while recording metrics, then seal the database.
+"""The coordinator process: open a run's folder, serve it while recording metrics and work, then seal the database.
 
-The folder contains its key, databases and store, and its URL in `coordinator.json`, which `shoal pool invite` reads.
-Invariant: a `ServedRun` is the only writer of the run's metrics: it writes their files and feeds the tracker.
+`work.jsonl` has one line for each
+    submission   once it is settled: its worker, validator, step, version, state, times, reason; its groups if accepted
+    version      its publication time and size
+    download     of weights by a node: version, start, end and size
+
+Invariants: a `ServedRun` is the only writer of the run's metrics: it writes their files and feeds the tracker. No line of
+work contains a key or a nonce, and each is written once, also across restarts.
 """
 
 import asyncio
@@ -9,21 +14,23 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from shoal.config import Config
 from shoal.config.config import LOOPBACK
 from shoal.coordinator.database import config_text, record_start, seal
+from shoal.coordinator.folder import KEY
 from shoal.coordinator.http.routes import Coordinator
-from shoal.coordinator.journal import Journal
 from shoal.coordinator.pool import TABLE_NAMES
-from shoal.coordinator.state import KEY
+from shoal.ledger.connection import Connection
 from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Address
 from shoal.protocol.server import MAX_CONNECTIONS, listen
 from shoal.shardcast.server import url_of
-from shoal.watch.record import RunRecord, RunState
+from shoal.watch.record import Line, RunRecord, RunState
 from shoal.watch.summary import CURVE, SUMMARY, write_report
 from shoal.watch.trackers import open_tracker
 
@@ -31,6 +38,17 @@ POLL_S = 0.1
 CONNECTIONS = 256  # per address
 RECORD_S = 2.0
 STATE_SHARE = 0.02  # largest share of the coordinator's time spent on the state file
+PAGE = 500  # lines of each kind per call of `Work.new`
+MAX_IN_PROGRESS = 200  # oldest unsettled submissions
+COLUMNS = (
+    *("submission", "worker", "validator", "step", "version", "groups", "state", "reason", "full", "tokens"),
+    *("assigned_s", "uploaded_s", "lease_s", "judged_s"),
+)
+SELECT = """SELECT s.seq, w.name, v.name, s.step, s.version, s.groups, s.state, s.reason, s.full_check, s.tokens,
+    s.assigned_s, s.uploaded_s, s.lease_s, s.judged_s, s.id, s.verdict
+    FROM submissions s JOIN nodes w ON w.key = s.worker LEFT JOIN nodes v ON v.key = s.validator"""
+GROUP = ("reward", "useful", "tokens", "task", "source", "target")
+OPEN = "('open', 'uploaded', 'validating')"  # `submissions.UNSETTLED`
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +75,7 @@ class ServedRun:
         self.reports = reports
         self.record = RunRecord(record_to or folder, self.coordinator.pool.notices.append)
         self.record.tracker = open_tracker(record_to.name if record_to else run, self.record.folder, config)
-        self.journal = Journal(self.coordinator.pool.db.connection, self.record.work())
+        self.work = Work(self.coordinator.pool.db.connection, self.record.work())
         self._state_due_s = 0.0
         self._catch_up()
         record_start(self.coordinator.pool.db, run, identity.public, config)
@@ -96,7 +114,7 @@ class ServedRun:
     async def _take_record(self) -> None:
         """Write new metrics in a thread, because a tracker may block on its own server."""
         pool, record = self.coordinator.pool, self.record
-        entries, work = pool.db.history.after(record.history.cursor), self.journal.new()
+        entries, work = pool.db.history.after(record.history.cursor), self.work.new()
         state, start_s = None, time.monotonic()
         if start_s >= self._state_due_s:
             state = self._state()
@@ -125,15 +143,88 @@ class ServedRun:
         return RunState(
             status=coordinator.status(),
             config=config_text(coordinator.config),
-            under_way=self.journal.under_way(),
+            under_way=self.work.in_progress(),
             ended=ended,
         )
 
     def _catch_up(self) -> None:
         while self.record.take(self.coordinator.pool.db.history.after(self.record.history.cursor)):
             pass
-        while work := self.journal.new():
+        while work := self.work.new():
             self.record.add_work(work)
+
+
+class Work:
+    """The lines of `work.jsonl`, read from the pool's tables."""
+
+    def __init__(self, connection: Connection, written: Iterable[Line]) -> None:
+        """`written`: the lines of earlier starts."""
+        self.connection = connection
+        self._written: set[int] = set()  # submissions above the floor
+        self._floor = 0  # all submissions up to this one are written
+        self._version, self._download = -1, 0
+        for line in written:
+            match line["kind"]:
+                case "submission":
+                    self._written.add(line["submission"])
+                case "version":
+                    self._version = max(self._version, line["version"])
+                case "download":
+                    self._download = max(self._download, line["number"])
+
+    def new(self) -> list[Line]:
+        """Return the next lines; none if all are written."""
+        return [*self._submissions(), *self._versions(), *self._downloads()]
+
+    def in_progress(self) -> list[Line]:
+        """Return the oldest unsettled submissions, in the form of settled ones."""
+        rows = self.connection.rows(f"{SELECT} WHERE s.state IN {OPEN} ORDER BY s.seq LIMIT ?", MAX_IN_PROGRESS)
+        return [dict(zip(COLUMNS, row, strict=False)) for row in rows]
+
+    def _submissions(self) -> list[Line]:
+        oldest = self.connection.value(f"SELECT min(seq) FROM submissions WHERE state IN {OPEN}")
+        settled = self.connection.rows(
+            f"SELECT seq FROM submissions WHERE seq > ? AND state NOT IN {OPEN} ORDER BY seq", self._floor
+        )
+        new = [seq for (seq,) in settled if seq not in self._written]
+        new, later = new[:PAGE], new[PAGE : PAGE + 1]
+        if not new:
+            return []
+        self._floor = min([new[-1] + 1, *later, *([] if oldest is None else [oldest])]) - 1
+        self._written = {seq for seq in self._written.union(new) if seq > self._floor}
+        marks = ", ".join("?" * len(new))
+        return [
+            self._line(row) for row in self.connection.rows(f"{SELECT} WHERE s.seq IN ({marks}) ORDER BY s.seq", *new)
+        ]
+
+    def _line(self, row: Sequence[Any]) -> Line:
+        *values, id_, verdict = row
+        line: Line = {"kind": "submission"} | dict(zip(COLUMNS, values, strict=True))
+        if verdict is not None:
+            line["detail"] = json.loads(verdict)["detail"]
+        if line["state"] == "accepted":
+            columns = ", ".join(GROUP)
+            groups = self.connection.rows(f"SELECT {columns} FROM groups WHERE submission = ? ORDER BY grp", id_)
+            line["group_list"] = [dict(zip(GROUP, group, strict=True)) | {"useful": bool(group[1])} for group in groups]
+        return line
+
+    def _versions(self) -> list[Line]:
+        rows = self.connection.rows(
+            "SELECT version, published_s, size_bytes FROM policies WHERE version > ? ORDER BY version LIMIT ?",
+            *(self._version, PAGE),
+        )
+        self._version = rows[-1][0] if rows else self._version
+        return [{"kind": "version", "version": v, "at_s": at_s, "bytes": size} for v, at_s, size in rows]
+
+    def _downloads(self) -> list[Line]:
+        rows = self.connection.rows(
+            "SELECT t.seq, n.name, n.role, t.version, t.from_s, t.to_s, t.size_bytes FROM transfers t"
+            " JOIN nodes n ON n.key = t.node WHERE t.seq > ? ORDER BY t.seq LIMIT ?",
+            *(self._download, PAGE),
+        )
+        self._download = rows[-1][0] if rows else self._download
+        names = ("number", "node", "role", "version", "from_s", "to_s", "bytes")
+        return [{"kind": "download"} | dict(zip(names, row, strict=True)) for row in rows]
 
 
 def serve_forever(
@@ -160,9 +251,14 @@ def serve_forever(
 
 
 async def _serve(served: ServedRun, port: int, stop: threading.Event, url: str) -> None:
+    """Listen and record until `stop`.
+
+    On loopback only the total of connections is limited, because all nodes behind a proxy have its address. There a key's
+    share is limited after its signature: `Pace.in_progress` serves at most AT_ONCE of its requests at a time. Its idle
+    connections are not counted by key; the listener closes them after `Patience.idle_s`, and a stranger's with its answer.
+    """
     coordinator, section = served.coordinator, served.coordinator.config.coordinator
-    # A coordinator on loopback is reached from its own machine, for example through a proxy with all nodes' connections.
-    per_address = MAX_CONNECTIONS if section.host in LOOPBACK else CONNECTIONS
+    per_address = MAX_CONNECTIONS if section.host in LOOPBACK else CONNECTIONS  # a proxy's address is that of all nodes
     runner, bound = await listen(coordinator.app(), section.host, port, per_address=per_address)
     try:
         address = Address(url=url or url_of(section.host, bound), run=coordinator.run)

@@ -1,4 +1,4 @@
-"""One coordinator works at a time over one folder or one schema, and what it served is served by no later one again."""
+"""One coordinator at a time uses a folder or schema, and no later one serves the same request again."""
 
 import multiprocessing
 import os
@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from shoal.config.sections import CoordinatorSection
-from shoal.coordinator import state
+from shoal.coordinator import folder as folder_module
 from shoal.coordinator.database import FORMAT, Database, PoolError
-from shoal.coordinator.state import NONCES, TABLES, PoolFolderError, open_state
+from shoal.coordinator.folder import NONCES, TABLES, PoolFolderError, open_state
 from shoal.ledger.connection import DatabaseFullError, DatabaseLostError, SqliteConnection
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
@@ -53,10 +53,10 @@ def test_a_second_coordinator_refuses_to_start_until_the_first_is_killed(
     first.start()
     try:
         assert ours.poll(PATIENCE_S) and first.pid
-        monkeypatch.setattr(state, "LOCK_S", 0.3)
+        monkeypatch.setattr(folder_module, "LOCK_S", 0.3)
         with pytest.raises(PoolFolderError, match=r"another coordinator uses .*: stop it"):
             open_state(tmp_path, section)
-        monkeypatch.setattr(state, "LOCK_S", PATIENCE_S)
+        monkeypatch.setattr(folder_module, "LOCK_S", PATIENCE_S)
         os.kill(first.pid, signal.SIGKILL)
         first.join(PATIENCE_S)
         tables, _ = open_state(tmp_path, section)
@@ -84,7 +84,7 @@ def test_a_coordinator_whose_session_was_ended_can_write_nothing_more(postgres: 
     assert other.rows("SELECT * FROM written") == []
 
 
-def test_a_restored_copy_refuses_what_was_signed_before_it_was_opened(tmp_path: Path) -> None:
+def test_a_restored_copy_refuses_requests_signed_before_it_was_opened(tmp_path: Path) -> None:
     """`docs/operate.md` copies the tables and leaves the nonces out."""
     first, copy, earlier_s = tmp_path / "pool", tmp_path / "copy", int(time.time()) - 1
     first.mkdir()
@@ -132,7 +132,7 @@ def test_a_full_disk_is_named_and_leaves_no_part_of_a_transaction(tmp_path: Path
     assert len(harness.status().nodes) == joined + 1
 
 
-def test_a_run_that_another_version_began_is_named_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_run_in_another_format_is_named_and_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "pool.sqlite"
 
     def opened() -> sqlite3.Connection:
