@@ -15,7 +15,7 @@ class Node:
         self.folder = folder
         self.requests: list[str] = []
 
-    def get_bytes(self, path: str, *, most_bytes: int) -> bytes:
+    def get_bytes(self, path: str, *, max_bytes: int) -> bytes:
         self.requests.append(path)
         return (self.folder / path.removeprefix("/v1/tasks/")).read_bytes()
 

@@ -142,7 +142,7 @@ class Store:
     def descriptor(self) -> Any:
         return SimpleNamespace(keys={"validator": [self.validator], "worker": [STRANGER.public]})
 
-    def fetch_file(self, path: str, *, most_bytes: int) -> bytes:
+    def fetch_file(self, path: str, *, max_bytes: int) -> bytes:
         self.requests.append(path)
         return self.files[path]
 

@@ -73,8 +73,8 @@ class Slow(Pool):
         super().__init__(*files)
         self.fetched = threading.Event()
 
-    def fetch_file(self, path: str, *, most_bytes: int) -> bytes:
-        data = super().fetch_file(path, most_bytes=most_bytes)
+    def fetch_file(self, path: str, *, max_bytes: int) -> bytes:
+        data = super().fetch_file(path, max_bytes=max_bytes)
         self.fetched.set()
         return data
 

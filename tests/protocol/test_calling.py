@@ -1,4 +1,4 @@
-"""Requests to a coordinator that is away, silent, busy, somebody else, or answers too much."""
+"""Requests to a coordinator that is away, silent or busy, whose answer is forged, or too large."""
 
 import gzip
 import itertools
@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from shoal.protocol import calling
-from shoal.protocol.calling import ASKING, LEAST_BPS, BodyError, NodeError, RefusedError, StoppedError, read_body
+from shoal.protocol.calling import MIN_BPS, WAITING_SHARE, BodyError, NodeError, RefusedError, StoppedError, read_body
 from shoal.protocol.history import PoolWatch, UnreachableError
 from shoal.protocol.messages import Ok
 from shoal.protocol.node import Node
@@ -22,20 +22,18 @@ from .support import OTHER, FakeCoordinator, NoPauses, answered, invite, join
 
 URL = "http://h:1"
 
-# --- asking ----------------------------------------------------------------------------------------------------------
+# --- requests --------------------------------------------------------------------------------------------------------
 
 
-def test_requests_outlast_a_coordinator_that_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_are_repeated_while_the_coordinator_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     coordinator, stop = FakeCoordinator(away=6), NoPauses()
     assert join(coordinator, tmp_path, stop=stop).name == "w-0"
     assert len({request.headers["signature"] for request in coordinator.requests}) == 7, "or it would be a replay"
-    assert stop.pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0]), "ever longer, up to two seconds"
-    assert caplog.messages == ["waiting up to 5 s for the coordinator at http://c:1: ConnectError: refused"], (
-        "said once"
-    )
+    assert stop.pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0]), "longer and longer, up to two seconds"
+    assert caplog.messages == ["waiting up to 5 s for the coordinator at http://c:1: ConnectError: refused"], "once"
 
 
-def test_a_large_body_goes_out_in_pieces_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_body_is_sent_in_pieces_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """httpcore copies what is left of a piece after each part that is sent: 270 MB in one piece took 15 s on loopback."""
     monkeypatch.setattr(calling, "SEND_BYTES", 1000)
     coordinator = FakeCoordinator()
@@ -47,7 +45,7 @@ def test_a_large_body_goes_out_in_pieces_and_whole(tmp_path: Path, monkeypatch: 
     assert coordinator.requests[-1].headers["content-length"] == "2500"
 
 
-def test_the_deadline_names_whom_it_waited_for(tmp_path: Path) -> None:
+def test_the_error_at_the_deadline_names_the_coordinator(tmp_path: Path) -> None:
     started_s = time.monotonic()
     with pytest.raises(
         NodeError, match="http://c:1 did not answer POST /v1/register for 0 s .ConnectError: refused."
@@ -64,7 +62,7 @@ def test_a_node_that_is_told_to_stop_makes_no_further_attempt(tmp_path: Path) ->
     assert len(coordinator.requests) == 3
 
 
-def test_a_stop_does_not_wait_for_a_coordinator_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_does_not_wait_for_a_silent_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = itertools.count()  # the clock goes on by a quarter of a second with each look at it
     monkeypatch.setattr(calling, "time", SimpleNamespace(monotonic=lambda: next(looks) / 4))
     monkeypatch.setattr(calling, "LOOK_S", 0.001)
@@ -86,14 +84,14 @@ def test_a_stop_does_not_wait_for_a_coordinator_that_is_silent(tmp_path: Path, m
     assert 1 <= (next(looks) - looks_before_stop) / 4 <= 2.5, "seconds"
 
 
-def test_an_answer_that_comes_soon_after_the_stop_counts(tmp_path: Path) -> None:
+def test_an_answer_soon_after_the_stop_counts(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
     assert join(FakeCoordinator(), tmp_path, stop=stop).name == "w-0", "a last report is not lost"
 
 
 @pytest.mark.parametrize("body", ["<html>bad gateway</html>", "[" * 65_536])
-def test_a_refusal_without_a_reason_tells_its_status(tmp_path: Path, body: str) -> None:
+def test_a_refusal_without_a_reason_is_reported_with_its_status(tmp_path: Path, body: str) -> None:
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path)
     coordinator.answers["/v1/claims"] = httpx.Response(502, text=body)
@@ -101,11 +99,11 @@ def test_a_refusal_without_a_reason_tells_its_status(tmp_path: Path, body: str) 
         node.post("/v1/claims", None, Ok)
 
 
-# --- whose answers ---------------------------------------------------------------------------------------------------
+# --- forged answers --------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_of_anybody_else_counts_as_none(tmp_path: Path) -> None:
-    """A proxy whose coordinator is away, or somebody on the way: neither may stop a node, nor be believed."""
+def test_an_answer_by_anyone_else_is_ignored(tmp_path: Path) -> None:
+    """A proxy whose coordinator is away, or somebody in between: neither may stop a node, nor be believed."""
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path, patience_s=0.2, stop=NoPauses())
     for signer, word in ((None, "not signed"), (OTHER, "signed by")):
@@ -118,15 +116,15 @@ def test_an_answer_of_anybody_else_counts_as_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["body", "status", "another request"])
-def test_an_answer_that_was_changed_on_the_way_counts_as_none(tmp_path: Path, change: str) -> None:
+def test_an_answer_changed_in_between_is_ignored(tmp_path: Path, change: str) -> None:
     """Also the coordinator's own answer to another request, such as another worker's task or a batch of another step."""
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path, patience_s=0.2, stop=NoPauses())
-    asked_first: list[httpx.Request] = []
+    requests: list[httpx.Request] = []
 
     def between(request: httpx.Request) -> httpx.Response:
-        asked_first.append(request)
-        answer = answered(asked_first[0], httpx.Response(200, json={"ok": True}))
+        requests.append(request)
+        answer = answered(requests[0], httpx.Response(200, json={"ok": True}))
         if change == "body":
             return httpx.Response(200, json={"ok": False}, headers={**answer.headers, "content-length": "12"})
         if change == "status":
@@ -141,8 +139,8 @@ def test_an_answer_that_was_changed_on_the_way_counts_as_none(tmp_path: Path, ch
 
 
 @pytest.mark.parametrize("status", [429, 425, 503])
-def test_a_node_that_is_told_to_wait_signs_again_and_asks_again(tmp_path: Path, status: int) -> None:
-    """Of too many requests; of one that may be a replay, at a coordinator that just started; while another takes over."""
+def test_a_request_that_was_told_to_wait_is_signed_again_and_repeated(tmp_path: Path, status: int) -> None:
+    """429: too many requests; 425: a coordinator that just started suspects a replay; 503: another one takes over."""
     coordinator, stop = FakeCoordinator(), NoPauses()
     node = join(coordinator, tmp_path, stop=stop)
     coordinator.answers["/v1/steps"] = '{"ok": true}'
@@ -158,8 +156,7 @@ def test_a_node_that_is_told_to_wait_signs_again_and_asks_again(tmp_path: Path, 
     assert stop.pauses == pytest.approx([0.1, 0.2])
 
 
-def test_the_longer_answers_take_the_less_often_a_node_asks_again(tmp_path: Path) -> None:
-    """So that a coordinator with more members than it can answer at their pace is not asked ever more."""
+def test_a_node_polls_a_slow_coordinator_less_often(tmp_path: Path) -> None:
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path)
     node.answered_in_s = 0.0
@@ -172,10 +169,10 @@ def test_the_longer_answers_take_the_less_often_a_node_asks_again(tmp_path: Path
 
     node.client = httpx.Client(base_url="http://c:1", auth=node.client.auth, transport=httpx.MockTransport(slow))
     node.beat()
-    assert node.pause_s(0.1) >= 0.2 * (1 - ASKING) / ASKING
+    assert node.pause_s(0.1) >= 0.2 * (1 - WAITING_SHARE) / WAITING_SHARE
 
 
-def test_an_answer_that_is_not_the_message_is_refused(tmp_path: Path) -> None:
+def test_an_answer_that_is_another_message_is_an_error(tmp_path: Path) -> None:
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path)
     coordinator.answers["/v1/steps"] = '{"ok": true, "more": 1}'
@@ -183,7 +180,7 @@ def test_an_answer_that_is_not_the_message_is_refused(tmp_path: Path) -> None:
         node.post("/v1/steps", None, Ok)
 
 
-# --- how much, and how fast --------------------------------------------------------------------------------------------
+# --- large and slow answers --------------------------------------------------------------------------------------------
 
 
 class Endless(httpx.SyncByteStream):
@@ -192,23 +189,23 @@ class Endless(httpx.SyncByteStream):
     sent = 0
 
     def __iter__(self) -> Iterator[bytes]:
-        while self.sent < 1 << 26:  # where nobody stops reading, the test ends all the same
+        while self.sent < 1 << 26:  # the test ends even if reading never stops
             self.sent += 1 << 16
             yield bytes(1 << 16)
 
 
-def test_an_answer_above_its_limit_is_not_read_on(tmp_path: Path) -> None:
+def test_reading_stops_at_the_limit(tmp_path: Path) -> None:
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path)
     coordinator.answers["/v1/tasks/a"] = httpx.Response(200, content=bytes(5000))
-    assert node.get_bytes("/v1/tasks/a", most_bytes=5000) == bytes(5000)
-    for ask, path, most_bytes in (
-        (lambda: node.get_bytes("/v1/tasks/a", most_bytes=4999), "/v1/tasks/a", 4999),
-        (lambda: node.get("/v1/batches/1", Ok, most_bytes=4096), "/v1/batches/1", 4096),
+    assert node.get_bytes("/v1/tasks/a", max_bytes=5000) == bytes(5000)
+    for ask, path, max_bytes in (
+        (lambda: node.get_bytes("/v1/tasks/a", max_bytes=4999), "/v1/tasks/a", 4999),
+        (lambda: node.get("/v1/batches/1", Ok, max_bytes=4096), "/v1/batches/1", 4096),
     ):
         coordinator.answers[path] = httpx.Response(200, stream=(endless := Endless()))
         with pytest.raises(
-            NodeError, match=rf"GET {path} at the coordinator http://c:1: .* more than {most_bytes} bytes"
+            NodeError, match=rf"GET {path} at the coordinator http://c:1: .* more than {max_bytes} bytes"
         ) as caught:
             ask()
         assert endless.sent <= 1 << 17 and not caught.value.restart_helps
@@ -220,7 +217,7 @@ def test_a_compressed_answer_is_refused(tmp_path: Path) -> None:
     packed = httpx.ByteStream(gzip.compress(bytes(1 << 20)))
     coordinator.answers["/v1/tasks/a"] = httpx.Response(200, stream=packed, headers={"content-encoding": "gzip"})
     with pytest.raises(NodeError, match="GET /v1/tasks/a at the coordinator http://c:1: it answers in gzip"):
-        node.get_bytes("/v1/tasks/a", most_bytes=1 << 21)
+        node.get_bytes("/v1/tasks/a", max_bytes=1 << 21)
     assert coordinator.requests[-1].headers["accept-encoding"] == "identity"
 
 
@@ -251,7 +248,7 @@ def test_a_body_that_trickles_ends_when_it_is_slower_than_the_least() -> None:
     clock = itertools.count(0.0, 1.0)
     with pytest.raises(httpx.ReadTimeout, match="bytes in 31 s"):
         read_body(response(b"x" for _ in range(10**6)), 10**9, lambda: next(clock))
-    clock, piece = itertools.count(0.0, 1.0), bytes(LEAST_BPS)
+    clock, piece = itertools.count(0.0, 1.0), bytes(MIN_BPS)
     assert len(read_body(response(piece for _ in range(100)), 10**9, lambda: next(clock))) == 100 * len(piece)
 
 

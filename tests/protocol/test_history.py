@@ -24,11 +24,15 @@ STATE: Status = status().status
 STEPS = [{"step": float(number), "reward/mean": 0.5} for number in range(5)]
 
 
+def client(answer: Callable[[httpx.Request], httpx.Response]) -> httpx.Client:
+    return httpx.Client(transport=httpx.MockTransport(answer))
+
+
 def watching(answer: Callable[[httpx.Request], httpx.Response]) -> PoolWatch:
     return PoolWatch(URL, client(answer))
 
 
-def test_a_look_fetches_the_state_and_only_new_history() -> None:
+def test_an_update_fetches_the_state_and_only_new_history() -> None:
     cursors = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -45,25 +49,25 @@ def test_a_look_fetches_the_state_and_only_new_history() -> None:
     assert pool.look() == STATE
     assert (pool.history.metrics, cursors) == (STEPS, [0, 2, 4, 5])
     pool.look()
-    assert cursors[4:] == [5], "what is known is not fetched again"
+    assert cursors[4:] == [5], "known entries are not fetched again"
 
 
-def test_a_coordinator_that_asks_to_wait_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It bounds the bytes that one address reads; a long run's history, or a large pool's state, may be more."""
-    asked: list[str] = []
-    monkeypatch.setattr(history, "time", SimpleNamespace(monotonic=lambda: float(len(asked)), sleep=lambda _: None))
+def test_a_request_answered_with_429_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator bounds the bytes per address; a long run's history, or a large pool's state, may be more."""
+    paths: list[str] = []
+    monkeypatch.setattr(history, "time", SimpleNamespace(monotonic=lambda: float(len(paths)), sleep=lambda _: None))
 
     def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(request.url.path)
-        if len(asked) % 3:
+        paths.append(request.url.path)
+        if len(paths) % 3:
             return httpx.Response(429)
         if request.url.path == "/v1/status":
             return httpx.Response(200, text=STATE.model_dump_json())
         return httpx.Response(200, text='{"cursor": 0, "metrics": [], "evaluations": [], "samples": []}')
 
-    assert watching(answer).look() == STATE and asked == 3 * ["/v1/status"] + 3 * ["/v1/history"]
+    assert watching(answer).look() == STATE and paths == 3 * ["/v1/status"] + 3 * ["/v1/history"]
     with pytest.raises(UnreachableError):
-        watching(lambda request: asked.append("") or httpx.Response(429)).look()
+        watching(lambda request: paths.append("") or httpx.Response(429)).look()
 
 
 def test_a_coordinator_that_does_not_answer_is_named() -> None:
@@ -85,14 +89,7 @@ def test_another_server_is_not_taken_for_a_coordinator(answer: httpx.Response) -
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "http://h",
-        "https://h.example.org",
-        "http://10.0.0.1:1/",
-        "http://[::1]:8700",
-        "http://h:65535",
-    ],
+    "text", ["http://h", "https://h.example.org", "http://10.0.0.1:1/", "http://[::1]:8700", "http://h:65535"]
 )
 def test_a_coordinators_url_has_scheme_and_host(text: str) -> None:
     assert server_url(text) == text.rstrip("/")
@@ -101,29 +98,12 @@ def test_a_coordinators_url_has_scheme_and_host(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "h:8700",
-        "localhost:8700",
-        "10.0.0.1",
-        "http://",
-        "http://:8700",
-        "http://h:0",
-        "http://h:70000",
-        "http://h:x",
-        "http://h/v1",
-        "http://h/runs",
-        "http://h?x=1",
-        "http://h?",
-        "http://h:1#",
-        "http://u@h",
-        "http://:password@h",
-        "http://two words:1",
-        "http://h:1\n",
-        "ftp://h",
-        "http://" + "h" * 200,
+        *("", "h:8700", "localhost:8700", "10.0.0.1", "ftp://h", "http://", "http://:8700", "http://" + "h" * 200),
+        *("http://h:0", "http://h:70000", "http://h:x", "http://two words:1", "http://h:1\n"),
+        *("http://h/v1", "http://h?x=1", "http://h?", "http://h:1#", "http://u@h", "http://:password@h"),
     ],
 )
-def test_anything_else_is_refused_with_an_example(text: str) -> None:
+def test_any_other_url_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(AddressError, match="write http://HOST:PORT"):
         server_url(text)
 
@@ -143,7 +123,7 @@ def test_a_folder_without_a_coordinator_is_named(tmp_path: Path) -> None:
         find_coordinator(str(tmp_path))
 
 
-# --- the offer of a run: what of it is believed ----------------------------------------------------------------------
+# --- a run's offer ---------------------------------------------------------------------------------------------------
 
 
 OWNER, OTHER = Identity.generate(), Identity.generate()
@@ -166,17 +146,13 @@ def offer(**changed: Any) -> RunOffer:
     return RunOffer(**fields | changed)
 
 
-def client(answer: Callable[[httpx.Request], httpx.Response]) -> httpx.Client:
-    return httpx.Client(transport=httpx.MockTransport(answer))
-
-
 def signed(request: httpx.Request, body: bytes, signer: Identity = OWNER) -> httpx.Response:
     answer = {"status": 200, "body_sha256": sha256(body).digest(), "created_s": 1}
     return httpx.Response(200, content=body, headers=sign_answer(signer, request.headers, **answer))
 
 
-def found(*, signer: Identity = OWNER, trusted: str = "", **changed: Any) -> RunOffer:
-    """What `find_run` makes of an offer; `signer` signs the answer."""
+def offered(*, signer: Identity = OWNER, trusted: str = "", **changed: Any) -> RunOffer:
+    """Return what `find_run` returns for an offer. `signer` signs the answer."""
 
     def coordinator(request: httpx.Request) -> httpx.Response:
         assert str(request.url) == f"{URL}/v1/offer"
@@ -186,7 +162,7 @@ def found(*, signer: Identity = OWNER, trusted: str = "", **changed: Any) -> Run
 
 
 def test_an_offer_is_believed_with_its_coordinators_signature() -> None:
-    assert found() == found(trusted=OWNER.public) == offer()
+    assert offered() == offered(trusted=OWNER.public) == offer()
 
 
 @pytest.mark.parametrize(
@@ -198,12 +174,12 @@ def test_an_offer_is_believed_with_its_coordinators_signature() -> None:
         ({"signer": OTHER, "key": OTHER.public, "trusted": OWNER.public}, "cannot be trusted: "),
     ],
 )
-def test_what_is_not_believed(changed: dict[str, Any], words: str) -> None:
+def test_an_offer_of_another_version_or_signer_is_refused(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(ShoalError, match=words):
-        found(**changed)
+        offered(**changed)
 
 
-def test_an_offer_that_somebody_changed_or_kept_is_not_believed() -> None:
+def test_a_changed_or_replayed_offer_is_refused() -> None:
     kept: list[httpx.Response] = []
 
     def changing(request: httpx.Request) -> httpx.Response:
@@ -226,7 +202,7 @@ def test_an_offer_that_somebody_changed_or_kept_is_not_believed() -> None:
         (httpx.Response(200, content=b"{}"), "is no offer"),
     ],
 )
-def test_what_is_no_offer(response: httpx.Response, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_answer_is_no_offer(response: httpx.Response, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "OFFER_BYTES", 100)
     with pytest.raises(ShoalError, match=words):
         find_run(URL, client(lambda request: response))

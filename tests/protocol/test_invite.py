@@ -28,18 +28,13 @@ def invite(identity: Identity = COORDINATOR, run: str = RUN, **changed: Any) -> 
     return make_invite(identity, run=run, **fields)
 
 
-def test_an_invite_survives_being_copied() -> None:
+def test_a_copied_invite_names_address_key_run_role_and_name() -> None:
     made = invite()
-    assert Invite.decode(made.encode()) == made
     assert Invite.decode(f"  {made.encode()}\n") == made
-
-
-def test_it_says_where_whom_to_trust_and_for_what() -> None:
-    made = invite()
     payload = open_payload(made.signed.model_dump_json(), COORDINATOR.public, RUN)
     assert (made.url, made.key, made.run) == ("http://c:1", COORDINATOR.public, RUN)
     assert (payload.role, payload.name, payload.run, payload.expires_s) == ("worker", "w-0", RUN, 2_000_000_000)
-    assert len({invite().signed.payload for _ in range(20)}) == 20, "each is valid once"
+    assert invite().signed.payload != made.signed.payload, "each is valid once"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +51,7 @@ def test_it_says_where_whom_to_trust_and_for_what() -> None:
         "shoal1." + "[" * 9,
     ],
 )
-def test_what_is_no_invite_is_an_invite_error(text: str) -> None:
+def test_any_other_text_is_an_invite_error(text: str) -> None:
     with pytest.raises(InviteError, match="invite"):
         Invite.decode(text)
 
@@ -102,17 +97,14 @@ def test_a_name_must_be_harmless(name: str) -> None:
         invite(name=name)
 
 
-def test_an_invite_in_a_file_is_read_and_only_its_owner_may(tmp_path: Path) -> None:
+def test_an_invite_is_read_from_a_file_that_only_its_owner_may_read(tmp_path: Path) -> None:
     made = invite()
     made.save(tmp_path / "w.invite")
     assert read_invite(str(tmp_path / "w.invite")) == made == read_invite(made.encode())
     assert stat.S_IMODE((tmp_path / "w.invite").stat().st_mode) == 0o600
-
-
-@pytest.mark.parametrize(("text", "words"), [("missing.file", "no file at missing.file"), (".", "not readable")])
-def test_a_file_that_holds_no_invite_is_named(text: str, words: str) -> None:
-    with pytest.raises(InviteError, match=words):
-        read_invite(text)
+    for text, words in (("missing.file", "no file at missing.file"), (".", "not readable")):
+        with pytest.raises(InviteError, match=words):
+            read_invite(text)
 
 
 @pytest.mark.parametrize("url", ["c:1", "ftp://c:1", "http://c:1/x", ""])
@@ -135,22 +127,13 @@ def test_an_invite_is_checked_for_role_and_time() -> None:
 
 def test_two_pools_of_one_name_are_two_runs() -> None:
     """Else a request, a file or a seed of one is valid in the other."""
-    ours, theirs = Identity.generate(), Identity.generate()
-    ids = {run_id("sums", identity.public) for identity in (ours, theirs)}
-    assert len(ids) == 2 and all(id.startswith("sums-") for id in ids)
-    for id in ids:
-        key = ours.public if id.endswith(ours.public[:16]) else theirs.public
-        assert run_id(id, key) == id, "a restart keeps it"
+    ids = [run_id("sums", identity.public) for identity in (COORDINATOR, OTHER)]
+    assert ids[0] != ids[1] and all(id.startswith("sums-") for id in ids)
+    assert run_id(ids[0], COORDINATOR.public) == ids[0], "a restart keeps it"
 
 
 def test_an_invite_into_a_run_that_another_coordinator_founded_is_refused() -> None:
     """A coordinator that takes another run's id would get its members' signatures for that run."""
-    ours, theirs = Identity.generate(), Identity.generate()
-    run = run_id("sums", theirs.public)
-    for identity, genuine in ((theirs, True), (ours, False)):
-        made = make_invite(identity, url="http://c:1", run=run, role="worker", name="w", expires_s=2_000)
-        if genuine:
-            made.check("worker", 1_000)
-        else:
-            with pytest.raises(InviteError, match="did not found"):
-                made.check("worker", 1_000)
+    invite(COORDINATOR, RUN).check("worker", None)
+    with pytest.raises(InviteError, match="did not found"):
+        invite(OTHER, RUN).check("worker", None)

@@ -24,7 +24,7 @@ from .support import COORDINATOR, OTHER, RUN, FakeCoordinator, join, signer_of
 # --- joining ---------------------------------------------------------------------------------------------------------
 
 
-def test_joining_makes_a_key_and_shows_the_invite_under_it(tmp_path: Path) -> None:
+def test_joining_creates_a_key_and_registers_it_with_the_invite(tmp_path: Path) -> None:
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path, url="http://me:2")
     assert node.name == "w-0"
@@ -39,16 +39,16 @@ def test_joining_makes_a_key_and_shows_the_invite_under_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("status", "helps"), [(403, False), (499, False), (500, True), (502, True)])
-def test_a_refused_invite_says_why_and_is_not_tried_again(tmp_path: Path, status: int, helps: bool) -> None:
+def test_a_refused_invite_is_reported_and_not_tried_again(tmp_path: Path, status: int, helps: bool) -> None:
     coordinator = FakeCoordinator()
     coordinator.answers["/v1/register"] = httpx.Response(status, json={"error": "the invite has expired"})
     with pytest.raises(RefusedError, match="the invite has expired") as caught:
         join(coordinator, tmp_path)
-    assert caught.value.status == status and len(coordinator.requests) == 1, "a no is not asked for again"
+    assert caught.value.status == status and len(coordinator.requests) == 1
     assert restart_helps(caught.value) is helps and restart_helps(NodeError("away"))
 
 
-# --- whom to believe -------------------------------------------------------------------------------------------------
+# --- the run's description -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,17 @@ def test_a_descriptor_that_the_inviter_did_not_sign_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "words"),
     [({"run": "run-1"}, "serves run"), ({"protocol": VERSION + 1}, "install the same version of Shoal")],
 )
-def test_a_descriptor_of_another_run_or_protocol_is_refused(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
-    with pytest.raises(NodeError, match=told):
+def test_a_descriptor_of_another_run_or_protocol_is_refused(
+    tmp_path: Path, changed: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(NodeError, match=words):
         join(FakeCoordinator(**changed), tmp_path).config()
 
 
-def test_an_older_coordinator_that_cannot_read_the_registration_is_told_as_such(tmp_path: Path) -> None:
+def test_if_an_older_coordinator_cannot_read_the_registration_the_error_names_both_versions(tmp_path: Path) -> None:
     coordinator = FakeCoordinator(protocol=VERSION - 1)
     coordinator.answers["/v1/register"] = httpx.Response(400, json={"error": "protocol: extra inputs"})
     with pytest.raises(NodeError, match=f"speaks protocol {VERSION - 1}, this node {VERSION}"):
@@ -96,10 +98,10 @@ def test_the_first_key_of_a_role_is_waited_for(tmp_path: Path) -> None:
         node.wait_for_key("learner", stop)
 
 
-# --- living ----------------------------------------------------------------------------------------------------------
+# --- heartbeats ------------------------------------------------------------------------------------------------------
 
 
-def test_a_beat_tells_what_the_node_does_and_how_long_it_was_busy_or_waiting(
+def test_a_heartbeat_reports_the_activity_and_the_time_busy_and_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 100.0
@@ -122,15 +124,15 @@ def test_the_fastest_senders_of_a_download_are_reported(tmp_path: Path) -> None:
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path)
     rates_Bps = {f"http://relay-{n}": float(n) for n in range(MAX_SENDERS + 2)}
-    node.came(Arrival(3, 700, took_s=2.0, at_s=time.monotonic() - 60, rates_Bps=rates_Bps, behind_s=1.5))
+    node.note_arrival(Arrival(3, 700, took_s=2.0, at_s=time.monotonic() - 60, rates_Bps=rates_Bps, behind_s=1.5))
     node.beat()
     intake = coordinator.beats()[0].stats.intake
     assert min(intake.bytes_per_s.values()) == 2.0 and len(intake.bytes_per_s) == MAX_SENDERS
     assert (intake.version, intake.size_bytes, intake.took_s, intake.behind_s) == (3, 700, 2.0, 1.5)
-    assert 60 <= intake.ago_s < 120, "this machine's clock is not asked"
+    assert 60 <= intake.ago_s < 120, "by a monotonic clock"
 
 
-def test_the_heart_beats_in_the_background_and_outlives_refusals(
+def test_heartbeats_are_sent_in_the_background_and_continue_after_refusals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_module, "HEARTBEAT_S", 0.01)

@@ -14,17 +14,17 @@ from shoal.protocol.pace import (
     DISCARD_RATE,
     LARGE_AT_ONCE,
     LARGE_BYTES,
-    LONGEST_HOLD_S,
+    MAX_HOLD_S,
     MEMBER_BYTES,
     MEMBER_RATE,
     OPEN_RATE,
     REFUSED_RATE,
-    STRANGERS_UNTAKEN,
+    STRANGERS_UNREAD,
     Pace,
     Rates,
     Refusal,
     Strangers,
-    Untaken,
+    Unread,
 )
 from shoal.protocol.server import read_body
 from shoal.protocol.signing import SignatureError, SignedHead, content_digest
@@ -99,26 +99,26 @@ def test_a_member_over_its_rate_waits_and_nobody_else_does() -> None:
     pace.member("ann")
 
 
-def test_a_member_has_a_bounded_number_of_requests_under_way() -> None:
+def test_a_member_has_a_bounded_number_of_requests_in_progress() -> None:
     pace = Pace(Clock())
-    held = [pace.under_way("ann") for _ in range(AT_ONCE)]
+    held = [pace.in_progress("ann") for _ in range(AT_ONCE)]
     for one in held:
         one.__enter__()
-    with pytest.raises(Refusal) as caught, pace.under_way("ann"):
+    with pytest.raises(Refusal) as caught, pace.in_progress("ann"):
         pass
     assert caught.value.status == 429
-    with pace.under_way("bob"):
+    with pace.in_progress("bob"):
         pass
     held[0].__exit__(None, None, None)
-    with pace.under_way("ann"), pytest.raises(Refusal), pace.under_way("ann"):
+    with pace.in_progress("ann"), pytest.raises(Refusal), pace.in_progress("ann"):
         pass
 
 
 def test_refusals_are_held_back_once_there_are_many_and_never_long() -> None:
     strangers = Strangers(Clock())
-    holds_s = [strangers.refusal_hold_s("192.0.2.1") for _ in range(int(REFUSED_RATE * (BURST_S + 2 * LONGEST_HOLD_S)))]
+    holds_s = [strangers.refusal_hold_s("192.0.2.1") for _ in range(int(REFUSED_RATE * (BURST_S + 2 * MAX_HOLD_S)))]
     assert holds_s[: int(REFUSED_RATE * BURST_S)] == [0.0] * int(REFUSED_RATE * BURST_S)
-    assert 0 < holds_s[int(REFUSED_RATE * BURST_S)] < 1 and holds_s[-1] == max(holds_s) == LONGEST_HOLD_S
+    assert 0 < holds_s[int(REFUSED_RATE * BURST_S)] < 1 and holds_s[-1] == max(holds_s) == MAX_HOLD_S
     assert strangers.refusal_hold_s("192.0.2.2") == 0
 
 
@@ -132,18 +132,18 @@ def test_what_anyone_may_read_has_a_rate_by_address() -> None:
 
 
 def test_answers_that_nobody_takes_are_bounded_by_reader_and_for_all_strangers() -> None:
-    untaken, size_bytes = Untaken(), 3 << 20
+    unread, size_bytes = Unread(), 3 << 20
     with contextlib.ExitStack() as held:
-        for number in range(STRANGERS_UNTAKEN // size_bytes):
-            held.enter_context(untaken.answer(f"192.0.2.{number}", size_bytes, member=False))
+        for number in range(STRANGERS_UNREAD // size_bytes):
+            held.enter_context(unread.answer(f"192.0.2.{number}", size_bytes, member=False))
         for reader in ("192.0.2.0", "198.51.100.1"):
-            with pytest.raises(Refusal, match="not .*taken"), untaken.answer(reader, size_bytes, member=False):
+            with pytest.raises(Refusal, match="not received"), unread.answer(reader, size_bytes, member=False):
                 pass
-        held.enter_context(untaken.answer("198.51.100.1", LARGE_BYTES, member=False))
-        held.enter_context(untaken.answer("ann", 64 << 20, member=True))
-        with pytest.raises(Refusal, match="not been taken"), untaken.answer("ann", size_bytes, member=True):
+        held.enter_context(unread.answer("198.51.100.1", LARGE_BYTES, member=False))
+        held.enter_context(unread.answer("ann", 64 << 20, member=True))
+        with pytest.raises(Refusal, match="not received"), unread.answer("ann", size_bytes, member=True):
             pass
-    with untaken.answer("192.0.2.0", size_bytes, member=False):
+    with unread.answer("192.0.2.0", size_bytes, member=False):
         pass
 
 
@@ -165,10 +165,10 @@ def test_few_large_and_few_rare_requests_of_a_member_are_taken() -> None:
     pace = Pace(Clock())
     with contextlib.ExitStack() as held:
         for _ in range(LARGE_AT_ONCE):
-            held.enter_context(pace.under_way("ann", large=True))
-        with pytest.raises(Refusal, match="2 large requests by this node"), pace.under_way("ann", large=True):
+            held.enter_context(pace.in_progress("ann", large=True))
+        with pytest.raises(Refusal, match="2 large requests by this node"), pace.in_progress("ann", large=True):
             pass
-        with pace.under_way("ann"), pace.under_way("bob", large=True):
+        with pace.in_progress("ann"), pace.in_progress("bob", large=True):
             pass
     with pytest.raises(Refusal, match="more than 1 such request a second") as caught:
         for _ in range(30):

@@ -95,7 +95,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
                     log.info("version %d is mirrored", max(mirrored))
                 node.policy_version = max(mirrored) if mirrored else None
                 if relay.status.arrival:
-                    node.came(relay.status.arrival)
+                    node.note_arrival(relay.status.arrival)
                 error = relay.status.last_error  # it may be old: show it only while the newest version is missing
                 is_behind = node.answer is not None and node.policy_version != node.answer.newest_version
                 node.doing(f"the origin: {error}" if error and is_behind else "the origin", waiting=True)

@@ -64,7 +64,7 @@ def task_set(node: Node, config: Config, folder: Path) -> TaskSet:
     from shoal import tasks
 
     def fetch(sha256: str, most_bytes: int) -> bytes:
-        return node.get_bytes(f"/v1/tasks/{sha256}", most_bytes=most_bytes)
+        return node.get_bytes(f"/v1/tasks/{sha256}", max_bytes=most_bytes)
 
     return tasks.join(config.tasks, folder / TASKS, fetch)
 

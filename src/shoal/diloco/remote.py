@@ -85,7 +85,7 @@ class Remote:
             if not progress.outcome.kept:
                 return progress.outcome, b""
             limit = max_size_bytes(self.terms.kind, self.terms.shapes.size)
-            return progress.outcome, self.node.get_bytes(f"/v1/rounds/{round}/average", most_bytes=limit)
+            return progress.outcome, self.node.get_bytes(f"/v1/rounds/{round}/average", max_bytes=limit)
 
     def state(self, why: str) -> tuple[int, bytes]:
         """Return the open round and the agreed state before it, verified."""
@@ -113,7 +113,7 @@ class Remote:
 
     def _piece(self, round: int, at_bytes: int) -> bytes:
         with _meeting_errors():
-            return self.node.get_bytes(f"/v1/state/{round}/{at_bytes}", most_bytes=PIECE_BYTES)
+            return self.node.get_bytes(f"/v1/state/{round}/{at_bytes}", max_bytes=PIECE_BYTES)
 
 
 @contextmanager

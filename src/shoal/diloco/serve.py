@@ -51,7 +51,7 @@ from shoal.errors import ShoalError
 from shoal.files import write_file
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.messages import Ok
-from shoal.protocol.pace import MEMBER_UNTAKEN, Pace, Refusal, Untaken
+from shoal.protocol.pace import MEMBER_UNREAD, Pace, Refusal, Unread
 from shoal.protocol.server import IDENTITY, Admission, Front, Request, listen
 from shoal.protocol.signing import MAX_AGE_S, SignatureError
 
@@ -91,7 +91,7 @@ class MeetingServer:
         self.keys_path = meeting.folder / "keys.json"
         self.names: dict[str, str] = json.loads(self.keys_path.read_text()) if self.keys_path.exists() else {}
         self.largest = max_size_bytes(meeting.terms.kind, meeting.terms.shapes.size)
-        self.front = Front(untaken=Untaken(member_bytes=2 * self.largest + MEMBER_UNTAKEN))
+        self.front = Front(unread=Unread(member_bytes=2 * self.largest + MEMBER_UNREAD))
         self.admission = Admission(meeting.run, RecentNonces(), self._role, time.time, Pace())
         self.lock = asyncio.Lock()
         self.ended = asyncio.Event()  # a round ended

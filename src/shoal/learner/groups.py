@@ -214,7 +214,7 @@ def gathering(node: Node, config: Config, quarantine: Path) -> Gathering:
     limit = config.max_submission_bytes  # the coordinator's limit, too
 
     def download(submission: str) -> bytes:
-        return node.fetch_file(f"/v1/accepted/{submission}", most_bytes=limit)
+        return node.fetch_file(f"/v1/accepted/{submission}", max_bytes=limit)
 
     return Gathering(download, run=node.invite.run, config=config, quarantine=quarantine)
 

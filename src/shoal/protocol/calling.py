@@ -1,10 +1,10 @@
 """Signed requests to one coordinator, retried until a deadline and cancelled soon after a stop.
 
-Invariants: no answer is believed that the coordinator's key, which is in the invite, has not signed for this very request
-(`signing`): another counts as none, and the request is repeated. No answer takes more memory than its caller allows. Once
-`stop` is set, no request takes longer than STOP_S. Reading any server's answer ends unless its body comes at LEAST_BPS, and
-a compressed body is refused: a few bytes of it could become any number.
-`node` adds membership to it. SHARDCAST has a client of its own.
+Invariants: an answer is believed only if the coordinator's key, which is in the invite, signed it for this very request
+(`signing`); otherwise the request is repeated. No answer takes more memory than its caller allows. Once `stop` is set, no
+request takes longer than STOP_S. A body that arrives more slowly than MIN_BPS is given up, and a compressed one is refused:
+a few bytes of it could expand without limit.
+`node` adds membership. SHARDCAST has a client of its own.
 """
 
 import logging
@@ -25,16 +25,16 @@ from shoal.protocol.invite import Invite
 from shoal.protocol.signing import UnsignedAnswerError, check_answer
 
 PATIENCE_S = 120.0  # how long a request is repeated while the coordinator is down or restarting
-LONGEST_PAUSE_S = 2.0  # between two of its attempts; the first are closer
-STOP_S = 1.0  # for a request in flight when this process is told to stop
-ASKING = 0.2  # largest share of its time that a polling node waits for responses
+MAX_PAUSE_S = 2.0  # between two attempts; pauses double up to it
+STOP_S = 1.0  # for a request in progress when this process is told to stop
+WAITING_SHARE = 0.2  # largest share of its time that a polling node waits for responses
 LOOK_S = 0.1  # between two checks of the stop event
-SEND_BYTES = 1 << 20  # of a body, handed over at once
-MESSAGE_BYTES = 16 << 20  # the largest answer that is a message, unless its caller names another limit
-PLAIN = {"accept-encoding": "identity"}  # of a request
-LEAST_BPS, GRACE_S = 1024, 30.0  # minimum rate of a body, enforced after GRACE_S
-# HTTP statuses. 425: signed before the coordinator started, which cannot tell whether it served the request then. 503:
-# what it needs, such as a chain, does not answer.
+SEND_BYTES = 1 << 20  # of a body, handed to httpcore at once
+MESSAGE_BYTES = 16 << 20  # the largest message, unless the caller names another limit
+PLAIN = {"accept-encoding": "identity"}  # header of a request
+MIN_BPS, GRACE_S = 1024, 30.0  # minimum rate of a body, enforced after GRACE_S
+# HTTP statuses after which a request is repeated. 425: signed before the coordinator started, which does not know whether it
+# already served it. 503: a service that it needs, such as a chain, does not answer.
 BUSY = (425, 429, 503)
 
 M = TypeVar("M", bound=BaseModel)
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class NodeError(ShoalError):
-    """The coordinator refused, or did not answer in time; the message says which and what to try."""
+    """The coordinator refused, or did not answer in time. The message says which, and what to try."""
 
     def __init__(self, message: str, *, restart_helps: bool = True) -> None:
         super().__init__(message)
@@ -67,11 +67,11 @@ class BodyError(httpx.HTTPError):
 
 
 class AgainError(Exception):
-    """The attempt failed temporarily; retry it."""
+    """The attempt failed temporarily: retry it."""
 
 
 class Pieces(httpx.ByteStream):
-    """A body that goes out piece by piece: httpcore copies all that is left of a piece after each part that is sent."""
+    """A body that is sent in pieces: after each send, httpcore copies the rest of the piece."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -89,35 +89,35 @@ class Caller:
         self.client = client
         self.patience_s = patience_s
         self.stop = stop
-        self.answered_in_s = 0.0  # the newest message
+        self.answered_in_s = 0.0  # time to the newest answer to a `post`
 
-    def get(self, path: str, answer: type[M], *, most_bytes: int = MESSAGE_BYTES) -> M:
-        return self._parse(answer, self._request("GET", path, most_bytes=most_bytes))
+    def get(self, path: str, answer: type[M], *, max_bytes: int = MESSAGE_BYTES) -> M:
+        return self._parse(answer, self._request("GET", path, max_bytes=max_bytes))
 
-    def get_bytes(self, path: str, *, most_bytes: int) -> bytes:
-        """Return a file. Raise NodeError if it is larger than `most_bytes`."""
-        return self._request("GET", path, most_bytes=most_bytes).content
+    def get_bytes(self, path: str, *, max_bytes: int) -> bytes:
+        """Return a file. Raise NodeError if it is larger than `max_bytes`."""
+        return self._request("GET", path, max_bytes=max_bytes).content
 
     def post(self, path: str, message: BaseModel | None, answer: type[M]) -> M:
         response = self._request("POST", path, message.model_dump_json().encode() if message else b"")
         self.answered_in_s = response.elapsed.total_seconds()
         return self._parse(answer, response)
 
-    def pause_s(self, least_s: float) -> float:
-        """Return the pause before the next poll, in proportion to the coordinator's response time.
+    def pause_s(self, min_s: float) -> float:
+        """Return the pause before the next poll: at least `min_s`, and longer if the coordinator answers slowly.
 
-        So polling nodes and heartbeats do not overload a slow coordinator.
+        So polls and heartbeats do not overload it.
         """
-        return max(least_s, self.answered_in_s * (1 - ASKING) / ASKING)
+        return max(min_s, self.answered_in_s * (1 - WAITING_SHARE) / WAITING_SHARE)
 
     def put(self, path: str, data: bytes, answer: type[M]) -> M:
         return self._parse(answer, self._request("PUT", path, data))
 
     def _request(
-        self, method: str, path: str, content: bytes = b"", *, most_bytes: int = MESSAGE_BYTES
+        self, method: str, path: str, content: bytes = b"", *, max_bytes: int = MESSAGE_BYTES
     ) -> httpx.Response:
         def attempt() -> httpx.Response:
-            response = self._send(method, path, content, most_bytes)
+            response = self._send(method, path, content, max_bytes)
             if response.status_code in BUSY:
                 raise AgainError(_reason(response))
             return response
@@ -146,23 +146,23 @@ class Caller:
                         f"{server} did not answer {request} for {self.patience_s:.0f} s ({why}); {try_this}"
                     ) from error
                 self.stop.wait(pause_s)
-                if pause_s < LONGEST_PAUSE_S <= 2 * pause_s:
+                if pause_s < MAX_PAUSE_S <= 2 * pause_s:
                     log.warning("waiting up to %.0f s for %s: %s", self.patience_s, server, why)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    def _send(self, method: str, path: str, content: bytes, most_bytes: int) -> httpx.Response:
-        """One request. It runs in its own thread, so that a silent host does not delay a stop."""
+    def _send(self, method: str, path: str, content: bytes, max_bytes: int) -> httpx.Response:
+        """Send one request, in its own thread, so that a silent host does not delay a stop."""
         answer: Future[httpx.Response] = Future()
-        begun = threading.Event()  # the answer's headers have come
-        begun_by_s = time.monotonic() + self.patience_s + len(content) / LEAST_BPS
+        responding = threading.Event()  # the answer's headers have arrived
+        deadline_s = time.monotonic() + self.patience_s + len(content) / MIN_BPS  # for the headers
 
-        def ask() -> None:
+        def run() -> None:
             try:
-                answer.set_result(self._receive(method, path, content, most_bytes, begun))
-            except Exception as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
+                answer.set_result(self._receive(method, path, content, max_bytes, responding))
+            except Exception as error:  # noqa: BLE001 - raised in the caller's thread
                 answer.set_exception(error)
 
-        threading.Thread(target=ask, daemon=True, name="request").start()
+        threading.Thread(target=run, daemon=True, name="request").start()
         stopped_s: float | None = None
         while True:
             try:
@@ -174,32 +174,32 @@ class Caller:
                         raise StoppedError(
                             f"stopped: the coordinator at {self.invite.url} did not answer {method} {path}"
                         ) from None
-                if not begun.is_set() and time.monotonic() > begun_by_s:
+                if not responding.is_set() and time.monotonic() > deadline_s:
                     raise httpx.ReadTimeout(f"no answer to {method} {path} began in time") from None
 
     def _receive(
-        self, method: str, path: str, content: bytes, most_bytes: int, begun: threading.Event
+        self, method: str, path: str, content: bytes, max_bytes: int, responding: threading.Event
     ) -> httpx.Response:
-        """One answer, read whole and signed for this request. Raises NodeError, UnsignedAnswerError."""
-        begun_s = time.monotonic()
+        """Send a request. Return the whole answer, whose signature is checked. Raise NodeError, UnsignedAnswerError."""
+        start_s = time.monotonic()
         request = self.client.build_request(method, path, content=content, headers=PLAIN)
         request.stream = Pieces(content)
         with closing(self.client.send(request, stream=True)) as response:
-            begun.set()
+            responding.set()
             try:
-                body = read_body(response, most_bytes)
+                body = read_body(response, max_bytes)
             except BodyError as error:
                 raise NodeError(
                     f"{method} {path} at the coordinator {self.invite.url}: {error}; ask its operator what it serves there",
                     restart_helps=False,
                 ) from error
-        asked, status, digest = response.request.headers, response.status_code, sha256(body).digest()
+        headers, status, digest = response.request.headers, response.status_code, sha256(body).digest()
         try:
-            check_answer(self.invite.key, asked, response.headers, status=status, body_sha256=digest)
+            check_answer(self.invite.key, headers, response.headers, status=status, body_sha256=digest)
         except UnsignedAnswerError as error:
             raise UnsignedAnswerError(f"an answer with status {status}, but {error}") from error
         answer = httpx.Response(status, content=body, request=response.request)
-        answer.elapsed = timedelta(seconds=time.monotonic() - begun_s)
+        answer.elapsed = timedelta(seconds=time.monotonic() - start_s)
         return answer
 
     def _parse(self, model: type[M], response: httpx.Response) -> M:
@@ -216,30 +216,25 @@ def _reason(response: httpx.Response) -> str:
         return f"HTTP {response.status_code}"
 
 
-# --- answers of any server ---------------------------------------------------------------------------------------------
+# --- bounded answers of any server -------------------------------------------------------------------------------------
 
 
-def check_plain(response: httpx.Response) -> None:
-    """Raise BodyError if the body is compressed."""
+def read_body(response: httpx.Response, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> bytes:
+    """Return the body of a response that was opened as a stream. Raise BodyError, httpx.ReadTimeout."""
     if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
         raise BodyError(f"it answers in {encoding}: turn that off")
-
-
-def read_body(response: httpx.Response, most_bytes: int, clock: Callable[[], float] = time.monotonic) -> bytes:
-    """The body of a response that was opened as a stream. Raises BodyError, httpx.ReadTimeout."""
-    check_plain(response)
-    body, begun_s = bytearray(), clock()
+    body, start_s = bytearray(), clock()
     for piece in response.iter_bytes():
         body += piece
-        if len(body) > most_bytes:
-            raise BodyError(f"it answers with more than {most_bytes} bytes")
-        if (took_s := clock() - begun_s) > GRACE_S + len(body) / LEAST_BPS:
+        if len(body) > max_bytes:
+            raise BodyError(f"it answers with more than {max_bytes} bytes")
+        if (took_s := clock() - start_s) > GRACE_S + len(body) / MIN_BPS:
             raise httpx.ReadTimeout(f"it sent {len(body)} bytes in {took_s:.0f} s", request=response.request)
     return bytes(body)
 
 
-def get(client: httpx.Client, url: str, most_bytes: int, **options: object) -> httpx.Response:
-    """Call `client.get` with a body of at most `most_bytes`. Raise httpx.HTTPError, httpx.InvalidURL."""
+def get(client: httpx.Client, url: str, max_bytes: int, **options: object) -> httpx.Response:
+    """Call `client.get` with a body of at most `max_bytes`. Raise httpx.HTTPError, httpx.InvalidURL."""
     with client.stream("GET", url, headers=PLAIN, **options) as response:  # type: ignore[arg-type]
-        body = read_body(response, most_bytes)
+        body = read_body(response, max_bytes)
     return httpx.Response(response.status_code, headers=response.headers, content=body, request=response.request)

@@ -1,13 +1,12 @@
-"""A run as anyone sees it, from the coordinator's open routes: its state now, its history, and what it offers strangers.
+"""What anyone may read of a run, from the coordinator's open routes: its state, its history, and its offer to strangers.
 
-    offer = find_run(url, client)      GET /v1/offer, believed only with the coordinator's signature
-    invite = open_invite(offer)        checked like any other
+    offer = find_run(url, client)      GET /v1/offer; the coordinator's signature is checked
+    invite = open_invite(offer)        the open invite in it, checked as any other
 
-Invariants: the history is fetched by cursor, so every look costs only what is new; a step or evaluation that is reported
-again replaces the earlier report. A coordinator that asks to wait, because this address has read much, is asked again.
-An offer is the coordinator's own, of now: the answer is signed for this very request (`signing`). Who the key's owner is, no
-answer can prove: compare the key with the operator's, or name it.
-Left out: waiting and drawing, which the callers do.
+Invariants: the history is fetched by cursor, so each update transfers only new entries. A step or evaluation that is
+reported again replaces the earlier report. A request that the coordinator answers with 429 is repeated. An offer is signed
+for this very request (`signing`), so it is current and the coordinator's own. No answer can prove who owns that key: pass
+the operator's key to `find_run`, or compare it.
 """
 
 import time
@@ -43,9 +42,9 @@ from shoal.protocol.signing import SignedAuth, UnsignedAnswerError, check_answer
 MAX_SAMPLES = 512  # the newest are kept
 BUSY = 429  # HTTP status
 PAUSE_S, PATIENCE_S = 0.5, 30.0  # between two attempts, and for all of them
-OFFER, OFFER_BYTES = "offer", 64 << 10  # the audience of who asks for an offer, and its size at most
-MOST_BYTES = 16 << 20  # of a state or a page of history
-MAX_PAGES = 1000  # of history in one look: a server that invents news for ever is left to the next look
+AUDIENCE, OFFER_BYTES = "offer", 64 << 10  # of a request for an offer; the largest offer
+MAX_BYTES = 16 << 20  # of a state or a page of history
+MAX_PAGES = 1000  # of history per `look`: a malicious server could send new ones without end
 
 
 class NodeStatus(Message):
@@ -57,37 +56,35 @@ class NodeStatus(Message):
     evicted: bool
     state: NodeState = "active"
     reason: str = ""  # for its state
-    suspended_s: float = Field(default=0, ge=0)  # until it gets tasks again; 0: it is not suspended
+    suspended_s: float = Field(default=0, ge=0)  # until it gets tasks again; 0: not suspended
     suspension: str = ""  # why
-    missed: int = Field(default=0, ge=0)  # tasks that it was given and never uploaded
+    missed: int = Field(default=0, ge=0)  # tasks that it never uploaded
     accepted: int
     rejected: int
     stats: Stats
-    credited: Count = 0  # tokens of accepted work, paid for good
-    pending: Count = 0  # tokens of accepted work whose credit waits for more checks
-    evidence: float = (
-        0.0  # nats that its submissions together speak against honesty; ln(1 / evidence.ALPHA) dismisses it
-    )
-    fingerprint: str = MaybeHex64  # of the newest version it reported; "": it is in no exactness class
+    credited: Count = 0  # tokens of accepted work whose credit is final
+    pending: Count = 0  # tokens of accepted work whose credit is in escrow
+    evidence: float = 0.0  # of all its submissions against its honesty, in nats; ln(1 / evidence.ALPHA) dismisses it
+    fingerprint: str = MaybeHex64  # of the newest version that it reported; "": it is in no exactness class
     size: Count = 0  # groups in its usual task; 0: a newcomer's
     capability: Capability = Capability()  # as it reported
 
 
 class Exactness(Message):
-    """Work that was replayed without any tolerance."""
+    """Work that was replayed bit for bit."""
 
     submissions: Count = 0  # accepted
-    tokens: Count = 0  # sampled tokens of these: each the argmax, with equal logprob and proof, to the last bit
+    tokens: Count = 0  # sampled tokens of these: each with the same argmax, logprob and proof
     mismatched_tokens: Count = 0  # in submissions that were rejected as `inexact`
 
 
 class Signal(Message):
     """Whether accepted groups give a training signal: the rewards of a useful group differ."""
 
-    groups: int = Field(default=0, ge=0)  # accepted while the open step has been open
+    groups: int = Field(default=0, ge=0)  # accepted since the open step is open
     useful: int = Field(default=0, ge=0)  # of these
     flat: int = Field(default=0, ge=0)  # newest accepted groups in a row with equal rewards
-    lowest: float | None = None  # mean rewards of those
+    lowest: float | None = None  # mean reward of these
     highest: float | None = None
 
 
@@ -95,9 +92,9 @@ class Grading(Message):
     """Grader errors among the newest accepted rollouts."""
 
     total: int = Field(default=0, ge=0)  # rollouts accepted in the whole run
-    recent: int = Field(default=0, ge=0)  # the newest of them, which the next figure is about
-    errors: int = Field(default=0, ge=0)  # grader errors
-    error: str = ""  # of the newest one
+    recent: int = Field(default=0, ge=0)  # the newest of these
+    errors: int = Field(default=0, ge=0)  # grader errors among `recent`
+    error: str = ""  # the newest one
 
 
 class Status(Message):
@@ -115,9 +112,9 @@ class Status(Message):
     notices: list[str]  # for the operator, newest last
     reject_reasons: dict[str, int]
     slashed: list[str]
-    stale_groups: int  # useful groups that became too old before they got into a batch
-    late_groups: Count = 0  # in submissions whose upload was refused because no batch could use them any more
-    useful_groups: Count = 0  # accepted so far, those that became too old included
+    stale_groups: int  # useful groups that became too old before a batch took them
+    late_groups: Count = 0  # in submissions that came too late for any batch
+    useful_groups: Count = 0  # accepted so far, stale ones included
     tokens_generated: int  # accepted tokens, counted by the validators
     signal: Signal = Signal()
     grading: Grading = Grading()
@@ -150,13 +147,13 @@ class RunHistory:
     samples: list[WorkerSample] = field(default_factory=list)  # oldest first
 
     def add(self, news: History) -> bool:
-        """Add an answer of the coordinator. Returns whether it held anything new."""
+        """Add an answer of the coordinator. Return whether it had anything new."""
         if news.cursor == self.cursor:
             return False
         self.cursor = news.cursor
         steps = {step["step"]: step for step in [*self.metrics, *news.metrics]}
         self.metrics = [steps[number] for number in sorted(steps)]
-        evaluations = {(found.version, found.final): found for found in [*self.evaluations, *news.evaluations]}
+        evaluations = {(each.version, each.final): each for each in [*self.evaluations, *news.evaluations]}
         self.evaluations = [evaluations[key] for key in sorted(evaluations)]
         self.samples = [*self.samples, *news.samples][-MAX_SAMPLES:]
         return True
@@ -167,7 +164,7 @@ class UnreachableError(ShoalError):
 
 
 class PoolWatch:
-    """`client` is shared by all looks: making one takes 20 ms."""
+    """Reads a run's state and history from its coordinator."""
 
     def __init__(self, url: str, client: httpx.Client) -> None:
         self.url = url
@@ -175,7 +172,7 @@ class PoolWatch:
         self.history = RunHistory()
 
     def look(self) -> Status:
-        """The state now; `history` then holds everything up to it. Raises UnreachableError."""
+        """Return the current state, and update `history`. Raise UnreachableError."""
         try:
             status = Status.model_validate_json(self._get("/v1/status", {}))
             for _ in range(MAX_PAGES):
@@ -194,20 +191,20 @@ class PoolWatch:
 
     def _get(self, path: str, query: dict[str, int]) -> bytes:
         deadline_s = time.monotonic() + PATIENCE_S
-        while (answer := get(self.client, f"{self.url}{path}", MOST_BYTES, params=query)).status_code == BUSY:
+        while (answer := get(self.client, f"{self.url}{path}", MAX_BYTES, params=query)).status_code == BUSY:
             if time.monotonic() > deadline_s:
                 break
             time.sleep(PAUSE_S)
         return answer.raise_for_status().content
 
 
-# --- what it offers strangers -------------------------------------------------------------------------------------------
+# --- the offer to strangers ----------------------------------------------------------------------------------------------
 
 
 def find_run(url: str, client: httpx.Client, key: str = "") -> RunOffer:
-    """What the run at `url` offers. `key`: its coordinator's, if it is known. Raises ShoalError, AddressError."""
+    """Return the offer of the run at `url`. `key`: its coordinator's, if known. Raise ShoalError, AddressError."""
     url = server_url(url)
-    response = _ask(url, client)
+    response = _request_offer(url, client)
     try:
         offer = RunOffer.model_validate_json(response.content)
         digest, headers = sha256(response.content).digest(), response.request.headers
@@ -223,7 +220,7 @@ def find_run(url: str, client: httpx.Client, key: str = "") -> RunOffer:
 
 
 def open_invite(offer: RunOffer) -> Invite:
-    """The open invite in an offer. Raises ShoalError; InviteError if it is not the run's."""
+    """Return the open invite in an offer. Raise ShoalError; InviteError if it is not the run's."""
     if not offer.invite:
         raise ShoalError(f"{offer.run} takes only workers with an invite; ask its operator for one")
     invite = Invite.decode(offer.invite)
@@ -235,10 +232,10 @@ def open_invite(offer: RunOffer) -> Invite:
     return invite
 
 
-def _ask(url: str, client: httpx.Client) -> httpx.Response:
-    """Ask with a key made for it: an answer to another request, or an old one, does not fit."""
+def _request_offer(url: str, client: httpx.Client) -> httpx.Response:
+    """Sign the request with a new key, so that no answer to another request matches."""
     try:
-        response = get(client, f"{url}/v1/offer", OFFER_BYTES, auth=SignedAuth(Identity.generate(), OFFER))
+        response = get(client, f"{url}/v1/offer", OFFER_BYTES, auth=SignedAuth(Identity.generate(), AUDIENCE))
     except BodyError as error:
         raise ShoalError(f"the offer of the run at {url} is not read: {error}; tell its operator") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -1,11 +1,8 @@
-"""A node's identity: one ed25519 key. The public key is the node's name everywhere in the pool.
+"""A node's identity: one ed25519 key. The public key identifies the node everywhere in the pool.
 
-Invariant: a signature serves one purpose. The mandatory `domain` is signed together with the message, so a ledger signature
-cannot pass as the signature of a manifest. And a key has one spelling: `verify` accepts only the lowercase hex of a
-canonical point. Otherwise one banned key would have many names.
-
-Called by every process that signs or verifies. It imports only `errors` and `files`.
-
+Invariants: a signature serves one purpose: the mandatory `domain` is signed together with the message, so a ledger signature
+cannot pass as the signature of a manifest. A key has one spelling: `verify` accepts only the lowercase hex of a canonical
+point. Otherwise one banned key would have many names.
 Left out: passphrases (a worker restarts unattended; the file's mode protects the key), key rotation (a new key is a new
 node), hardware keys.
 """
@@ -35,45 +32,44 @@ DOMAIN = re.compile("[a-z0-9._/-]{1,64}")
 
 FIELD_PRIME = 2**255 - 19
 ORDER_8_Y = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
-# y of the eight points of small order. As public keys they accept signatures that nobody made.
+# y of the eight points of small order. As public keys they accept signatures made without a private key.
 SMALL_ORDER_Y = {0, 1, FIELD_PRIME - 1, ORDER_8_Y, FIELD_PRIME - ORDER_8_Y}
 
 
 class IdentityError(UserError, ValueError):
-    """A key file, a public key or a signed payload that cannot be used; the message says what to do next."""
+    """A key file, a public key or a signed payload that cannot be used; the message says what to do."""
 
 
 @dataclass(frozen=True, eq=False)
 class Identity:
-    """A private key, and the public key that names its owner."""
+    """A private key, and the public key that identifies its owner."""
 
     private_key: Ed25519PrivateKey = field(repr=False)
 
     @classmethod
     def generate(cls) -> Self:
-        """A new identity from the system's randomness, in memory only until it is saved."""
+        """Return a new identity from the system's randomness."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a PEM PKCS8 file. IdentityError if it is missing, unreadable or not an ed25519 key."""
+        """Read a PEM PKCS8 file. Raise IdentityError if it is missing, unreadable or not an ed25519 key."""
         try:
             key = load_pem_private_key(path.read_bytes(), password=None)
-        except FileNotFoundError as error:
-            raise IdentityError(f"no key file at {path}: check the path, or let a new key be made there") from error
         except OSError as error:
-            raise IdentityError(f"cannot read the key file {path} ({error.strerror}): check its owner") from error
-        except TypeError as error:
-            raise IdentityError(f"the key file {path} is encrypted: store it without a passphrase") from error
-        except (ValueError, UnsupportedAlgorithm) as error:
-            raise IdentityError(_unusable(path, "is not a PEM private key")) from error
+            raise IdentityError(f"cannot read the key file {path} ({error.strerror}): check path and owner") from error
+        except (TypeError, ValueError, UnsupportedAlgorithm):  # TypeError: it is encrypted
+            key = None
         if not isinstance(key, Ed25519PrivateKey):
-            raise IdentityError(_unusable(path, "holds a key that is not ed25519"))
+            raise IdentityError(
+                f"the key file {path} is not an ed25519 private key in PEM without a passphrase: restore it from a copy, "
+                "or move it away to start as a new node"
+            )
         return cls(key)
 
     @classmethod
     def load_or_create(cls, path: Path) -> Self:
-        """Load the key at path, or make and save one. Processes that start at the same time agree on one key."""
+        """Load the key at `path`, or create it. Processes that start at the same time get the same key."""
         if not path.exists():
             identity = cls.generate()
             try:
@@ -84,24 +80,24 @@ class Identity:
         return cls.load(path)
 
     def save(self, path: Path) -> None:
-        """Write the key as PEM PKCS8, mode 0600, whole or not at all. FileExistsError if the path is taken."""
+        """Write the key as PEM PKCS8, mode 0600, atomically. Raise FileExistsError if the path exists."""
         pem = self.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         write_new_file(path, pem, mode=0o600)
 
     @cached_property
     def public(self) -> str:
-        """The node's name: its public key, 64 hex characters."""
+        """The public key: 64 hex characters."""
         return self.private_key.public_key().public_bytes_raw().hex()
 
     def sign(self, message: bytes, *, domain: str) -> str:
-        """Return the signature of message for one purpose, 128 hex characters."""
+        """Return the signature of `message` for one purpose: 128 hex characters."""
         if not DOMAIN.fullmatch(domain):
             raise ValueError(f"bad signing domain {domain!r}: 1 to 64 of a-z 0-9 . _ / -")
         return self.private_key.sign(_in_domain(domain, message)).hex()
 
 
 def verify(public: str, message: bytes, signature: str, *, domain: str) -> bool:
-    """Whether `public` signed message for this purpose. False, never an error, if anything is malformed."""
+    """Return whether `public` signed `message` for this purpose; False if anything is malformed."""
     try:
         key = public_key(public)
     except IdentityError:
@@ -116,7 +112,7 @@ def verify(public: str, message: bytes, signature: str, *, domain: str) -> bool:
 
 
 def public_key(public: str) -> Ed25519PublicKey:
-    """The key with this name. IdentityError unless it is the canonical spelling of a safe point."""
+    """Parse a public key. Raise IdentityError unless it is the canonical spelling of a safe point."""
     if not _matches(PUBLIC_HEX, public):
         raise IdentityError("a public key is 64 lowercase hex characters")
     raw = bytes.fromhex(public)
@@ -127,7 +123,7 @@ def public_key(public: str) -> Ed25519PublicKey:
 
 
 class Signed(BaseModel):
-    """A signed text: payload, key and signature, for data that is verified apart from the request that carried it."""
+    """A signed text, for data that is verified independently of the request that carried it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -137,12 +133,12 @@ class Signed(BaseModel):
 
     @classmethod
     def make(cls, identity: Identity, payload: str, *, domain: str) -> Self:
-        """Sign the UTF-8 bytes of payload."""
+        """Sign the UTF-8 bytes of `payload`."""
         signature = identity.sign(payload.encode(), domain=domain)
         return cls(payload=payload, key=identity.public, signature=signature)
 
     def open(self, expected_key: str, *, domain: str) -> str:
-        """Return the payload; IdentityError unless expected_key signed it for this purpose."""
+        """Return the payload. Raise IdentityError unless `expected_key` signed it for this purpose."""
         if self.key != expected_key:
             raise IdentityError(f"signed by {self.key[:64]!r}, expected {expected_key}")
         if not verify(self.key, self.payload.encode(), self.signature, domain=domain):
@@ -156,7 +152,3 @@ def _in_domain(domain: str, message: bytes) -> bytes:
 
 def _matches(pattern: re.Pattern[str], text: object) -> bool:
     return isinstance(text, str) and pattern.fullmatch(text) is not None
-
-
-def _unusable(path: Path, fault: str) -> str:
-    return f"the key file {path} {fault}: restore it from a copy, or move it away to start as a new node"

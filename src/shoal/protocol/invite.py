@@ -1,9 +1,9 @@
-"""Where a pool's coordinator is, and invites: one string with which a node joins it.
+"""The address of a pool's coordinator, and invites: one string with which a node joins.
 
-Invariants: a URL is http(s)://HOST[:PORT] and nothing else, so that signed paths are the same on both sides. The key in an
-invite, the coordinator's, is the root of a node's trust; the payload (role and name) is signed by that key and used once. A
-run's id ends in that key (`run_id`), so no other pool has it: what is signed for one run is worth nothing in another.
-Imported by every node at its start, before anything heavy.
+Invariants: a URL is http(s)://HOST[:PORT] and nothing else, so signed paths are the same on both sides. The coordinator's
+key, in the invite, is the root of a node's trust. That key signs the payload (role and name), which is used once. A run's id
+ends in that key (`run_id`), so no other pool can have it: a signature for one run is invalid in every other.
+Every node imports it at its start, so it imports nothing heavy.
 """
 
 import base64
@@ -23,11 +23,11 @@ from shoal.protocol.messages import InvitePayload, Role
 PREFIX = "shoal1."
 DOMAIN = "invite"
 FILE = "coordinator.json"
-FOREIGN = re.compile(r"[\s?#@]")  # of a query, a fragment or a user; urlsplit drops some of these without a word
+FOREIGN = re.compile(r"[\s?#@]")  # of a query, a fragment or a user; urlsplit drops some of these silently
 
 
 class AddressError(UserError):
-    """A text that is not the URL of a coordinator, or a folder that holds none."""
+    """A text that is not a coordinator's URL, or a folder without a coordinator's address."""
 
 
 class Address(BaseModel):
@@ -38,7 +38,7 @@ class Address(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The address in a coordinator's folder, or in the folder of a whole run. Raises AddressError."""
+        """Return the address in a coordinator's folder, or in the folder of a whole run. Raise AddressError."""
         run = folder / "coordinator" / FILE
         path = run if run.exists() else folder / FILE
         try:
@@ -56,10 +56,10 @@ class Address(BaseModel):
 
 
 def server_url(text: str) -> str:
-    """`text` without a trailing slash. Raises AddressError unless it is http(s)://HOST[:PORT]."""
+    """Return a URL without its trailing slash. Raise AddressError unless it is http(s)://HOST[:PORT]."""
     try:
         parts = urlsplit(text)
-        has_port = parts.port is None or parts.port > 0  # parts.port raises ValueError for what is not a port
+        has_port = parts.port is None or parts.port > 0  # an invalid port raises ValueError
     except ValueError:
         parts, has_port = urlsplit(""), False
     rest = parts.path.strip("/") or FOREIGN.search(text)
@@ -69,7 +69,7 @@ def server_url(text: str) -> str:
 
 
 def find_coordinator(where: str) -> str:
-    """The coordinator's URL, given as itself or as a folder that holds it. Raises AddressError."""
+    """Return the coordinator's URL, given the URL or a folder that has it. Raise AddressError."""
     if "://" in where:
         return server_url(where)
     if not Path(where).is_dir():
@@ -105,11 +105,11 @@ class Invite(BaseModel):
             raise InviteError("the invite is damaged; copy all of it again") from error
 
     def save(self, path: Path) -> None:
-        """Write it to a file that only its owner may read."""
+        """Write the invite to a file that only its owner may read."""
         write_file(path, self.encode().encode() + b"\n", mode=0o600)
 
     def check(self, role: Role, now_s: float | None) -> None:
-        """Raise InviteError unless this is a genuine invite for `role`, not expired at `now_s` (None: not checked)."""
+        """Raise InviteError unless this is a valid invite for `role`, not expired at `now_s` (None: do not check)."""
         payload = open_payload(self.signed.model_dump_json(), self.key, self.run)
         if payload.role != role:
             raise InviteError(f"the invite is for the role {payload.role}, not {role}; start `shoal {payload.role}`")
@@ -120,20 +120,20 @@ class Invite(BaseModel):
 
 
 def run_id(name: str, coordinator_key: str) -> str:
-    """What a run is called in all that is signed: its name and the first 16 digits of its coordinator's key.
+    """Return a run's id, used in all signatures: its name and the first 16 digits of its coordinator's key.
 
-    A run that is called so already keeps its id.
+    An id is returned unchanged.
     """
-    founder = f"-{coordinator_key[:16]}"
-    return name if name.endswith(founder) else name + founder
+    suffix = f"-{coordinator_key[:16]}"
+    return name if name.endswith(suffix) else name + suffix
 
 
 def make_invite(
     identity: Identity, *, url: str, run: str, role: Role, name: str, expires_s: int, open: bool = False
 ) -> Invite:
-    """An invite for one node, or an `open` one for strangers with stake. Raises AddressError.
+    """Make an invite for one node, or an `open` one for strangers with stake. Raise AddressError.
 
-    `identity` is the coordinator's, `expires_s` a unix time.
+    `identity`: the coordinator's. `expires_s`: unix time.
     """
     url = server_url(url)
     payload = InvitePayload(run=run, role=role, name=name, nonce=secrets.token_hex(16), expires_s=expires_s, open=open)
@@ -142,7 +142,7 @@ def make_invite(
 
 
 def open_payload(signed_json: str, coordinator_key: str, run: str) -> InvitePayload:
-    """The payload of an invite that `coordinator_key` signed for this run. Raises InviteError."""
+    """Return an invite's payload. Raise InviteError unless `coordinator_key` signed it for this run."""
     try:
         text = Signed.model_validate_json(signed_json).open(coordinator_key, domain=DOMAIN)
         payload = InvitePayload.model_validate_json(text)
@@ -154,11 +154,11 @@ def open_payload(signed_json: str, coordinator_key: str, run: str) -> InvitePayl
 
 
 def read_invite(text: str) -> Invite:
-    """An invite given as its text, or as the path of a file that holds it. Raises InviteError."""
+    """Return an invite, given its text or the path of a file with it. Raise InviteError."""
     if text.startswith(PREFIX):
         return Invite.decode(text)
     try:
-        held = Path(text).read_text()
+        content = Path(text).read_text()
     except FileNotFoundError as error:
         raise InviteError(
             f"no file at {text[:80]}, and an invite starts with {PREFIX}; make one with `shoal pool invite`"
@@ -166,6 +166,6 @@ def read_invite(text: str) -> Invite:
     except (OSError, UnicodeDecodeError) as error:
         raise InviteError(f"the invite in {text[:80]} is not readable: {error}") from error
     try:
-        return Invite.decode(held)
+        return Invite.decode(content)
     except InviteError as error:
         raise InviteError(f"{text}: {error}") from error

@@ -1,11 +1,10 @@
-"""A member of the pool: every process except the coordinator. It joins, reads the run, and sends heartbeats.
+"""A member of the pool: every process except the coordinator. It joins, reads the config, and sends heartbeats.
 
-    node = Node.join(invite, folder, stop=stop)   loads or makes the key, registers with the invite
-    with node.heart(): ...                        a heartbeat a second in the background; `node.answer` is the newest reply
-    node.post("/v1/claims", ...)                  a signed request (`calling`), repeated until a deadline
+    node = Node.join(invite, folder, stop=stop)   loads or creates the key, registers with the invite
+    with node.heart(): ...                        sends a heartbeat per second; `node.answer` is the newest answer
+    node.post("/v1/claims", ...)                  sends a signed request (`calling`), repeated until a deadline
 
-Invariant: a run's description counts only with the signature of the coordinator's key, for this run and this protocol.
-Called by worker, validator, learner, origin, relay and evaluator. It knows no other process.
+Invariant: a run's description counts only if the coordinator's key signed it, for this run and this protocol.
 """
 
 import logging
@@ -14,7 +13,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -64,8 +63,11 @@ from shoal.shardcast.guard import Passes
 HEARTBEAT_S = 1.0
 UNREADABLE = 400  # HTTP status
 KEY, PAYER = "identity.pem", "payer"  # in a node's folder
-EXISTS, TOO_EARLY = 412, 425  # of a bucket: this very file was sent before; of a coordinator: the file has not come
-BUCKET_S = 30.0  # until the next bytes of a bucket
+EXISTS, TOO_EARLY = (
+    412,
+    425,
+)  # statuses of a bucket: it already has this file; of a coordinator: the file has not arrived
+BUCKET_S = 30.0  # timeout of each read from and write to a bucket
 BUCKET_HINT = "is store.endpoint reachable from here, and this machine's clock right?"
 
 log = logging.getLogger(__name__)
@@ -83,17 +85,17 @@ class Node(Caller):
         super().__init__(invite, client, patience_s, stop)
         self.identity = identity
         self.name = ""
-        self.direct = False  # rollout files go to and from the pool's bucket (`send_file`); `config` finds out
+        self.direct = False  # whether rollout files go to and from the pool's bucket; set by `config`
         self.policy_version: int | None = None
         self.fingerprint: Fingerprint | None = None  # of the version that it loaded last
-        self.working_on: list[str] = []  # submissions that are being generated
-        self.finished: Finished | None = None  # a submission that is being uploaded
-        self.renewals = 0  # requests for a new fingerprint that it has carried out
+        self.working_on: list[str] = []  # submissions that it generates
+        self.finished: Finished | None = None  # the submission that it uploads
+        self.renewals = 0  # completed requests for a new fingerprint
         self.answer: HeartbeatAnswer | None = None
         self._doing, self._waiting = "starting", False
         self._since_s, self._seconds = time.monotonic(), {"busy": 0.0, "waiting": 0.0}
         self.tokens = 0
-        self.arrival: Arrival | None = None  # of weights, the newest
+        self.arrival: Arrival | None = None  # its newest download of weights
         self.reader_pass = Passes(identity.private_key, self.reader_grant)
 
     @classmethod
@@ -108,9 +110,9 @@ class Node(Caller):
         transport: httpx.BaseTransport | None = None,
         capability: Capability | None = None,
     ) -> "Node":
-        """Load or make this node's key in `folder` and register. `url` is where an origin or relay serves.
+        """Load or create this node's key in `folder`, and register. `url`: where an origin or relay serves.
 
-        `stop` ends every wait of this node. Raises RefusedError for an invite that is not accepted.
+        `stop` ends every wait of this node. Raise RefusedError if the invite is not accepted.
         """
         node = cls.of(
             invite,
@@ -130,8 +132,8 @@ class Node(Caller):
             registered = node.post("/v1/register", registration, Registered)
         except RefusedError as refusal:
             if refusal.status == UNREADABLE:
-                node.descriptor()  # raises an error that names both versions, where they differ
-            refusal.restart_helps = refusal.status >= 500  # an invite that is refused once is refused again
+                node.descriptor()  # if the versions of Shoal differ, raises an error that names both
+            refusal.restart_helps = refusal.status >= 500  # else the invite would be refused again
             raise
         node.name = registered.name
         log.info("joined run %s at %s as %s (%s)", invite.run, invite.url, registered.name, registered.role)
@@ -139,7 +141,7 @@ class Node(Caller):
 
     @classmethod
     def read_config(cls, invite: Invite, stop: threading.Event) -> Config:
-        """The run's config, for a role that must listen before it can register its address."""
+        """Return the run's config, for a role that must listen before it can register its address."""
         return cls.of(invite, Identity.generate(), stop=stop).config()
 
     @classmethod
@@ -160,7 +162,7 @@ class Node(Caller):
     # --- the run -----------------------------------------------------------------------------------------------------
 
     def descriptor(self) -> RunDescriptor:
-        """The coordinator's description of the run, with its signature checked against the key in the invite."""
+        """Return the coordinator's description of the run. Raise NodeError unless the key in the invite signed it."""
         signed = self._parse(Signed, self._request("GET", "/v1/run"))
         try:
             descriptor = RunDescriptor.model_validate_json(signed.open(self.invite.key, domain="run"))
@@ -177,12 +179,12 @@ class Node(Caller):
         return descriptor
 
     def config(self) -> Config:
-        found = config_module.parse(self.descriptor().config, source="run descriptor")
-        self.direct = bool(found.store.url)
-        return found
+        config = config_module.parse(self.descriptor().config, source="run descriptor")
+        self.direct = bool(config.store.url)
+        return config
 
     def wait_for_key(self, role: Role, stop: threading.Event) -> str:
-        """The key of the first node registered as `role`; waits up to `patience_s` for one."""
+        """Return the key of the first node registered as `role`. Wait up to `patience_s` for one."""
         deadline_s = time.monotonic() + self.patience_s
         while not stop.is_set():
             if keys := self.descriptor().keys.get(role):
@@ -192,10 +194,10 @@ class Node(Caller):
             stop.wait(0.2)
         raise StoppedError(f"stopped while waiting for a node of role {role}")
 
-    # --- rollout files: to and from the coordinator, or the pool's bucket by URLs that the coordinator signed ----------
+    # --- rollout files: to and from the coordinator, or the pool's bucket by signed URLs -------------------------------
 
     def send_file(self, path: str, data: bytes) -> Stored:
-        """Store the file that `path` names. Raises RefusedError, NodeError."""
+        """Upload a file to `path`. Raise RefusedError, NodeError."""
         if not self.direct:
             return self.put(path, data, Stored)
         file = Announced(size_bytes=len(data), sha256=sha256(data).hexdigest())
@@ -203,7 +205,7 @@ class Node(Caller):
         def send() -> Stored:
             grant = self.post(f"{path}/grant", file, UploadGrant)
             with httpx.stream("PUT", grant.url, content=data, headers=grant.headers, timeout=BUCKET_S) as answer:
-                if answer.status_code not in (200, 201, EXISTS):  # its body is of no interest
+                if answer.status_code not in (200, 201, EXISTS):
                     raise AgainError(f"it answered with status {answer.status_code}")
             try:
                 return self.post(f"{path}/stored", file, Stored)
@@ -214,10 +216,10 @@ class Node(Caller):
 
         return self.patiently(send, "the pool's bucket", f"PUT {path}", BUCKET_HINT)
 
-    def fetch_file(self, path: str, *, most_bytes: int) -> bytes:
-        """The file that `path` names, with the hash that the coordinator signed. Raises RefusedError, NodeError."""
+    def fetch_file(self, path: str, *, max_bytes: int) -> bytes:
+        """Return the file at `path`; its hash is the one that the coordinator signed. Raise RefusedError, NodeError."""
         if not self.direct:
-            return self.get_bytes(path, most_bytes=most_bytes)
+            return self.get_bytes(path, max_bytes=max_bytes)
 
         def fetch() -> bytes:
             link = self.get(f"{path}/link", FileLink)
@@ -225,11 +227,11 @@ class Node(Caller):
                 if answer.status_code != 200:
                     raise AgainError(f"it answered with status {answer.status_code}")
                 try:
-                    data = read_body(answer, most_bytes)
+                    data = read_body(answer, max_bytes)
                 except BodyError as error:
                     raise AgainError(str(error)) from error
             if blake3(data).hexdigest() != link.hash:
-                raise AgainError("it has another file there")
+                raise AgainError("the file there has another hash")
             return data
 
         return self.patiently(fetch, "the pool's bucket", f"GET {path}", BUCKET_HINT)
@@ -243,37 +245,38 @@ class Node(Caller):
             self.invite.run,
             token=self.reader_pass,
             reach=config.reach,
-            on_fetched=self.came,
+            on_fetched=self.note_arrival,
         )
 
-    def came(self, arrival: Arrival) -> None:
-        """Report a download of weights, with its fastest senders."""
+    def note_arrival(self, arrival: Arrival) -> None:
+        """Report this download of weights in the next heartbeats."""
         self.arrival = arrival
 
     def _intake(self) -> Intake:
-        if (came := self.arrival) is None:
+        """Describe the newest download, with its fastest senders."""
+        if (arrival := self.arrival) is None:
             return Intake()
-        fastest = sorted(came.rates_Bps, key=lambda url: -came.rates_Bps[url])[:MAX_SENDERS]
+        rates = sorted(arrival.rates_Bps.items(), key=lambda rate: -rate[1])
         return Intake(
-            bytes_per_s={url: came.rates_Bps[url] for url in fastest},
-            behind_s=came.behind_s,
-            version=came.version,
-            size_bytes=came.size_bytes,
-            took_s=came.took_s,
-            ago_s=max(time.monotonic() - came.at_s, 0.0),
+            bytes_per_s=dict(rates[:MAX_SENDERS]),
+            behind_s=arrival.behind_s,
+            version=arrival.version,
+            size_bytes=arrival.size_bytes,
+            took_s=arrival.took_s,
+            ago_s=max(time.monotonic() - arrival.at_s, 0.0),
         )
 
     def reader_grant(self) -> str:
-        """Return this key's read grant, renewed by each heartbeat response."""
+        """Return this key's read grant, which each heartbeat answer renews."""
         return self.answer.reader_grant if self.answer else ""
 
     def renewal(self) -> int | None:
-        """The newest request to load the weights again and to report a new fingerprint; None if all are carried out."""
-        asked = self.answer.renewals if self.answer else 0
-        return asked if asked > self.renewals else None
+        """Return the number of the newest request for a new fingerprint; None if all are completed."""
+        requested = self.answer.renewals if self.answer else 0
+        return requested if requested > self.renewals else None
 
     def doing(self, what: str, *, waiting: bool = False) -> None:
-        """Report what this node does, or waits for, from now on. The time since the last call counts as busy or waiting."""
+        """Report what this node does, or waits for, from now on. The time until then counts for what it reported before."""
         now_s = time.monotonic()
         self._seconds["waiting" if self._waiting else "busy"] += now_s - self._since_s
         self._doing, self._waiting, self._since_s = what, waiting, now_s
@@ -303,21 +306,15 @@ class Node(Caller):
 
     @contextmanager
     def heart(self) -> Iterator[None]:
-        """Send a heartbeat each second, or as `pause_s` says, in the background.
-
-        Failures are left to the caller's own next request.
-        """
+        """Send a heartbeat per HEARTBEAT_S, or fewer if the coordinator is slow, in the background."""
         stopped = threading.Event()
 
-        def beat_on() -> None:
+        def beat_until_stopped() -> None:
             while not stopped.wait(self.pause_s(HEARTBEAT_S)):
-                try:
+                with suppress(NodeError):  # the caller's next request fails in the same way and reports it
                     self.beat()
-                except NodeError:
-                    continue  # the caller's next request fails in the same way and reports it
 
-        thread = threading.Thread(target=beat_on, daemon=True, name="heart")
-        thread.start()
+        threading.Thread(target=beat_until_stopped, daemon=True, name="heart").start()
         try:
             yield
         finally:
@@ -325,7 +322,7 @@ class Node(Caller):
 
 
 def read_payer(folder: Path) -> str:
-    """The account on a chain that stakes on the node in this folder; "" if `shoal pool stake` never named one."""
+    """Return the on-chain account that stakes on the node in this folder; "" if `shoal pool stake` never named one."""
     path = folder / PAYER
     return path.read_text().strip() if path.is_file() else ""
 

@@ -2,16 +2,15 @@
 
     head verified -> role, length, rates -> nonce spent -> bounded body -> handler -> answer signed and sent
 
-Invariants. Of a request without a valid signature, by a key without the route's role, or over its rate, no body is read and
-nothing is written. A handler gets a body only if it is the one that was signed, and at most as much as its route allows.
-Every answer to a signed request is signed by the run that was asked, refusals included: a node believes no other. Only a
-connection whose last request a member signed stays open; every other is closed with its answer. So strangers hold no idle
-connection, and each of their refusals costs them a new one, held back longer the more there are. The rest of a refused body
-is read at a bounded rate, and not kept: a sender that reads no answer before its body is out gets the refusal, and a flood
-of bodies takes little of this process. Errors that a message explains become their status; any other is a bug, and a 500 of
-its own route only.
+Invariants: without a valid signature, by a key without the route's role, or over a rate, a request's body is not read and
+nothing is written. A handler gets a body only if it is the signed one and within its route's limit. Every answer to a signed
+request, refusals included, is signed by the run: a node believes no other. A connection stays open only if a member signed
+its last request; any other is closed with its answer. So strangers hold no idle connections, and each refusal costs them a
+new one, delayed longer the more there are. The rest of a refused body is read at a bounded rate and discarded: a sender that
+reads the answer only after sending its body gets the refusal, and a flood of bodies takes little time. Errors that a message
+explains get an HTTP status; any other is a bug, and a 500 of its own route only.
 
-A listener has one `Front`, its run one `Admission`. Limits are in `pace`.
+A listener has one `Front`; each run, one `Admission`. Limits are in `pace`.
 """
 
 import asyncio
@@ -26,32 +25,32 @@ from pydantic import BaseModel, ValidationError
 
 from shoal.errors import ShoalError
 from shoal.protocol.identity import Identity
-from shoal.protocol.pace import LARGE_BYTES, Pace, Refusal, Strangers, Untaken
+from shoal.protocol.pace import LARGE_BYTES, Pace, Refusal, Strangers, Unread
 from shoal.protocol.signing import NonceStore, SignatureError, SignedHead, sign_answer, verify_head
 from shoal.shardcast.connections import LISTENER, LOG, PATIENCE, Listener, network, started
 
 MAX_SMALL_BYTES = 4 << 10  # a registration, a claim, a version, an evaluation: a few fields
 BODY_TIMEOUT_S = 30.0  # for a whole message, and for the next piece of a file
 STRANGER_S = 10.0  # for a stranger's whole body
-BESIDE_BYTES = 1 << 20  # more is hashed beside the event loop
+THREAD_BYTES = 1 << 20  # a larger answer is hashed in a thread
 LINGER_S = 30.0  # how long the rest of a refused body is read
-TOO_EARLY = 425  # RFC 8470: of a request that may be a replay
+TOO_EARLY = 425  # HTTP status of a request that may be a replay (RFC 8470)
 MAX_CONNECTIONS = 4096  # fewer if the process may not open twice as many files
-BACKLOG = 128  # connections that wait to be accepted; asyncio accepts as many before it does anything else
-READ_BUFFER_BYTES = 64 << 10  # of each connection; up to twice as much is held
+BACKLOG = 128  # connections that wait to be accepted; asyncio accepts this number before it does anything else
+READ_BUFFER_BYTES = 64 << 10  # per connection, which holds up to twice as much
 
-MEMBER = web.RequestKey("member", str)  # its key
-SLOT = web.RequestKey("slot", contextlib.ExitStack)  # what a request holds until its answer is sent
-IDENTITY = web.AppKey("identity", Identity)  # of the run, or of the listener, that an application answers for
+MEMBER = web.RequestKey("member", str)  # the key of the member that signed the request
+SLOT = web.RequestKey("slot", contextlib.ExitStack)  # resources of a request, released once its answer is sent
+IDENTITY = web.AppKey("identity", Identity)  # signs the answers of an application
 
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Read = Callable[[], Awaitable[bytes]]  # the next piece of a body, b"" at its end
-Answer = BaseModel | bytes | web.StreamResponse  # bytes: a file, whose readers are bounded elsewhere
+Read = Callable[[], Awaitable[bytes]]  # returns the next piece of a body, b"" at its end
+Answer = BaseModel | bytes | web.StreamResponse  # bytes: a file; only `large` requests bound its readers
 
 
 @dataclass(frozen=True)
 class Request:
-    """A verified request: who signed it, with what body, for which path parameters and query."""
+    """A verified request: its signed head, body, path parameters and query."""
 
     head: SignedHead
     body: bytes
@@ -67,12 +66,12 @@ Handler = Callable[[Request], Awaitable[Answer]]
 
 
 class Front:
-    def __init__(self, strangers: Strangers | None = None, untaken: Untaken | None = None) -> None:
+    def __init__(self, strangers: Strangers | None = None, unread: Unread | None = None) -> None:
         self.strangers = strangers or Strangers()
-        self.untaken = untaken or Untaken()
+        self.unread = unread or Unread()
 
     def attach(self, application: web.Application) -> web.Application:
-        """Stand before this application and all that are in it. Returns it."""
+        """Add the middleware to this application, for its sub-applications too. Return it."""
         application.middlewares.append(self._pass)
         return application
 
@@ -86,7 +85,7 @@ class Front:
                 response = refusal(error.status, error.reason)
             key, address, size = request.get(MEMBER), network(request.remote or ""), _size_bytes(response)
             try:
-                sending.enter_context(self.untaken.answer(key or address, size, member=key is not None))
+                sending.enter_context(self.unread.answer(key or address, size, member=key is not None))
             except Refusal as error:
                 response = refusal(error.status, str(error))
             if key is None:
@@ -97,22 +96,22 @@ class Front:
                 response.force_close()
             await _sign(request, response)
             if response.status >= 400 or size > LARGE_BYTES:
-                with contextlib.suppress(ConnectionError):  # whoever asked is gone
+                with contextlib.suppress(ConnectionError):  # the client has left
                     await response.prepare(request)
-                    await response.write_eof()  # ends once all but a connection's buffers is taken
+                    await response.write_eof()  # returns once all but the connection's buffers is sent
         if response.status >= 400:
             await self._discard(request)
         return response
 
     async def _discard(self, request: web.Request) -> None:
-        """Read what is left of a refused body until it ends, its sender goes, or LINGER_S are over."""
+        """Discard the rest of a refused body, until it ends, its sender leaves, or LINGER_S have passed."""
         with contextlib.suppress(TimeoutError, ConnectionError, web.RequestPayloadError):
             async with asyncio.timeout(LINGER_S):
                 while piece := await request.content.readany():
                     await asyncio.sleep(self.strangers.discard_hold_s(len(piece)))
 
     def open_to_all(self, handler: Route) -> Route:
-        """A route that needs no signature."""
+        """Return a route that needs no signature."""
 
         async def respond(request: web.Request) -> web.StreamResponse:
             address = network(request.remote or "")
@@ -120,7 +119,7 @@ class Front:
                 self.strangers.reader(address)
             except Refusal as error:
                 return refusal(error.status, str(error))
-            _asked(request)
+            _keep_open(request)
             response = await handler(request)
             self.strangers.answered(address, _size_bytes(response))
             return response
@@ -137,7 +136,7 @@ class Admission:
     role_of: Callable[[str], str | None]
     clock: Callable[[], float]
     pace: Pace
-    statuses: Mapping[type[ShoalError], int] = field(default_factory=dict)  # of errors that their message explains
+    statuses: Mapping[type[ShoalError], int] = field(default_factory=dict)  # HTTP status by kind of error
 
     def admit(
         self,
@@ -148,17 +147,16 @@ class Admission:
         large: bool = False,
         rare: bool = False,
     ) -> SignedHead:
-        """Verify the headers: signature, role, encoding and length of the body, rate. Holds a place until it is answered.
+        """Verify the headers: signature, role, encoding and length of the body, rate. Count it until it is answered.
 
-        `roles` None: strangers too. Their nonce, and a member's, the route spends once it knows that they may ask: else
-        strangers could fill the disk. `large`, `rare`: see `pace`. Raises SignatureError, and Refusal with status 403, 413,
-        415 or 429.
+        `roles` None: any key. Then the handler spends the nonce, once it knows that the key is admissible: else strangers
+        could fill the disk. `large`, `rare`: see `pace`. Raise SignatureError, or Refusal with status 403, 413, 415 or 429.
         """
         head = verify_head(request.method, request.raw_path, request.headers, audience=self.run, now_s=self.clock())
         role = self.role_of(head.key)
         if role is not None:
             request[MEMBER] = head.key
-            _asked(request)
+            _keep_open(request)
         if roles is not None and role not in roles:
             raise Refusal(f"only {' or '.join(roles)} may ask for {request.path}", 403)
         if "Content-Encoding" in request.headers:
@@ -169,7 +167,7 @@ class Admission:
             self.pace.member(head.key, rare=rare)
         if roles is not None:
             head.spend(self.nonces)
-        request[SLOT].enter_context(self.pace.under_way(head.key, large=large))
+        request[SLOT].enter_context(self.pace.in_progress(head.key, large=large))
         return head
 
     def signed(
@@ -181,12 +179,12 @@ class Admission:
         large: bool = False,
         rare: bool = False,
     ) -> Route:
-        """A route that answers `roles` (None: any key) and takes a body of at most `limit_bytes`."""
+        """Return a route for `roles` (None: any key), with a body of at most `limit_bytes`."""
 
         async def respond(request: web.Request) -> Answer:
             head = self.admit(request, roles, limit_bytes, large=large, rare=rare)
-            most_s = None if large else BODY_TIMEOUT_S if MEMBER in request else STRANGER_S
-            body = await read_body(request.content.readany, head, limit_bytes, most_s)
+            timeout_s = None if large else BODY_TIMEOUT_S if MEMBER in request else STRANGER_S
+            body = await read_body(request.content.readany, head, limit_bytes, timeout_s)
             answer = await handler(Request(head, body, request.match_info, request.query))
             response = _response(answer)
             if not isinstance(answer, bytes | web.FileResponse):
@@ -196,12 +194,12 @@ class Admission:
         return self.answering(respond)
 
     def answering(self, respond: Callable[[web.Request], Awaitable[Answer]]) -> Route:
-        """Turn an answer into a response, and an error that a message explains into its status."""
+        """Return a route that turns an answer into a response, and an expected error into a refusal."""
 
         async def route(request: web.Request) -> web.StreamResponse:
             try:
                 return _response(await respond(request))
-            except (web.RequestPayloadError, ConnectionResetError) as error:  # broken encoding; a client that left
+            except (web.RequestPayloadError, ConnectionResetError) as error:  # broken encoding; the client has left
                 return refusal(400, str(error))
             except SignatureError as error:
                 return refusal(TOO_EARLY if error.reason == "replayed" else 401, str(error))
@@ -218,7 +216,7 @@ class Admission:
 
 
 async def read_body(read: Read, head: SignedHead, limit_bytes: int, timeout_s: float | None = BODY_TIMEOUT_S) -> bytes:
-    """The whole verified body. `timeout_s` None: as long as pieces come. Raises SignatureError, Refusal (408, 413)."""
+    """Return the verified body. `timeout_s`: for all of it; None: no limit. Raise SignatureError, Refusal (408, 413)."""
     try:
         async with asyncio.timeout(timeout_s):
             return b"".join(
@@ -231,7 +229,7 @@ async def read_body(read: Read, head: SignedHead, limit_bytes: int, timeout_s: f
 async def body_pieces(
     read: Read, head: SignedHead, limit_bytes: int, timeout_s: float = BODY_TIMEOUT_S
 ) -> AsyncIterator[bytes]:
-    """The body in pieces, which are not verified until the iteration ends. Raises like `read_body`."""
+    """Yield the body in pieces; they are verified when the iteration ends. Raise as `read_body` does."""
     size_bytes, digest = 0, sha256()
     while True:
         try:
@@ -261,23 +259,25 @@ async def listen(
     per_address: int,
     total: int = MAX_CONNECTIONS,
 ) -> tuple[web.AppRunner, int]:
-    """Serve an application that has a front, with `per_address` connections from one address. Returns what ends it, and the
-    port. Raises OSError if the port is taken."""
+    """Serve an application that has a front, with at most `per_address` connections from one address.
+
+    Return the runner, whose `cleanup` ends it, and the port. Raise OSError if the port is taken.
+    """
     listener = Listener(host, port, PATIENCE, per_address=per_address, total=total)
     runner = await started(
         application,
         listener,
         backlog=BACKLOG,
         logger=LOG,
-        lingering_time=0,  # `Front` reads what is left of a refused body
+        lingering_time=0,  # `Front` reads the rest of a refused body
         read_bufsize=READ_BUFFER_BYTES,
         auto_decompress=False,
     )
     return runner, int(listener.getsockname()[1])
 
 
-def _asked(request: web.Request) -> None:
-    """Allow this request's connection to stay open."""
+def _keep_open(request: web.Request) -> None:
+    """Do not count this request's connection as silent any more."""
     if (listener := request.config_dict.get(LISTENER)) and request.transport:
         listener.note_request(request.transport.get_extra_info("peername"))
 
@@ -291,22 +291,22 @@ def _response(answer: Answer) -> web.StreamResponse:
 
 
 def _size_bytes(response: web.StreamResponse) -> int:
-    """Of its body, if that is in memory."""
+    """Return the size of its body, 0 if that is not in memory."""
     body = response.body if isinstance(response, web.Response) else None
     return len(body) if isinstance(body, bytes | bytearray) else 0
 
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
-    """Sign an answer as the innermost application with a key; not one whose body is unknown before it is sent."""
+    """Sign an answer as the innermost application with a key, unless its body is unknown before it is sent."""
     if "signature" not in request.headers:
         return
     if isinstance(response, web.FileResponse):  # task data, whose name is its digest
         digest = bytes.fromhex(request.match_info["sha256"])
     elif isinstance(response, web.Response) and isinstance(response.body, bytes | bytearray | None):
         body = response.body or b""
-        if len(body) <= BESIDE_BYTES:
+        if len(body) <= THREAD_BYTES:
             digest = sha256(body).digest()
-        else:  # a file: others must not wait for it
+        else:  # other requests must not wait for it
             digest = await asyncio.to_thread(lambda: sha256(body).digest())
     else:
         return

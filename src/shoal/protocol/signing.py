@@ -1,21 +1,21 @@
 """Signed HTTP requests and their signed answers: RFC 9421 message signatures with ed25519, RFC 9530 content digests.
 
-Invariants: an accepted request was made by the named key, for this audience, with this method, path, query and body, within
-a minute of our clock, and is accepted once. An accepted answer has the status and body with which the coordinator answered
-this very request: its signature covers the request's own, so nobody on the way can change an answer, nor give it to another
-request, or of another time.
+Invariants: the named key signed an accepted request, for this audience, with this method, path, query and body, within a
+minute of the server's clock; each is accepted once. An accepted answer has the status and body of the coordinator's answer
+to this very request: its signature covers the request's signature. So nobody in between can change an answer, or use it for
+another request or at another time.
 
-A server verifies in three parts. `verify_head` needs the headers only, so a stranger is refused before the body is read.
-`SignedHead.spend` refuses a head that was served before. `SignedHead.check_body` compares the body's hash with the signed
+A server verifies in three steps. `verify_head` needs the headers only, so a stranger is refused before the body is read.
+`SignedHead.spend` refuses a head that was already served. `SignedHead.check_body` compares the body's hash with the signed
 digest.
 
-The signature covers the bare RFC 9421 base, so other implementations can make it. The base of a request begins with
-`"@method"`, that of an answer with `"@status"`, and all other signatures of the pool begin with `shoal/`, so none can be
-used as another.
+The signature covers the plain RFC 9421 base, so other implementations can make it. The base of a request begins with
+`"@method"`, that of an answer with `"@status"`, and every other signed text of the pool with `shoal/`. So no signature can
+pass as one of another kind.
 
-`SignedAuth` signs for every httpx client of the pool. Servers call `verify_head` and `sign_answer`, clients `check_answer`.
-Left out: answers to requests without a signature, headers other than ours (a server must not base a decision on an uncovered
-header, such as Content-Type), more than one signature.
+`SignedAuth` signs for the pool's httpx clients. Servers call `verify_head` and `sign_answer`, clients `check_answer`.
+Left out: answers to unsigned requests; other headers (a server must not base a decision on an uncovered header, such as
+Content-Type); more than one signature.
 """
 
 import re
@@ -44,7 +44,7 @@ CREATED = re.compile("0|[1-9][0-9]{0,11}")
 NONCE = re.compile("[A-Za-z0-9_-]{16,64}")
 DIGEST = re.compile("sha-256=:[A-Za-z0-9+/]{43}=:")
 SIGNATURE = re.compile("shoal=:([A-Za-z0-9+/]{86}==):")
-# The `signature-input` headers: what is covered and the parameters, in the one form that is served.
+# The `signature-input` headers: covered components and parameters, in the only accepted form.
 KEYID = 'keyid="([0-9a-f]{64})";alg="ed25519"'
 REQUEST_INPUT = re.compile(
     f'shoal=({re.escape(COVERED)};created=({CREATED.pattern});nonce="({NONCE.pattern})";{KEYID})'
@@ -57,7 +57,7 @@ Reason = Literal[
 
 
 class SignatureError(ValueError):
-    """A request that must not be served. `reason` is for programs; the message adds details for a log."""
+    """A request that must not be served. `reason` is for programs; the message adds details."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -68,7 +68,7 @@ class NonceStore(Protocol):
     """Remembers which nonces a key has used."""
 
     def spend(self, key: str, nonce: str, created_s: int) -> bool:
-        """Record the nonce and return True; return False if it may have been recorded before."""
+        """Record the nonce and return True. Return False if it may have been recorded before."""
         ...
 
 
@@ -83,9 +83,9 @@ def sign_request(
     created_s: int,
     nonce: str,
 ) -> dict[str, str]:
-    """Return the four headers that sign this request.
+    """Return the four headers that sign this request. Raise ValueError if a part cannot be signed.
 
-    path and query are in wire form (percent-encoded), query without its "?". ValueError if a part cannot be signed.
+    `path` and `query` are percent-encoded, `query` without its "?".
     """
     for text, pattern in (
         (method, METHOD),
@@ -128,24 +128,23 @@ class SignedHead:
 
 
 def verify_head(method: str, target: str, headers: Mapping[str, str], *, audience: str, now_s: float) -> SignedHead:
-    """Verify everything that needs no body. SignatureError unless the named key signed this head.
+    """Verify everything that needs no body. Raise SignatureError unless the named key signed this head.
 
-    `target` is the request target as it came over the wire, never decoded. Clocks may differ: `created` may be MAX_AGE_S
-    in the past or in the future. The server must not use the body before `check_body` has passed. It calls `spend` as soon
-    as it knows that the key may ask: a head is then served once, and a repetition with another body is refused before that
-    body is read.
+    `target` is the request target as received, not decoded. Clocks may differ: `created` may be MAX_AGE_S in the past or
+    future. The server must not use the body before `check_body` has passed. It calls `spend` as soon as it knows that the
+    key may send this request. Then a head is served once, and a repetition is refused before its body is read.
     """
     path, query = split_target(target)
     ours = _our_headers(headers)
-    stated, signature = REQUEST_INPUT.fullmatch(ours["signature-input"]), SIGNATURE.fullmatch(ours["signature"])
-    if stated is None:
+    claim, signature = REQUEST_INPUT.fullmatch(ours["signature-input"]), SIGNATURE.fullmatch(ours["signature"])
+    if claim is None:
         raise SignatureError("malformed", f"signature-input must be shoal={COVERED};created=;nonce=;keyid=;alg=")
     if signature is None:
         raise SignatureError("malformed", "signature must hold exactly one ed25519 signature, labelled shoal")
-    parameters, created_s, nonce, key = stated[1], int(stated[2]), stated[3], stated[4]
+    parameters, created_s, nonce, key = claim[1], int(claim[2]), claim[3], claim[4]
     digest, claimed_audience = ours["content-digest"], ours["shoal-audience"]
     if not (METHOD.fullmatch(method) and PATH.fullmatch(path) and QUERY.fullmatch(query)):
-        raise SignatureError("malformed", "method, path or query is not in wire form")
+        raise SignatureError("malformed", "method, path or query is not percent-encoded")
     if not DIGEST.fullmatch(digest):
         raise SignatureError("malformed", "content-digest must hold exactly one sha-256 digest")
     _check_audience(claimed_audience, audience)
@@ -177,13 +176,13 @@ def content_digest(body: bytes) -> str:
 
 
 def split_target(target: str) -> tuple[str, str]:
-    """Split a request target as it came over the wire into path and query (without "?")."""
+    """Split a request target as received into path and query (without "?")."""
     path, _, query = target.partition("?")
     return path, query
 
 
 def _our_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Pick our four headers, whatever their case. A repeated header is refused."""
+    """Return our four headers by lowercase name. Raise SignatureError if one is missing or repeated."""
     ours: dict[str, str] = {}
     for name, text in headers.items():
         lower = name.lower()
@@ -216,7 +215,7 @@ def _check_time(created_s: int, now_s: float) -> None:
 
 
 def digest_header(body_sha256: bytes) -> str:
-    """The `content-digest` header of a body with this SHA-256."""
+    """Return the `content-digest` header of a body with this SHA-256."""
     return f"sha-256=:{b64encode(body_sha256).decode()}:"
 
 
@@ -258,19 +257,19 @@ class SignedAuth(httpx.Auth):
 
 
 class UnsignedAnswerError(ValueError):
-    """An answer that the coordinator did not give to this request."""
+    """An answer to this request that the coordinator did not sign."""
 
 
 def sign_answer(
     identity: Identity, request_headers: Mapping[str, str], *, status: int, body_sha256: bytes, created_s: int
 ) -> dict[str, str]:
-    """The headers that sign an answer given at `created_s`; none if the request carries no signature in our form."""
-    asked = request_headers.get("signature", "")
-    if not SIGNATURE.fullmatch(asked):
+    """Return the headers that sign an answer; none if the request has no signature in our form."""
+    request_signature = request_headers.get("signature", "")
+    if not SIGNATURE.fullmatch(request_signature):
         return {}
     digest = digest_header(body_sha256)
     parameters = f'{ANSWER_COVERED};created={created_s};keyid="{identity.public}";alg="ed25519"'
-    signature = identity.private_key.sign(_answer_base(status, digest, asked, parameters))
+    signature = identity.private_key.sign(_answer_base(status, digest, request_signature, parameters))
     return {
         "content-digest": digest,
         "signature-input": f"shoal={parameters}",
@@ -282,28 +281,28 @@ def check_answer(
     key: str, request_headers: Mapping[str, str], headers: Mapping[str, str], *, status: int, body_sha256: bytes
 ) -> None:
     """Raise UnsignedAnswerError unless `key` gave this answer to the request."""
-    stated = ANSWER_INPUT.fullmatch(headers.get("signature-input", ""))
+    claim = ANSWER_INPUT.fullmatch(headers.get("signature-input", ""))
     signature = SIGNATURE.fullmatch(headers.get("signature", ""))
     digest = headers.get("content-digest", "")
-    if stated is None or signature is None:
+    if claim is None or signature is None:
         raise UnsignedAnswerError("it is not signed")
-    if stated[2] != key:
-        raise UnsignedAnswerError(f"it is signed by {stated[2]}")
+    if claim[2] != key:
+        raise UnsignedAnswerError(f"it is signed by {claim[2]}")
     if digest != digest_header(body_sha256):
         raise UnsignedAnswerError("its body is not the one that was signed")
-    base = _answer_base(status, digest, request_headers["signature"], stated[1])
+    base = _answer_base(status, digest, request_headers["signature"], claim[1])
     try:
         public_key(key).verify(b64decode(signature[1]), base)
     except InvalidSignature as error:
         raise UnsignedAnswerError("its signature is not over this answer to this request") from error
 
 
-def _answer_base(status: int, digest: str, asked: str, parameters: str) -> bytes:
-    """What is signed (RFC 9421, sections 2.4 and 2.5). `asked`: the request's `signature` header, in our form."""
+def _answer_base(status: int, digest: str, request_signature: str, parameters: str) -> bytes:
+    """Return the bytes that are signed (RFC 9421, sections 2.4 and 2.5)."""
     lines = (
         f'"@status": {status}',
         f'"content-digest": {digest}',
-        f'"signature";req;key="shoal": {asked.removeprefix("shoal=")}',
+        f'"signature";req;key="shoal": {request_signature.removeprefix("shoal=")}',
         f'"@signature-params": {parameters}',
     )
     return "\n".join(lines).encode("ascii")
