@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class ScriptedNode(FakeNode):
-    """Answers heartbeats from a list; keeps what the worker says it does too."""
+    """Answers heartbeats from a list, and keeps the worker's reports."""
 
     answer: HeartbeatAnswer | None = None
 
@@ -34,19 +34,19 @@ class ScriptedNode(FakeNode):
         self.answers = answers
         self.before_answer = before_answer
         self.refusals: dict[str, RefusedError] = {}
-        self.said: list[str] = []
-        self.asked_with: list[int | None] = []
+        self.activities: list[str] = []
+        self.reported: list[int | None] = []  # the version in each heartbeat
 
-    def pause_s(self, least_s: float) -> float:
-        return least_s
+    def pause_s(self, min_s: float) -> float:
+        return min_s
 
     def doing(self, what: str, *, waiting: bool = False) -> None:
-        self.said.append(("waiting for " if waiting else "") + what)
+        self.activities.append(("waiting for " if waiting else "") + what)
 
     def beat(self, *, wants_task: bool = False) -> HeartbeatAnswer:
         assert wants_task
-        self.before_answer(len(self.asked_with))
-        self.asked_with.append(self.policy_version)
+        self.before_answer(len(self.reported))
+        self.reported.append(self.policy_version)
         return self.answers.pop(0)
 
     def send_file(self, path: str, data: bytes) -> None:
@@ -57,20 +57,19 @@ class ScriptedNode(FakeNode):
 
 @dataclass
 class FakeFollower:
-    held: Any = None
+    version: Any = None
     last_error: str = ""
 
     def newest(self) -> Any:
-        return self.held
+        return self.version
 
-    def bring(self, folder: Path, version: int, digest: str = "d" * 64) -> None:
-        self.held = (folder, SimpleNamespace(version=version, digest=digest))
+    def set(self, folder: Path, version: int, digest: str = "d" * 64) -> None:
+        self.version = (folder, SimpleNamespace(version=version, digest=digest))
 
 
-def held(folder: Path = Path("v"), digest: str = "d" * 64) -> FakeFollower:
-    """One that holds version 0."""
+def at_version_0(folder: Path = Path("v"), digest: str = "d" * 64) -> FakeFollower:
     follower = FakeFollower()
-    follower.bring(folder, 0, digest)
+    follower.set(folder, 0, digest)
     return follower
 
 
@@ -95,41 +94,43 @@ def work(node: ScriptedNode, follower: FakeFollower, kind: type[Producer] = Prod
 
 
 @pytest.mark.parametrize("last", [FINISHED, EVICTED])
-def test_it_works_until_it_is_told_that_it_is_over(tiny_folder: Path, last: HeartbeatAnswer) -> None:
+def test_a_worker_works_until_the_run_ends_or_it_is_evicted(tiny_folder: Path, last: HeartbeatAnswer) -> None:
     node = ScriptedNode([running(task(0)), running(task(1)), last])
-    assert work(node, held(tiny_folder)) == last.state
+    assert work(node, at_version_0(tiny_folder)) == last.state
     assert list(node.uploads) == [task(0).upload_path, task(1).upload_path]
     files = [read_submission(data, max_rows=6, max_tokens=6) for data in node.uploads.values()]
-    assert [file.header.submission for file in files] == [0, 1], "each file is for the task under which it is uploaded"
+    assert [file.header.submission for file in files] == [0, 1], "each file is of its task"
     assert node.tokens == sum(len(row.tokens) for file in files for row in file.rows)
 
 
-def test_a_stopped_worker_asks_for_nothing(tiny_folder: Path) -> None:
+def test_a_stopped_worker_sends_nothing() -> None:
     stop = threading.Event()
     stop.set()
-    node = ScriptedNode([])
-    assert worker(node).run(FakeFollower(), stop) == "stopped"  # type: ignore[arg-type]
+    assert worker(ScriptedNode([])).run(FakeFollower(), stop) == "stopped"  # type: ignore[arg-type]
 
 
-def test_weights_are_taken_between_submissions(tiny_folders: tuple[Path, Path]) -> None:
-    follower = held(tiny_folders[0])
+def test_weights_are_loaded_between_submissions(tiny_folders: tuple[Path, Path]) -> None:
+    follower = at_version_0(tiny_folders[0])
 
     def publish(beat: int) -> None:
         if beat == 1:
-            follower.bring(tiny_folders[1], 1)  # arrives while the second task is handed out
+            follower.set(tiny_folders[1], 1)  # arrives while the second task is assigned
 
     node = ScriptedNode([running(task(0)), running(task(1)), running(task(2, version=1)), FINISHED], publish)
     work(node, follower)
-    assert node.asked_with == [0, 0, 1, 1]
-    assert [line for line in node.said if line.startswith("loading")] == ["loading version 0", "loading version 1"]
+    assert node.reported == [0, 0, 1, 1]
+    assert [line for line in node.activities if line.startswith("loading")] == [
+        "loading version 0",
+        "loading version 1",
+    ]
 
 
-def test_it_does_not_work_with_other_weights_than_the_task_names(tiny_folder: Path) -> None:
-    """As after a coordinator's return to older state: a version was published again, with other weights."""
+def test_a_task_of_other_weights_is_not_started(tiny_folder: Path) -> None:
+    """As after a coordinator was restored to older state: a version was published again, with other weights."""
     node = ScriptedNode([running(task(0)), running(task(0)), FINISHED])
-    follower = held(tiny_folder, digest="e" * 64)
+    follower = at_version_0(tiny_folder, digest="e" * 64)
     assert work(node, follower) == "finished"
-    assert not node.uploads and "are not the pool's" in node.said[-1]
+    assert not node.uploads and "are not the pool's" in node.activities[-1]
 
 
 class NotReady(Producer):
@@ -138,51 +139,51 @@ class NotReady(Producer):
         return None
 
 
-def test_it_says_that_it_has_what_its_producer_says(tiny_folder: Path) -> None:
+def test_the_producer_decides_which_version_is_reported(tiny_folder: Path) -> None:
     node = ScriptedNode([running(waiting_for="weights"), FINISHED])
-    follower = held(tiny_folder)
+    follower = at_version_0(tiny_folder)
     work(node, follower, NotReady)
-    assert node.asked_with == [None, None]
+    assert node.reported == [None, None]
 
 
-def test_before_the_first_weights_it_says_that_it_has_none(tiny_folder: Path) -> None:
+def test_before_the_first_weights_no_version_is_reported(tiny_folder: Path) -> None:
     follower = FakeFollower()
 
     def arrive(beat: int) -> None:
         if beat == 1:
-            follower.bring(tiny_folder, 0)
+            follower.set(tiny_folder, 0)
 
     node = ScriptedNode(
         [running(waiting_for="weights"), running(waiting_for="weights"), running(task(0)), FINISHED], arrive
     )
     assert work(node, follower) == "finished"
-    assert node.asked_with == [None, None, 0, 0]
+    assert node.reported == [None, None, 0, 0]
     assert len(node.uploads) == 1
 
 
-def test_while_there_is_no_task_it_waits_and_says_for_what(tiny_folder: Path) -> None:
+def test_a_worker_without_a_task_reports_what_it_waits_for(tiny_folder: Path) -> None:
     node = ScriptedNode([running(waiting_for="the learner"), FINISHED])
     work(node, FakeFollower())
-    assert node.said == ["waiting for the learner"]
+    assert node.activities == ["waiting for the learner"]
     node = ScriptedNode([running(waiting_for="the learner"), FINISHED])
     work(node, FakeFollower(last_error="no relay answers"))
-    assert node.said == ["waiting for weights: no relay answers"]
+    assert node.activities == ["waiting for weights: no relay answers"]
 
 
-def test_a_task_that_came_too_late_costs_only_itself(tiny_folder: Path) -> None:
+def test_a_refused_upload_costs_only_its_own_task(tiny_folder: Path) -> None:
     node = ScriptedNode([running(task(0)), running(task(1)), FINISHED])
     node.refusals[task(0).upload_path] = RefusedError("came after its deadline", 409)
-    assert work(node, held(tiny_folder)) == "finished"
+    assert work(node, at_version_0(tiny_folder)) == "finished"
     assert list(node.uploads) == [task(1).upload_path]
-    assert "generating for step 1" in node.said, "people count steps from 1"
-    assert any("not uploading" in line and "deadline" in line for line in node.said)
+    assert "generating for step 1" in node.activities, "people count steps from 1"
+    assert any("not uploading" in line and "deadline" in line for line in node.activities)
 
 
 def test_any_other_refusal_is_an_error(tiny_folder: Path) -> None:
     node = ScriptedNode([running(task(0))])
     node.refusals[task(0).upload_path] = RefusedError("only worker may ask", 403)
     with pytest.raises(RefusedError):
-        work(node, held(tiny_folder))
+        work(node, at_version_0(tiny_folder))
 
 
 def test_relays_are_followed_only_when_the_coordinator_names_some(tmp_path: Path) -> None:
@@ -197,32 +198,32 @@ def test_relays_are_followed_only_when_the_coordinator_names_some(tmp_path: Path
 
 
 class SlowUploads(ScriptedNode):
-    """An upload ends when the worker has asked for the task after it."""
+    """An upload ends when the worker has requested the next task."""
 
     def __init__(self, answers: list[HeartbeatAnswer]) -> None:
         super().__init__(answers)
-        self.asked = threading.Event()
+        self.requested = threading.Event()
         self.announced: list[str | None] = []
 
     def beat(self, *, wants_task: bool = False) -> HeartbeatAnswer:
         self.announced.append(self.finished.submission if self.finished else None)
         if self.announced[-1]:
-            self.asked.set()
+            self.requested.set()
         return super().beat(wants_task=wants_task)
 
     def send_file(self, path: str, data: bytes) -> None:
-        assert self.asked.wait(60), "the worker waits for this upload before it asks for the next task"
-        self.asked.clear()
+        assert self.requested.wait(60), "the worker waits for this upload before it requests the next task"
+        self.requested.clear()
         super().send_file(path, data)
 
 
-def test_it_asks_for_the_next_task_while_it_uploads_and_names_the_file(
+def test_the_next_task_is_requested_during_an_upload_whose_file_is_announced(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.worker.loop.SHORT_S", 0.01)
     node = SlowUploads([running(task(0)), running(task(1)), running(waiting_for="more"), FINISHED])
-    assert work(node, held(tiny_folder)) == "finished"
-    assert list(node.uploads) == [task(0).upload_path, task(1).upload_path], "one at a time, in order, none is lost"
+    assert work(node, at_version_0(tiny_folder)) == "finished"
+    assert list(node.uploads) == [task(0).upload_path, task(1).upload_path], "one at a time, in order"
     assert node.announced[:3] == [None, task(0).id, task(1).id]
 
 
@@ -232,7 +233,7 @@ THREE = config(tasks={"length_targets": [4, 6]}, sampling={"max_tokens": 6}, wor
 
 
 class Paced(Producer):
-    """Its submissions are done when the test says so, and hold their number alone."""
+    """Its submissions end when the test sets their event, and consist of their number."""
 
     def __init__(self) -> None:
         super().__init__(THREE, RUN, ALICE, TorchEngine("float32"))
@@ -253,50 +254,50 @@ class Paced(Producer):
 
 
 class Pool(ScriptedNode):
-    """Hands out task after task, `most` in all; keeps what the worker says it works on when it asks."""
+    """Assigns `tasks` tasks, and keeps which ones the worker reports to work on."""
 
-    def __init__(self, most: int, when: dict[int, Callable[[], None]]) -> None:
-        """`when`: what happens at which request, from 1 on."""
+    def __init__(self, tasks: int, when: dict[int, Callable[[], None]]) -> None:
+        """`when`: calls by the number of the request, from 1."""
         super().__init__([])
-        self.most, self.when = most, when
+        self.tasks, self.when = tasks, when
         self.worked_on: list[list[str]] = []
-        self.given = 0
+        self.assigned = 0
 
     def beat(self, *, wants_task: bool = False) -> HeartbeatAnswer:
         self.worked_on.append([id[-1] for id in self.working_on])
-        self.asked_with.append(self.policy_version)
+        self.reported.append(self.policy_version)
         self.when.pop(len(self.worked_on), lambda: None)()
-        if self.given == self.most:
+        if self.assigned == self.tasks:
             return running(waiting_for="the learner") if self.working_on else FINISHED
-        self.given += 1
-        return running(task(self.given - 1, version=self.policy_version or 0))
+        self.assigned += 1
+        return running(task(self.assigned - 1, version=self.policy_version or 0))
 
 
-def test_it_produces_as_many_as_the_run_says_and_delivers_them_in_order() -> None:
+def test_in_flight_submissions_are_produced_at_once_and_uploaded_in_order() -> None:
     producer = Paced()
     producer.end(1)  # the second is done long before the first
     pool = Pool(4, {3: lambda: producer.end(0, 2, 3)})
-    assert Worker(pool, producer).run(held(), threading.Event()) == "finished"  # type: ignore[arg-type]
+    assert Worker(pool, producer).run(at_version_0(), threading.Event()) == "finished"  # type: ignore[arg-type]
     assert pool.worked_on[:3] == [[], ["0"], ["0", "1"]]
-    assert max(map(len, pool.worked_on)) < 3, "it does not ask while it works on as many as it may"
+    assert max(map(len, pool.worked_on)) < 3, "no request while it has in_flight tasks"
     assert [path[-1] for path in pool.uploads] == ["0", "1", "2", "3"]
     assert pool.working_on == []
 
 
-def test_weights_are_taken_when_everything_is_delivered() -> None:
-    producer, follower = Paced(), held()
+def test_weights_are_loaded_when_everything_is_uploaded() -> None:
+    producer, follower = Paced(), at_version_0()
 
     def publish() -> None:
-        follower.bring(Path("v"), 1)
-        threading.Timer(0.5, producer.end, range(5)).start()  # time enough to ask for another task
+        follower.set(Path("v"), 1)
+        threading.Timer(0.5, producer.end, range(5)).start()  # enough time to request another task
 
     pool = Pool(3, {2: publish})
     assert Worker(pool, producer).run(follower, threading.Event()) == "finished"  # type: ignore[arg-type]
     assert producer.loads == [0, 1]
-    assert pool.asked_with[:3] == [0, 0, 1] and pool.worked_on[2] == [], "it asks for no third task of old weights"
+    assert pool.reported[:3] == [0, 0, 1] and pool.worked_on[2] == [], "it requests no third task of old weights"
 
 
-def test_what_fails_ends_the_worker_and_is_not_signed() -> None:
+def test_an_error_in_production_ends_the_worker() -> None:
     producer = Paced()
 
     def fail(assignment: Assignment) -> bytes:
@@ -308,12 +309,12 @@ def test_what_fails_ends_the_worker_and_is_not_signed() -> None:
     producer.end(0)
     pool = Pool(2, {})
     with pytest.raises(RuntimeError, match="no memory"):
-        Worker(pool, producer).run(held(), threading.Event())  # type: ignore[arg-type]
+        Worker(pool, producer).run(at_version_0(), threading.Event())  # type: ignore[arg-type]
     assert [path[-1] for path in pool.uploads] == ["0"]
 
 
-def test_submissions_produced_together_are_those_produced_alone(tiny_folder: Path) -> None:
-    node, follower = Pool(3, {}), held(tiny_folder)
+def test_submissions_produced_together_equal_those_produced_alone(tiny_folder: Path) -> None:
+    node, follower = Pool(3, {}), at_version_0(tiny_folder)
     producer = Producer(THREE, RUN, ALICE, TorchEngine("float32", numerics="exact"))
     assert Worker(node, producer).run(follower, threading.Event()) == "finished"  # type: ignore[arg-type]
     alone = Producer(THREE, RUN, ALICE, TorchEngine("float32", numerics="exact"))
@@ -324,13 +325,13 @@ def test_submissions_produced_together_are_those_produced_alone(tiny_folder: Pat
 
 
 class Renewing(ScriptedNode):
-    """Asks the worker to load its weights again while an upload is under way."""
+    """Requests a new fingerprint during an upload."""
 
     renewals = 0
-    had: tuple[str, ...] = ()
+    uploaded_before: tuple[str, ...] = ()
 
     def renewal(self) -> int | None:
-        return 1 if self.asked_with[1:] and not self.renewals else None
+        return 1 if self.reported[1:] and not self.renewals else None
 
     def send_file(self, path: str, data: bytes) -> None:
         time.sleep(2 * SHORT_S)
@@ -338,61 +339,44 @@ class Renewing(ScriptedNode):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "renewals" and value:
-            self.had = tuple(self.uploads)
+            self.uploaded_before = tuple(self.uploads)
         super().__setattr__(name, value)
 
 
-def test_what_the_old_weights_wrote_arrives_before_the_new_fingerprint(tiny_folder: Path) -> None:
-    """Otherwise the coordinator takes it for work of the new ones, and a second mismatch for a second fault."""
-    node, follower = Renewing([running(task(0)), running(), FINISHED]), held(tiny_folder)
+def test_work_of_the_old_fingerprint_arrives_before_the_new_one(tiny_folder: Path) -> None:
+    """Otherwise the coordinator would count a second mismatch for the same fault."""
+    node, follower = Renewing([running(task(0)), running(), FINISHED]), at_version_0(tiny_folder)
     assert work(node, follower) == "finished"
-    assert node.had == (task(0).upload_path,)
+    assert node.uploaded_before == (task(0).upload_path,)
 
 
 # --- jobs of other threads run in one --------------------------------------------------------------------------------
 
 
-def compute(home: OneThread, asking: "Future[int]") -> None:
-    asking.add_done_callback(home.wake)
-    home.compute_until(asking, 30)
-    assert asking.done()
-
-
-def test_jobs_of_other_threads_run_in_its_own() -> None:
-    home = OneThread()
-    with ThreadPoolExecutor(1) as threads, home:
-        asking = threads.submit(lambda: home(threading.get_ident))
-        compute(home, asking)
-    assert asking.result() == threading.get_ident()
-    assert home(threading.get_ident) == threading.get_ident(), "its own jobs need no turn"
-
-
-def test_what_fails_is_raised_where_it_was_asked() -> None:
-    home = OneThread()
-    with ThreadPoolExecutor(1) as threads, home:
-        asking = threads.submit(lambda: home(lambda: 1 // 0))
-        compute(home, asking)
+def test_jobs_of_other_threads_run_in_one_and_raise_in_theirs() -> None:
+    compute = OneThread()
+    with ThreadPoolExecutor(2) as threads, compute:
+        jobs = [threads.submit(lambda job=job: compute(job)) for job in (threading.get_ident, lambda: 1 // 0)]  # type: ignore[misc]
+        for job in jobs:
+            job.add_done_callback(compute.wake)
+            compute.compute_until(job, 30)
+        compute.compute_until(Future(), 0.01)  # ends at its time limit
+    assert jobs[0].result() == threading.get_ident() == compute(threading.get_ident)
     with pytest.raises(ZeroDivisionError):
-        asking.result()
+        jobs[1].result()
 
 
-def test_a_turn_ends_with_its_time() -> None:
-    with OneThread() as home:
-        home.compute_until(Future(), 0.01)
+def test_jobs_submitted_too_late_are_cancelled() -> None:
+    compute, submitted = OneThread(), threading.Event()
 
-
-def test_whoever_asks_too_late_is_refused() -> None:
-    home, asked = OneThread(), threading.Event()
-
-    def ask() -> int:
-        asked.set()
-        return home(lambda: 1)
+    def submit() -> int:
+        submitted.set()
+        return compute(lambda: 1)
 
     with ThreadPoolExecutor(1) as threads:
-        with home:
-            waiting = threads.submit(ask)
-            asked.wait(30)
-        with pytest.raises(CancelledError):
-            waiting.result(30)
-        with pytest.raises(CancelledError):
-            threads.submit(ask).result(30)
+        with compute:
+            waiting = threads.submit(submit)
+            submitted.wait(30)
+        for job in (waiting, threads.submit(submit)):
+            with pytest.raises(CancelledError):
+                job.result(30)

@@ -1,4 +1,4 @@
-"""What a producer makes of an assignment: the tasks, the rewards, the proofs and the header that follow from it."""
+"""A submission's tasks, rewards, proofs and header follow from its assignment."""
 
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,15 @@ def read(data: bytes) -> RolloutFile[Any]:
     return read_submission(data, max_rows=6, max_tokens=6)
 
 
-def test_a_submission_is_what_was_asked_for(tiny_folder: Path) -> None:
+def test_a_submission_fits_its_assignment(tiny_folder: Path) -> None:
     producer = make_producer(tiny_folder, CONFIG, version=3)
-    asked = assignment(5, step=5, version=3)
-    file = read(producer.submission(asked))
+    given = assignment(5, step=5, version=3)
+    file = read(producer.submission(given))
     header = file.header
     assert (header.run, header.step, header.submission, header.policy_version) == (RUN, 5, 5, 3)
-    assert header.policy_digest == asked.policy_digest
+    assert header.policy_digest == given.policy_digest
     assert header.signer == header.worker == ALICE.public
-    assert header.prompts == prompts_digest([producer.prompt(plan) for plan in producer.plan(asked)])
+    assert header.prompts == prompts_digest([producer.prompt(plan) for plan in producer.plan(given)])
     assert [row.group for row in file.rows] == [0, 0, 0, 1, 1, 1]
     assert len({row.seed for row in file.rows}) == 6
     for row in file.rows:
@@ -46,7 +46,7 @@ def test_the_same_task_twice_is_the_same_file(tiny_folder: Path) -> None:
     assert read(files[0]).rows == read(files[1]).rows, "a worker that restarts has no second draw"
 
 
-def test_proofs_are_of_the_tokens_states(tiny_folder: Path) -> None:
+def test_proofs_are_of_the_tokens_hidden_states(tiny_folder: Path) -> None:
     producer = make_producer(tiny_folder, CONFIG)
     plans = producer.plan(assignment())
     groups = producer.engine.generate(
@@ -56,7 +56,7 @@ def test_proofs_are_of_the_tokens_states(tiny_folder: Path) -> None:
         assert row.proofs == toploc.build(completion.hidden_TH)
 
 
-def test_a_newer_version_is_told_and_generated_with(tiny_folders: tuple[Path, Path]) -> None:
+def test_a_newer_version_is_reported_and_generated_with(tiny_folders: tuple[Path, Path]) -> None:
     producer = Producer(CONFIG, RUN, ALICE, TorchEngine("float32"))
     made = []
     for version, folder in enumerate(tiny_folders):

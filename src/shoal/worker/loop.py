@@ -4,10 +4,10 @@
 
 Up to `workers.in_flight` submissions are produced at once, and the engine decodes them in one batch. All computation runs in
 the loop's own thread while it waits for them (`OneThread`). An upload that takes longer than SHORT_S continues in the
-background: the worker announces the file's hash, so the coordinator knows that this task is done. One upload at a time.
-Invariant: weights change only while nothing is generated, and submissions are uploaded in the order of their tasks. Only a
+background: the worker announces the file's hash, so the coordinator can give it the next task. One upload runs at a time.
+Invariants: weights change only while nothing is generated. Submissions are uploaded in the order of their tasks. Only a
 refusal by the coordinator drops one.
-Left out: keeping a finished file over a restart.
+Left out: keeping a finished file across a restart.
 """
 
 import logging
@@ -32,7 +32,7 @@ from shoal.worker.produce import Producer
 IDLE_S = 0.1
 BUSY_S = 1.0  # between checks of the upload while no other task fits
 FOREVER_S = 1e9
-SHORT_S = 0.25  # wait for an upload before requesting the next task
+SHORT_S = 0.25  # wait this long for an upload before requesting the next task
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -41,9 +41,9 @@ log = logging.getLogger(__name__)
 class OneThread:
     """An executor that runs the jobs of all threads in the thread that created it, one at a time.
 
-    OpenMP keeps a team of threads for each thread that computes. A second team slows both down: GNU's OpenMP puts waiting
-    threads to sleep sooner when there are more of them than cores. With two threads on two cores, a worker that decoded in
-    another thread than the one that had loaded the weights was a third slower.
+    OpenMP keeps a team of threads for each thread that computes, and a second team slows both down: GNU's OpenMP puts
+    waiting threads to sleep sooner when there are more threads than cores. On two cores a worker was a third slower when it
+    decoded in another thread than the one that had loaded the weights.
 
     Other threads may submit jobs inside the `with` block. After it, waiting and later jobs raise CancelledError.
     """
@@ -81,7 +81,7 @@ class OneThread:
                 return
             try:
                 future.set_result(job())
-            except BaseException as error:  # noqa: BLE001 - raised in the thread that asked
+            except BaseException as error:  # noqa: BLE001 - raised in the thread that submitted the job
                 future.set_exception(error)
 
     def wake(self, _: object = None) -> None:
@@ -105,9 +105,9 @@ class Worker:
         fingerprint: Callable[[], str] = lambda: "",
         compute: OneThread | None = None,
     ) -> None:
-        """`fingerprint` of the loaded weights; "" if this machine's arithmetic depends on batch shapes.
+        """`fingerprint`: returns that of the loaded weights; "" if this machine's arithmetic depends on batch shapes.
 
-        `compute`: what the engine and the producer compute with, in this thread; None: each computes where it is called.
+        `compute`: the executor of the engine and the producer; None: each computes in the calling thread.
         """
         self.node = node
         self.producer = producer
@@ -116,30 +116,32 @@ class Worker:
         self.loaded: int | None = None
         self.folder: Path | None = None  # of that version
         self.digest = ""  # of the loaded version's manifest
-        self.working: dict[Assignment, Future[bytes]] = {}  # submissions that are produced, oldest first
-        self.upload: Future[None] | None = None  # the last one, until it was waited for
+        self.working: dict[Assignment, Future[bytes]] = {}  # submissions in production, oldest first
+        self.upload: Future[None] | None = None  # the upload in progress
 
     def run(self, follower: Follower, stop: threading.Event) -> str:
         """Work until the run ends, this worker is evicted or drained, or `stop` is set. Return which."""
-        most = self.producer.config.workers.in_flight
-        with ThreadPoolExecutor(most, "produce") as threads, self.compute:
+        in_flight = self.producer.config.workers.in_flight
+        with ThreadPoolExecutor(in_flight, "produce") as threads, self.compute:
             while not stop.is_set():
                 self.check_upload(0)
                 self.deliver()
                 if not self.working:
                     self.take_weights(follower.newest())
-                elif len(self.working) == most or self.waits_to_load(follower.newest()):
+                elif len(self.working) == in_flight or self.waits_to_load(follower.newest()):
                     self.wait(BUSY_S)
                     continue
-                self.node.working_on = [one.id for one in self.working]
+                self.node.working_on = [assignment.id for assignment in self.working]
                 answer = self.node.beat(wants_task=True)
                 if answer.state != "running":
                     self.check_upload(FOREVER_S)
                     return answer.state
-                if not self.working and (asked := self.node.renewal()) is not None:
-                    self.check_upload(FOREVER_S)  # it arrives before the new fingerprint, so it counts for the old one
+                if not self.working and (request := self.node.renewal()) is not None:
+                    self.check_upload(
+                        FOREVER_S
+                    )  # the upload was made with the old fingerprint, so it must arrive first
                     self.renew()
-                    self.node.renewals = asked
+                    self.node.renewals = request
                     continue
                 if answer.assignment is None or answer.assignment.policy_digest != self.digest:
                     self.idle(answer, follower, stop)
@@ -149,7 +151,7 @@ class Worker:
         return "stopped"
 
     def begin(self, assignment: Assignment, threads: ThreadPoolExecutor) -> None:
-        """Produce a submission in one of these threads."""
+        """Start to produce a submission in one of these threads."""
         self.node.doing(f"generating for step {assignment.step + 1}")
         log.info("task %s: %d groups for step %d", assignment.id, assignment.groups, assignment.step + 1)
         self.working[assignment] = produced = threads.submit(self.producer.submission, assignment)
@@ -165,11 +167,11 @@ class Worker:
             self.send(assignment, data)
 
     def wait(self, max_s: float) -> None:
-        """Compute until the oldest submission is done, which is delivered first."""
+        """Compute until the oldest submission, which must be uploaded first, is done."""
         self.compute.compute_until(next(iter(self.working.values())), max_s)
 
     def waits_to_load(self, newest: tuple[Path, Manifest] | None) -> bool:
-        """Return whether to finish the current tasks before requesting another, because weights must be loaded."""
+        """Return whether to finish the current tasks first, because weights must be loaded."""
         return (newest is not None and newest[1].version != self.loaded) or self.node.renewal() is not None
 
     def idle(self, answer: HeartbeatAnswer, follower: Follower, stop: threading.Event) -> None:
@@ -179,32 +181,32 @@ class Worker:
             self.wait(pause_s)
             return
         why = f"weights: {follower.last_error}" if follower.last_error else answer.waiting_for
-        if answer.assignment is not None:  # its work would look like a lie
+        if answer.assignment is not None:  # of other weights: the validator would take its work for a lie
             version = answer.assignment.policy_version
             why = f"a newer version: its weights of version {version} are not the pool's"
         self.node.doing(why, waiting=True)
         stop.wait(pause_s)
 
     def send(self, assignment: Assignment, data: bytes) -> None:
-        """Upload, after the upload before. Return when it is done, or after SHORT_S."""
+        """Upload a submission once the previous upload has ended. Return when it is done, or after SHORT_S."""
         self.check_upload(FOREVER_S)
         done: Future[None] = Future()
         done.add_done_callback(self.compute.wake)
         del self.working[assignment]
         self.node.finished, self.upload = Finished(submission=assignment.id, hash=blake3(data).hexdigest()), done
 
-        def put() -> None:
+        def upload() -> None:
             try:
                 self.put(assignment, data)
                 done.set_result(None)
             except Exception as error:  # noqa: BLE001 - raised by `check_upload`, in the loop
                 done.set_exception(error)
 
-        threading.Thread(target=put, daemon=True, name="upload").start()
+        threading.Thread(target=upload, daemon=True, name="upload").start()
         self.check_upload(SHORT_S)
 
     def check_upload(self, wait_s: float) -> None:
-        """Run jobs until the upload in progress ends, for at most `wait_s`. Raise its error."""
+        """Compute until the upload in progress ends, for at most `wait_s`. Raise its error."""
         if self.upload is None:
             return
         self.compute.compute_until(self.upload, wait_s)
@@ -213,7 +215,7 @@ class Worker:
             self.upload = self.node.finished = None
 
     def take_weights(self, newest: tuple[Path, Manifest] | None) -> None:
-        """Load a newer version, while nothing is generated."""
+        """Load a newer version. Call it only while nothing is generated."""
         if newest is None or newest[1].version == self.loaded:
             return
         folder, manifest = newest
@@ -224,9 +226,9 @@ class Worker:
         log.info("version %d is loaded", manifest.version)
 
     def renew(self) -> None:
-        """Load the same weights whole from the verified files, and compute a new fingerprint.
+        """Load the same weights again from the verified files, and compute a new fingerprint.
 
-        The coordinator asks for it when a submission was inexact: a bit of the weights in memory may have flipped.
+        The coordinator requests it after an inexact submission: a bit of the weights in memory may have flipped.
         """
         if self.folder is None or self.loaded is None:
             return
@@ -240,7 +242,7 @@ class Worker:
         self.node.fingerprint = Fingerprint(version=version, value=value) if value else None
 
     def put(self, assignment: Assignment, data: bytes) -> None:
-        """Upload once. A refusal drops only this submission: an earlier upload of it may have arrived without a response."""
+        """Upload a submission. A refusal drops only this one: its upload may have arrived earlier, without an answer."""
         try:
             self.node.send_file(assignment.upload_path, data)
             log.info("submission %s is uploaded: %d bytes", assignment.id, len(data))
@@ -252,20 +254,18 @@ class Worker:
 
 
 def follow(node: Node, config: Config, cache: Path, publisher: str) -> Follower:
-    """A follower of the relays that heartbeat answers name."""
-
+    """Return a follower of the newest version, from the relays that heartbeat answers name."""
     access = node.access(publisher, config)
 
-    def wanted() -> int | None:
+    def newest_version() -> int | None:
         return node.answer.newest_version if node.answer and node.answer.relays else None
 
-    def known() -> list[str]:
+    def relays() -> list[str]:
         return node.answer.relays if node.answer else []
 
     def client() -> Client:
-        relays = known()
-        if not relays:  # all of them left since `wanted` was called
+        if not relays():  # all of them left after `newest_version` was called
             raise FetchError("no relay is up")
-        return Client(relays, access, cache, relays=known)
+        return Client(relays(), access, cache, relays=relays)
 
-    return Follower(wanted, client)
+    return Follower(newest_version, client)

@@ -1,8 +1,8 @@
-"""Makes the submission that an assignment asks for: prompts, completions, rewards, proofs, one signed Parquet file.
+"""Produces the submission for an assignment: prompts, completions, rewards and proofs in one signed Parquet file.
 
 Invariant: everything in a submission follows from its assignment and the weights; the worker chooses nothing.
-Several threads may ask at once: they generate together and do everything else one after another. It does no network
-requests itself. Each method is one place where a worker could lie; `benchmarks/trust/adversary` overrides one in each lie.
+Several threads may produce at once: they generate together, and do everything else one at a time. There are no network
+requests here. Each method is a place where a worker could lie: each lie in `benchmarks/trust/adversary` overrides one.
 """
 
 import math
@@ -39,9 +39,9 @@ class Producer:
         kind: str = "",
         compute: Compute = run_inline,
     ) -> None:
-        """`task_set`: the pool's; None: built here from the config's sources.
+        """`task_set`: the pool's; None: build it from the config's sources.
 
-        `kind`: ENGINE/DEVICE for the files' headers, unless it is the torch engine. `compute` runs what makes the proofs.
+        `kind`: ENGINE/DEVICE for the files' headers; "" for the torch engine. `compute` runs the computation of proofs.
         """
         self.compute = compute
         self.config = config
@@ -56,34 +56,36 @@ class Producer:
         self.conversation: Conversation | None = None
         self.sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, ())
         self.tokens = 0  # generated so far
-        self._alone = threading.Lock()  # tokenizer, graders and counters are for one thread
+        self._lock = threading.Lock()  # of tokenizer, graders and counters
 
     def load(self, folder: Path, version: int) -> int | None:
-        """Load a version's weights. Return the version to report to the coordinator (None: not ready for tasks).
+        """Load a version's weights. Return the version to report to the coordinator; None: not ready for tasks.
 
-        Raise ShoalError if the run's completions do not fit the model.
+        Raise ShoalError if the model is too small for the run's completions.
         """
         check_max_tokens(folder, self.config.sampling.max_tokens)
-        if self.tokenizer is None:  # first: an engine may take long, and the folder be dropped meanwhile
+        if (
+            self.tokenizer is None
+        ):  # before the engine loads: that may take long, and the folder may be removed meanwhile
             self.tokenizer = load_tokenizer(folder)
             self.sampling = replace(self.sampling, eos_ids=eos_ids(folder))
-            own = load_tokenizer(folder)  # environments answer while other threads use the one above
-            self.conversation = Conversation(self.config, self.environments, own, self.sampling.eos_ids)
+            tokenizer = load_tokenizer(folder)  # another one: environments answer while other threads use the first
+            self.conversation = Conversation(self.config, self.environments, tokenizer, self.sampling.eos_ids)
         self.engine.load(folder)
         return version
 
     def close(self) -> None:
-        """End the processes that grade and answer."""
+        """End the processes of graders and environments."""
         self.graders.close()
         close(self.environments)
 
     def submission(self, assignment: Assignment) -> bytes:
-        """The whole signed file."""
-        with self._alone:
+        """Return the signed file."""
+        with self._lock:
             plans = self.plan(assignment)
             prompts = [self.prompt(plan) for plan in plans]
         groups = self.complete(prompts, plans)
-        with self._alone:
+        with self._lock:
             self.tokens += sum(len(completion.logprobs) for group in groups for completion in group)
             return self.sign(assignment, prompts, self.rollouts(plans, groups))
 
@@ -98,7 +100,7 @@ class Producer:
         return self.engine.generate(prompts, [plan.seeds for plan in plans], self.sampling, self.responder(plans))
 
     def responder(self, plans: Sequence[GroupPlan]) -> Respond:
-        """What the environments answer to the completions of these groups."""
+        """Return a function that answers the completions of these groups for their environments."""
 
         def respond(group: int, number: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
             return self.reply(plans[group], plans[group].seeds[number], tokens, turns)
@@ -110,7 +112,7 @@ class Producer:
         return self.conversation.reply(self.tasks.train[plan.task_index], seed, tokens, turns)
 
     def rollouts(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> list[Rollout]:
-        """Every row of the file, group by group, with rewards and proofs."""
+        """Return the file's rows, group by group, with rewards and proofs."""
         proofs = iter(self.compute(lambda: self.prove([completion for group in groups for completion in group])))
         pairs = [(plan, completion) for plan, group in zip(plans, groups, strict=True) for completion in group]
         rewards = iter(self.rewards(pairs))
@@ -124,13 +126,13 @@ class Producer:
         return toploc.build_many([c.hidden_TH for c in completions], chunk_tokens=PROOF_CHUNK_TOKENS)
 
     def rewards(self, pairs: Sequence[tuple[GroupPlan, Completion]]) -> list[float]:
-        """Of each last turn's text, and of the length of all that the model wrote.
+        """Return the reward of each completion, from the text of its last turn and the number of the model's tokens.
 
-        NaN, which claims nothing, where the validator may honestly get another score.
+        It is NaN, which claims nothing, if an honest validator might compute another score.
         """
-        texts = [completion_text(self.tokenizer, last_turn(one.turns, one.tokens)) for _, one in pairs]
+        texts = [completion_text(self.tokenizer, last_turn(done.turns, done.tokens)) for _, done in pairs]
         grades = self.graders.grade([self.tasks.train[plan.task_index] for plan, _ in pairs], texts)
-        lengths = [model_tokens(one.turns, len(one.tokens)) for _, one in pairs]
+        lengths = [model_tokens(done.turns, len(done.tokens)) for _, done in pairs]
         return [
             budget.reward(grade.score, length, plan.target_length, self.config.tasks) if grade.certain else math.nan
             for grade, length, (plan, _) in zip(grades, lengths, pairs, strict=True)
@@ -153,7 +155,7 @@ class Producer:
         )
 
     def sign(self, assignment: Assignment, prompts: Sequence[Sequence[int]], rollouts: list[Rollout]) -> bytes:
-        """Bind the rows, proofs included, to run, step, policy, worker, submission and prompts with one signature."""
+        """Return the file. Its signature binds the rows to run, step, policy, worker, submission and prompts."""
         header = Header(
             schema_version=SCHEMA_VERSION,
             run=self.run,
