@@ -19,7 +19,7 @@ from shoal.protocol.messages import ToleranceSpent
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
 from shoal.validator.judge import Examined, Judge
-from shoal.validator.spending import changed, spent
+from shoal.validator.spending import regenerate, spent
 
 from ..coordinator.support import ALICE as KEY
 from ..coordinator.support import Harness, open_pool
@@ -116,14 +116,14 @@ def test_regeneration_finds_each_changed_completion(
     lied, honest = (examined(judge, attacker(kind, talkative_folder, engine), 0).case for kind in kinds)
     moved = sum(row.tokens != own.tokens for row, own in zip(lied.rows, honest.rows, strict=True))
     assert moved > 4
-    improved, spoiled = changed(judge, lied, 32)
+    improved, spoiled = regenerate(judge, lied, 32)
     if name.endswith("down"):
         improved, spoiled = spoiled, improved
     assert improved >= moved - 1 and spoiled <= 1, "except for a near tie that this machine breaks differently"
-    assert 0 < sum(changed(judge, lied, 3)) <= 3, "no more than requested"
-    assert sum(changed(judge, honest, 32)) <= 1
+    assert 0 < sum(regenerate(judge, lied, 3)) <= 3, "no more than requested"
+    assert sum(regenerate(judge, honest, 32)) <= 1
     near = replace(lied, grades=[replace(grade, repeatable=False) for grade in lied.grades])
-    assert changed(judge, near, 32) == (0, 0), "such rewards may have changed because a machine was busy"
+    assert regenerate(judge, near, 32) == (0, 0), "such rewards may have changed because a machine was busy"
 
 
 @pytest.mark.parametrize("regenerated", [0, 4])

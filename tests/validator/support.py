@@ -46,7 +46,7 @@ class ValidatorsNode(FakeNode):
     def get(self, path: str, answer: type[ContentOwner]) -> ContentOwner:
         return ContentOwner(submission=self.owner)
 
-    def fetch_file(self, path: str, *, most_bytes: int) -> bytes:
+    def fetch_file(self, path: str, *, max_bytes: int) -> bytes:
         return self.files[path.removeprefix("/v1/submissions/")]
 
 

@@ -18,7 +18,7 @@ from shoal.protocol.messages import HARD, Claim, Fingerprint, Reason, Verdict
 from shoal.store.rollouts import Rollout
 from shoal.validator.case import Case
 from shoal.validator.checks import exact_proofs, exact_tokens, replay, sampling
-from shoal.validator.service import RELOADING, Validator
+from shoal.validator.service import RELOAD_SHARE, Validator
 from shoal.worker.produce import Producer
 
 from ..model.exactness import NEEDS_EXACT
@@ -105,10 +105,10 @@ def test_inexact_work_makes_a_validator_load_its_weights_anew_only_now_and_then(
         clock[0] += 60.0
 
     monkeypatch.setattr(validator, "reload", reload)
-    for wait_s in (0.0, 0.0, 60.0 / RELOADING - 61.0, 2.0):
+    for wait_s in (0.0, 0.0, 60.0 / RELOAD_SHARE - 61.0, 2.0):
         clock[0] += wait_s
         assert judged(validator, worker, off_by_one_bit(rows)).reason is Reason.INEXACT
-    assert loads == [1000.0, 1000.0 + 60.0 / RELOADING + 1.0]
+    assert loads == [1000.0, 1000.0 + 60.0 / RELOAD_SHARE + 1.0]
     lie = replace(rows[3], logprobs=[logprob - 9.0 for logprob in rows[3].logprobs])
     assert judged(validator, worker, [*rows[:3], lie, *rows[4:]]).reason is Reason.LOGPROBS
     assert len(loads) == 3, "for a lie it always does"
@@ -129,7 +129,6 @@ def flipped(proof: bytes) -> bytes:
 def test_a_missing_proof_or_one_of_another_bit_differs(
     validator: Validator, computed: Case, change: Callable[[list[bytes]], list[bytes]]
 ) -> None:
-    assert validator.judge.rules is not None
     assert exact_proofs(validator.judge.rules, computed).finding is None
     first, *others = computed.rows
     other = replace(computed, rows=[replace(first, proofs=change(first.proofs)), *others])
@@ -141,7 +140,6 @@ def test_a_token_within_the_limits_is_inexact(validator: Validator, computed: Ca
     margins_N = computed.computed().margins_N.clone()
     margins_N[5] = 1e-6
     near = replace(computed, exact=True, prefill=replace(computed.computed(), margins_N=margins_N))
-    assert validator.judge.rules is not None
     assert sampling(validator.judge.rules, near).finding is None
     found = exact_tokens(validator.judge.rules, near).finding
     assert found is not None and found.reason is Reason.INEXACT and "token 5 of rollout 0" in found.detail

@@ -97,7 +97,7 @@ def test_programs_that_a_worker_made_up_are_found_before_they_run_to_their_limit
 def test_programs_that_end_in_time_cost_no_prefill(
     validator: Validator, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.validator.judge.LEAST_S", 600.0)
+    monkeypatch.setattr("shoal.validator.judge.MIN_GRADING_S", 600.0)
     sizes = prefilled(validator.judge, monkeypatch)
     verdict, accepted = checked(validator, claim(full=False), signed(worker, ASKED, honest))
     assert verdict.reason is None and accepted is not None and sizes == [2]

@@ -255,7 +255,6 @@ def test_ends_are_checked_turn_by_turn(
 ) -> None:
     """End tokens that their seeds do not yield, one of a middle turn; what the environment writes may hold any token."""
     judge = validator.judge
-    assert judge.rules is not None
     case = judge.prefill([case_of(judge, ASKED, signed(worker, ASKED, honest))])[0]
     assert endings(judge.rules, case).finding is None and special_tokens(judge.rules, case).finding is None
     before = sum(len(row.logprobs) for row in honest[:turned])

@@ -208,7 +208,6 @@ def honest_figures(judge: Judge, assignment: Assignment, worker: str, data: byte
     examined = judge.examine_cheaply(case)
     if examined.finding:
         raise ShoalError(f"honest work fails a cheap check: {examined.finding.detail}")
-    assert judge.rules is not None
     case = judge.prefill([examined.case])[0]
     outcomes = [check(judge.rules, case) for check in EXPENSIVE]
     figures: dict[str, Any] = {name: value for outcome in outcomes for name, value in outcome.evidence.items()}

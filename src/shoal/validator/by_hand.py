@@ -1,4 +1,4 @@
-"""Checks one submission by hand and explains every check. For operators, and for workers whose work was rejected.
+"""`shoal audit FILE`: check one submission and explain every check, for operators and for workers whose work was rejected.
 
 The file is checked against the task that its own header names. Only the pool knows whether the coordinator assigned that
 task, whether these rollouts were submitted before, and which exactness class the worker claimed. So the file is judged by
@@ -29,7 +29,7 @@ UNEQUAL = (
 
 
 def read_header(data: bytes, config: Config) -> Header:
-    """The header of a readable submission under a valid signature. Raise RolloutFileError."""
+    """Return the header of a submission with a valid signature. Raise RolloutFileError."""
     with Quarantine(max_rollouts(config), config.sampling.max_tokens) as quarantine:
         return quarantine.read(data).header
 
@@ -41,10 +41,10 @@ def verify(
     weights: Path,
     dtype: DtypeName,
 ) -> tuple[int, list[str]]:
-    """The exit status, and lines of text for each check that ran."""
+    """Return the exit status, and lines of text for each check that ran. Raise RolloutFileError."""
     with Judge(config, header.run, dtype) as judge:
         judge.load(weights)
-        asked = offline_assignment(
+        assignment = offline_assignment(
             config,
             header.worker,
             header.submission,
@@ -54,10 +54,9 @@ def verify(
             nonce=header.nonce,
             groups=header.groups,
         )
-        case = judge.open(asked, header.worker, data)
+        case = judge.open(assignment, header.worker, data)
         if isinstance(case, Finding):
             raise RolloutFileError(case.detail)
-        assert judge.rules is not None
         lines: list[str] = []
         stages: list[tuple[list[Check], Callable[[Case], Case]]] = [
             (FILE, lambda case: case),
@@ -78,7 +77,7 @@ def verify(
 
 
 def find_weights(run: Path, version: int) -> Path:
-    """The folder of a version in the output of `shoal run`. Raise FileNotFoundError."""
+    """Return the folder of a version in the output of `shoal run`. Raise FileNotFoundError."""
     name = version_name(version)
     for folder in (run / "learner" / "versions" / name, *sorted(run.glob(f"*/weights/{name}"))):
         if folder.is_dir():
@@ -99,7 +98,7 @@ def offline_assignment(
     nonce: str = "0" * 32,
     groups: int | None = None,
 ) -> Assignment:
-    """An assignment that no coordinator gave out. Its numbers may be ones that no coordinator gives out."""
+    """Return an assignment without a coordinator. Its numbers are not validated."""
     id = f"{worker[:16]}-{number:06d}"
     return Assignment.model_construct(
         id=id,
@@ -117,8 +116,8 @@ def offline_assignment(
 
 def _explain(check: Check, outcome: Outcome) -> list[str]:
     question = (check.__doc__ or "").strip().partition("\n")[0]
-    wrong = "no " if check in EXACT else "NO "  # a difference outside of a class is not a fault
-    lines = [f"{wrong if outcome.finding else 'yes'}  {check.__name__:15} {question}"]
+    no = "no " if check in EXACT else "NO "  # a bitwise difference is no fault outside an exactness class
+    lines = [f"{no if outcome.finding else 'yes'}  {check.__name__:15} {question}"]
     if outcome.finding:
         lines.append(f"     {outcome.finding.reason}: {outcome.finding.detail}")
     if outcome.evidence:

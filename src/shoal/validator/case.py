@@ -1,7 +1,8 @@
-"""A submission under examination: the assignment, the file, and what the validator recomputed.
+"""A submission under examination: the assignment, the file, and the validator's own results.
 
-Invariant: a `Case` never changes. Grading and prefill return a new one that holds their results; checks only read it.
-The worker's figures are compared with the recomputed ones, which alone reach the learner.
+Invariant: a `Case` never changes. Grading and prefill return a new one with their results; checks only read it. The worker's
+figures are only compared with the recomputed ones: the learner gets no figure of the worker's, except logprobs after a spot
+check, which it does not use.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,21 +27,23 @@ class Finding:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check, or several, concluded and measured."""
+    """The result of one or several checks."""
 
-    finding: Finding | None = None  # None: nothing wrong
+    finding: Finding | None = None  # None: passed
     evidence: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """What the claimed version computes for every token that a model wrote (N in total, rollout by rollout)."""
+    """Results of the claimed version for every token that the model wrote (N in total, rollout by rollout)."""
 
     hidden_NH: Tensor  # bfloat16
     logprobs_N: Tensor
-    margins_N: Tensor  # nats by which the token's score misses that of the token its seed yields; 0 if it is that token
-    evidence_NA: Tensor  # nats for each of A other ways of sampling, see `distribution`
-    lengths: list[int]  # how many of them each rollout has
+    margins_N: (
+        Tensor  # score of the token that the seed yields, minus the token's score, in nats; 0 if it is that token
+    )
+    evidence_NA: Tensor  # nats for each of A other ways of sampling (see `prefill`)
+    lengths: list[int]  # tokens of each rollout among these
 
 
 @dataclass(frozen=True)
@@ -52,28 +55,24 @@ class Case:
     plans: list[GroupPlan]  # one per group, derived from the assignment
     tasks: list[Task]  # one per group
     prompts: list[list[int]]  # one per group
-    content_owner: str | None = None  # the accepted submission with the same rollouts, if there is one
+    content_owner: str | None = None  # the accepted submission with the same rollouts
     rewards: list[float] = field(default_factory=list)  # one per rollout, recomputed; empty before grading
-    grades: list[Grade] = field(default_factory=list)  # likewise
-    prefill: Prefill | None = None  # None before the prefill, or if there is none
-    exact: bool = False  # whether the worker claims to compute like this validator: no tolerance
+    grades: list[Grade] = field(default_factory=list)  # one per rollout; empty before grading
+    prefill: Prefill | None = None
+    exact: bool = False  # whether to check without tolerance: the worker claims this validator's exactness class
 
     @property
     def group_size(self) -> int:
         return len(self.plans[0].seeds)
 
-    def graded(self) -> list[float]:
-        if not self.rewards:
-            raise RuntimeError("grading must run before the checks that read rewards")
-        return self.rewards
-
     def computed(self) -> Prefill:
+        """Return the results of the prefill, which must have run."""
         if self.prefill is None:
             raise RuntimeError("the prefill must run before the checks that read it")
         return self.prefill
 
     def sampled(self) -> Iterator[tuple[int, int]]:
-        """Every token that the model wrote, behind the number of its rollout; in the order of the prefill's results."""
+        """Yield rollout number and token of every token that the model wrote, in the order of the prefill's results."""
         for number, row in enumerate(self.rows):
             for position in model_positions(row.turns, len(row.tokens)):
                 yield number, row.tokens[position]

@@ -1,22 +1,22 @@
 """The checks: one function for each lie, in the order in which the judge runs them.
 
 A check takes a `Case` and returns an `Outcome`: what is wrong, if anything, and what it measured. It changes nothing. Its
-docstring begins with the question it asks, which `shoal audit` prints.
+docstring begins with a question, which `shoal audit` prints.
 
     FILE       read the file and the assignment
     EXPENSIVE  read the results of one prefill of the claimed version
-    EXACT      the same without tolerance, for a worker that computes like this validator (docs/trust.md)
-    ANSWERS    ask an environment again
+    EXACT      read them without tolerance, for a worker of this validator's exactness class (docs/trust.md)
+    ANSWERS    query an environment again
     REWARDS    read the recomputed rewards
 
-A worker of this validator's exactness class gets the same bits for every token. EXACT runs after EXPENSIVE: what is beyond
-the limits is a lie, as ever; what is within them and still differs is `inexact`, a soft rejection, because a flipped bit or
-an updated library can cause it.
-Invariant: a worker's figures are compared, never used; and a hard reason follows from what the worker itself signed, so no
-other party can cause it. That is why `context` comes first, and is soft: what passes it was signed for exactly this
+A worker of this validator's exactness class computes the same bits for every token. EXACT runs after EXPENSIVE: work beyond
+the limits is a lie in any class. Work within them that still differs is `inexact`, a soft rejection, because a flipped bit
+or an updated library can cause it.
+Invariants: a worker's figures are compared, never used. A hard reason follows from what the worker itself signed, so no
+other party can cause it. That is why `context` comes first and is soft: a file that passes it was signed for exactly this
 assignment. And why `derived_tasks` comes before `replayed`: rows with another worker's seeds are not this worker's rows,
 whoever uploaded them first.
-docs/trust.md says what is not caught, and why.
+docs/trust.md lists the lies that are not caught.
 Papers: TOPLOC (arXiv 2501.16007); INTELLECT-2 (arXiv 2505.07291), section on validators.
 """
 
@@ -42,16 +42,16 @@ from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.prefill import ALTERNATIVES, submission_evidence
 
 REWARD_TOLERANCE = 1e-4  # absolute, and relative beyond 1: files hold rewards as float32
-FAR = 4.0  # times `sampling_margin`: farther than numerics can move a token
+FAR = 4.0  # times `sampling_margin`: numerics cannot cause a larger margin
 EOS_PROBABILITY = 0.1  # a completion may end early only where the end token's probability exceeds this (INTELLECT-2)
-OUTLIERS = 2  # end tokens, and special tokens, of a submission that numerics may have moved beyond `sampling_margin`
-DISTRIBUTION_EVIDENCE = 16.0  # nats for other sampling that reject; honest work exceeds x with probability at most e^-x
-WORST_MANTISSA = 127.0  # used for a proof without any agreeing exponent, whose mantissa error is infinite
+OUTLIERS = 2  # end tokens, and special tokens, of a submission whose margin may exceed `sampling_margin`, by numerics
+DISTRIBUTION_EVIDENCE = 16.0  # nats that reject; honest work exceeds x with probability at most e^-x
+WORST_MANTISSA = 127.0  # for a proof without any equal exponent, whose mantissa error is infinite
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds for every submission of a run."""
+    """The context of all checks in a run, with the loaded version."""
 
     config: Config
     run: str
@@ -60,10 +60,13 @@ class Rules:
     conversation: Conversation
     special_ids: frozenset[int]  # tokens that only chat templates use, without the end tokens
     vocabulary: int  # ids below this have an embedding
-    budget: Budget = field(default_factory=Budget)  # of what is asked again, and graded
+    budget: Budget = field(default_factory=Budget)  # time limit of environments and graders
 
     def limits(self, case: Case) -> ValidatorSection:
-        """For the engine and device that the worker signed for. A false one gains what the true one's users have."""
+        """Return the limits for the engine and device in the signed header.
+
+        A worker that names another engine gets no more tolerance than workers with that engine have.
+        """
         return self.config.validator.of(case.header.engine)
 
 
@@ -78,23 +81,17 @@ def rejected(reason: Reason, detail: str, evidence: dict[str, float] | None = No
 def context(rules: Rules, case: Case) -> Outcome:
     """Is it this worker's file, for this assignment?
 
-    Soft: whoever can change the coordinator's answers or bring it back to older state can cause it. What passes was signed
-    by the worker for exactly this assignment, so all that follows from the assignment is its own word.
+    Soft: anyone who can change the coordinator's answers, or restore it to an older state, can cause it. A file that passes
+    was signed by the worker for exactly this assignment, so the worker answers for all that follows from the assignment.
     """
-    header, asked = case.header, case.assignment
+    header, given = case.header, case.assignment
     if header.signer != case.worker or header.worker != case.worker:
         return rejected(Reason.SIGNATURE, f"signed by {header.signer[:16]}, submitted by {case.worker[:16]}")
-    if header.run == rules.run and header.submission != asked.number:
-        return rejected(Reason.CONTEXT, f"made for task {header.submission}, submitted for task {asked.number}")
-    named = (
-        *(header.run, header.step, header.policy_version, header.policy_digest),
-        *(header.nonce, header.groups),
-    )
-    if named != (
-        *(rules.run, asked.step, asked.policy_version, asked.policy_digest),
-        *(asked.nonce, asked.groups),
-    ):
-        return rejected(Reason.CONTEXT, f"its header names run, step, version, digest, nonce, groups {named}")
+    if header.run == rules.run and header.submission != given.number:
+        return rejected(Reason.CONTEXT, f"made for task {header.submission}, submitted for task {given.number}")
+    claimed = (header.run, header.step, header.policy_version, header.policy_digest, header.nonce, header.groups)
+    if claimed != (rules.run, given.step, given.policy_version, given.policy_digest, given.nonce, given.groups):
+        return rejected(Reason.CONTEXT, f"its header names run, step, version, digest, nonce, groups {claimed}")
     return PASSED
 
 
@@ -127,7 +124,7 @@ def replayed(rules: Rules, case: Case) -> Outcome:
     """Is this the worker's first submission of these rollouts?"""
     owner = case.content_owner
     if owner in (None, case.assignment.id) or not owner.startswith(f"{case.worker[:16]}-"):
-        return PASSED  # another worker's copy says nothing about this one: `derived_tasks` tells whose rows these are
+        return PASSED  # another worker's copy is no fault: `derived_tasks` has shown that these rows are this worker's
     return rejected(Reason.REPLAYED, f"the same rollouts as {owner}")
 
 
@@ -212,7 +209,7 @@ def sampling(rules: Rules, case: Case) -> Outcome:
     beyond = int((margins_N > limits.sampling_margin).sum())
     far = int((margins_N > FAR * limits.sampling_margin).sum())
     share = beyond / len(margins_N)
-    mean = float(margins_N.where(margins_N <= limits.sampling_margin, 0.0).mean())  # those beyond it are counted above
+    mean = float(margins_N.where(margins_N <= limits.sampling_margin, 0.0).mean())  # `beyond` counts the others
     evidence = {
         "mismatch_frac": share,
         "margin_mean": mean,
@@ -252,7 +249,7 @@ def termination(rules: Rules, case: Case) -> Outcome:
 
 
 def special_tokens(rules: Rules, case: Case) -> Outcome:
-    """Are special tokens (used only by chat templates) those that their seeds yield, except for a few likewise?"""
+    """Are special tokens (used only by chat templates) those that their seeds yield, except for a few?"""
     yielded_N = case.computed().margins_N <= rules.limits(case).sampling_margin
     tokens = [token for _, token in _among(case, rules.special_ids, ~yielded_N)]
     if len(tokens) > OUTLIERS:
@@ -264,8 +261,9 @@ def special_tokens(rules: Rules, case: Case) -> Outcome:
 
 
 def _among(case: Case, ids: Collection[int], odd_N: torch.Tensor) -> list[tuple[int, int]]:
-    """Rollout and token, for each odd token with one of these ids."""
-    return [one for one, odd in zip(case.sampled(), odd_N.tolist(), strict=True) if odd and one[1] in ids]
+    """Return rollout number and token of each odd token with one of these ids."""
+    pairs = zip(case.sampled(), odd_N.tolist(), strict=True)
+    return [(number, token) for (number, token), odd in pairs if odd and token in ids]
 
 
 def distribution(rules: Rules, case: Case) -> Outcome:
@@ -297,7 +295,7 @@ def exact_tokens(rules: Rules, case: Case) -> Outcome:
 
 
 def exact_logprobs(rules: Rules, case: Case) -> Outcome:
-    """Is every logprob, as the file holds it, equal to the recomputed one?"""
+    """Is every logprob in the file equal to the recomputed one?"""
     claimed_N = torch.tensor([logprob for row in case.rows for logprob in row.logprobs], dtype=torch.float32)
     own_N = case.computed().logprobs_N.to(torch.float32)
     return _unless_equal(
@@ -326,21 +324,23 @@ def exact_proofs(rules: Rules, case: Case) -> Outcome:
 
 
 def _unless_equal(case: Case, what: str, differing_N: torch.Tensor, how: Callable[[int], str]) -> Outcome:
-    """A rejection that says at which sampled token the first of these differs, and how."""
+    """Reject if any differ, and say at which sampled token the first difference is, and how."""
     if not bool(differing_N.any()):
         return PASSED
     count, first = int(differing_N.sum()), int(differing_N.nonzero()[0])
-    place, number = first, 0
-    while place >= case.computed().lengths[number]:
-        place, number = place - case.computed().lengths[number], number + 1
-    detail = f"{count} of {len(differing_N)} {what} differ: at sampled token {place} of rollout {number} {how(first)}"
+    position, number = first, 0
+    while position >= case.computed().lengths[number]:
+        position, number = position - case.computed().lengths[number], number + 1
+    detail = (
+        f"{count} of {len(differing_N)} {what} differ: at sampled token {position} of rollout {number} {how(first)}"
+    )
     return rejected(Reason.INEXACT, detail, {f"inexact_{what}": float(count)})
 
 
 def environment(rules: Rules, case: Case) -> Outcome:
     """Are the answers between turns those that the environment gives, and is none missing?
 
-    Where time does not suffice to ask again, nothing is known: soft, and not accepted.
+    Soft if there is no time to query it again.
     """
     doubtful = PASSED
     for number, row in enumerate(case.rows):
@@ -358,7 +358,7 @@ def environment(rules: Rules, case: Case) -> Outcome:
 def rewards(rules: Rules, case: Case) -> Outcome:
     """Is every claimed reward the one that the grader gives here? (Where all machines must agree.)
 
-    A worker may claim nothing, and name other versions. It gains nothing: only the validator's own rewards are used.
+    A worker may claim no reward (NaN), or name other versions of the graders: only the validator's own rewards are used.
     """
     if case.header.graded_with != versions():
         return PASSED
@@ -391,7 +391,7 @@ ALL: list[Check] = [*FILE, *EXPENSIVE, *GRADED]
 
 
 def run(checks: Sequence[Check], rules: Rules, case: Case) -> Outcome:
-    """Run checks in order until one finds something; the evidence of all that ran."""
+    """Run checks in order up to the first finding. Return it, and the evidence of all that ran."""
     evidence: dict[str, float] = {}
     for check in checks:
         outcome = check(rules, case)
@@ -402,6 +402,6 @@ def run(checks: Sequence[Check], rules: Rules, case: Case) -> Outcome:
 
 
 def replay(case: Case) -> Replay:
-    """How many tokens were compared without tolerance, and how many of them differ."""
+    """Return the result of an exact replay."""
     margins_N = case.computed().margins_N
     return Replay(tokens=len(margins_N), mismatched=int((margins_N != 0).sum()))

@@ -1,15 +1,16 @@
-"""Judges files: bytes and an assignment in, a verdict and the accepted file out. No network; a clock for budgets alone.
+"""Judges files: bytes and an assignment in, findings and the accepted file out. No network; a clock for time limits only.
 
-    open     a file becomes a Case, or a Finding if it is not a rollout file under a valid signature
-    examine  checks of the file, one prefill of all cases that passed, expensive checks of each, grading, checks of rewards
+    open     turns a file into a Case, or a Finding if it is not a rollout file with a valid signature
+    examine  checks each file, runs one prefill of all cases that passed, checks its results, grades, checks the rewards
 
-Invariant: it accepts only what it has recomputed; the accepted file holds its own prompts, rewards and logprobs. The
-exception: of cases that are accepted after a spot check only a few rollouts were prefilled; their file says so, keeps the
-worker's logprobs, and the learner uses its own instead.
-Grading comes last, though it is often cheap: a reward or an environment may run the program in a completion. After a prefill
-that program is one which the run's own model wrote, not one which the worker made up. Before one, grading may take as long
-as the prefill would; a case that needs more is prefilled whole first. After it, a case has its share of `grading_s`. A group
-that is not graded by then has grader errors, so no batch takes it, and nothing is held against its worker.
+Invariant: it accepts only what it has recomputed; the accepted file has the validator's own prompts, rewards and logprobs.
+The exception is a case accepted after a spot check, of which only a few rollouts were prefilled: its file says so and keeps
+the worker's logprobs, and the learner uses its own instead.
+Grading comes last, though it is often cheap, because a reward or an environment may run the program in a completion. After a
+prefill, the run's own model is known to have written that program; before it, the worker may have. So before a prefill
+grading may take only as long as the prefill would; a case that needs more is prefilled whole first. After it, a case has its
+share of `grading_s`. A group that is not graded by then counts as grader errors: no batch takes it, and its worker is not
+blamed.
 """
 
 import math
@@ -47,21 +48,18 @@ from shoal.validator.case import Case, Finding
 from shoal.validator.checks import ANSWERS, EXACT, EXPENSIVE, FILE, REWARDS, Check, Rules, run
 from shoal.validator.prefill import prefill
 
-SPOT_ROLLOUTS = 2  # drawn after the upload, and prefilled of a submission that is not prefilled whole
-LEAST_S = 1.0  # of grading before a prefill: less says nothing, because processes have to start
+SPOT_ROLLOUTS = 2  # rollouts in a spot check, drawn after the upload
+MIN_GRADING_S = 1.0  # before a prefill: processes need time to start
 LATE = Grade(0.0, "grader_error", "not graded in the time that the claim leaves for it", repeatable=False)
-
-Choose = Callable[[Sequence[int], int], list[int]]
-DRAW: Choose = SystemRandom().sample
 
 
 @dataclass(frozen=True)
 class Examined:
-    """What the checks concluded about a case; `case` holds its rewards and its prefill, if they were computed."""
+    """The result of the checks of a case."""
 
-    case: Case
+    case: Case  # with its rewards and its prefill, if they were computed
     finding: Finding | None  # None: accepted
-    evidence: dict[str, float] = field(default_factory=dict)  # measured by the checks that ran
+    evidence: dict[str, float] = field(default_factory=dict)  # figures of the checks that ran
 
 
 class Judge:
@@ -71,20 +69,18 @@ class Judge:
         run: str,
         dtype: DtypeName,
         task_set: TaskSet | None = None,
-        choose: Choose = DRAW,
         grading_s: float = math.inf,
         row_tokens: int = ROW_TOKENS,
     ) -> None:
-        """`task_set`: the pool's; None: built here from the config's sources.
+        """`task_set`: the pool's; None: build it from the config's sources.
 
-        `choose(of, k)` draws k of them, unpredictably to workers. `grading_s`: what grading all cases of one `examine` may
-        take.
+        `grading_s`: time limit for grading all cases of one `examine`.
         """
-        self.choose = choose
+        self.choose: Callable[[Sequence[int], int], list[int]] = SystemRandom().sample  # unpredictable to workers
         self.grading_s = grading_s
         self.row_tokens = row_tokens  # of a prefill
         self.budget = Budget()
-        self.position_s = 0.0  # seconds for each position of the last whole prefill
+        self.position_s = 0.0  # seconds per position of the last whole prefill
         self.config = config
         self.run = run
         self.dtype = dtype
@@ -95,7 +91,7 @@ class Judge:
         for environment in self.environments.values():
             environment.set_budget(self.budget)
         self.model: Any = None
-        self.rules: Rules | None = None
+        self._rules: Rules | None = None  # before `load`
 
     def __enter__(self) -> Self:
         return self
@@ -106,7 +102,7 @@ class Judge:
         close(self.environments)
 
     def load(self, folder: Path) -> None:
-        """Load the weights of the version in `folder`. Raise ShoalError if the run's completions do not fit."""
+        """Load the weights of the version in `folder`. Raise ShoalError if it is too small for the run's completions."""
         check_max_tokens(folder, self.config.sampling.max_tokens)
         if self.model is not None:
             load_weights_(self.model, folder)
@@ -116,7 +112,7 @@ class Judge:
             folder, self.dtype, settings.device, numerics.pick(settings.numerics, self.dtype, settings.device)
         )
         tokenizer, ends = load_tokenizer(folder), eos_ids(folder)
-        self.rules = Rules(
+        self._rules = Rules(
             config=self.config,
             run=self.run,
             tokenizer=tokenizer,
@@ -128,7 +124,7 @@ class Judge:
         )
 
     def open(self, assignment: Assignment, worker: str, data: bytes) -> Case | Finding:
-        """Read a file, in quarantine. A bad one is a Finding, never an exception."""
+        """Read a file in the quarantine process. A bad file gives a Finding, never an exception."""
         try:
             file = self.quarantine.read(data)
         except BadSignatureError as error:
@@ -137,7 +133,6 @@ class Judge:
             return Finding(Reason.UNREADABLE, str(error))
         plans = plan_submission(self.config, self.run, assignment, worker, self.tasks)
         chosen = [self.tasks.train[plan.task_index] for plan in plans]
-        tokenizer = self._rules().tokenizer
         return Case(
             assignment=assignment,
             worker=worker,
@@ -146,20 +141,20 @@ class Judge:
             plans=plans,
             tasks=chosen,
             prompts=[
-                prompt_tokens(tokenizer, self.config.tasks, task, plan.target_length)
+                prompt_tokens(self.tokenizer, self.config.tasks, task, plan.target_length)
                 for task, plan in zip(chosen, plans, strict=True)
             ],
         )
 
     def examine(self, cases: Sequence[Case], *, cheaply: Sequence[bool] | None = None) -> list[Examined]:
-        """Run the checks on each case. `cheaply`: which cases to accept after a spot check, if their logprobs are plausible.
+        """Run the checks on each case. All must be of the loaded version. `cheaply`: which cases need only a spot check.
 
-        A failed spot check rejects nothing: the case is then prefilled whole, and that decides. So is a case whose grading
-        takes long. All must be of the loaded version.
+        A case is still prefilled whole, and that decides, if its spot check fails, its logprobs are impossible, or its
+        grading takes long.
         """
         examined = [self._check(FILE, Examined(case, None)) for case in cases]
         share_s = self.grading_s / max(len(cases), 1)
-        cheap = [n for n, one in enumerate(examined) if one.finding is None and cheaply and cheaply[n]]
+        cheap = [n for n, result in enumerate(examined) if result.finding is None and cheaply and cheaply[n]]
         done = set()
         for n, passed in zip(cheap, self._spot_checked([cases[n] for n in cheap]), strict=True):
             if passed:
@@ -167,7 +162,7 @@ class Judge:
                 if in_time:
                     examined[n] = graded
                     done.add(n)
-        waiting = [n for n, one in enumerate(examined) if one.finding is None and n not in done]
+        waiting = [n for n, result in enumerate(examined) if result.finding is None and n not in done]
         for n, case in zip(waiting, self._prefilled_whole([cases[n] for n in waiting]), strict=True):
             examined[n] = self._check(_expensive(case), replace(examined[n], case=case))
         for n in waiting:
@@ -175,57 +170,55 @@ class Judge:
         return examined
 
     def _spot_checked(self, cases: Sequence[Case]) -> list[bool]:
-        """Whether nothing is wrong with a few rollouts of each case, drawn now, after its upload, and with its logprobs."""
+        """Prefill a few rollouts of each case, drawn now. Return whether they pass and the case's logprobs are plausible."""
         spots = [self._some_rollouts(case) for case in cases]
-        checked = [run(_expensive(spot), self._rules(), spot) for spot in self.prefill(spots)]
+        checked = [run(_expensive(spot), self.rules, spot) for spot in self.prefill(spots)]
         return [plausible(case) and outcome.finding is None for case, outcome in zip(cases, checked, strict=True)]
 
     def _some_rollouts(self, case: Case) -> Case:
-        most = min(SPOT_ROLLOUTS, len(case.rows))
-        chosen = sorted(self.choose(range(len(case.rows)), most))
+        chosen = sorted(self.choose(range(len(case.rows)), min(SPOT_ROLLOUTS, len(case.rows))))
         return replace(case, rows=[case.rows[number] for number in chosen])
 
     def examine_cheaply(self, case: Case) -> Examined:
-        """Run the checks that need no model: of the file, and of the recomputed rewards."""
+        """Run the checks that need no prefill: of the file, and of the recomputed rewards."""
         return self._graded(self._check(FILE, Examined(case, None)), self.grading_s)[0]
 
-    def _graded(self, one: Examined, most_s: float) -> tuple[Examined, bool]:
-        """Ask the environment again, grade, and check the rewards, within `most_s`; and whether that sufficed."""
-        self.budget.start(most_s)
+    def _graded(self, result: Examined, timeout_s: float) -> tuple[Examined, bool]:
+        """Query the environment again, grade, and check the rewards. Return also whether `timeout_s` sufficed."""
+        self.budget.start(timeout_s)
         try:
-            one = self._check(ANSWERS, one)
-            if one.finding is None:
-                one = self._check(REWARDS, replace(one, case=self.grade(one.case)))
-            return one, not self.budget.over
+            result = self._check(ANSWERS, result)
+            if result.finding is None:
+                result = self._check(REWARDS, replace(result, case=self.grade(result.case)))
+            return result, not self.budget.over
         finally:
             self.budget.stop()
 
     def _prefill_s(self, case: Case) -> float:
-        """Estimate the seconds for a prefill of the whole case."""
-        return max(self.position_s * _positions(case), LEAST_S)
+        """Estimate the time of a prefill of the whole case."""
+        return max(self.position_s * _positions(case), MIN_GRADING_S)
 
     def _prefilled_whole(self, cases: Sequence[Case]) -> list[Case]:
-        began_s = self.budget.clock()
+        start_s = self.budget.clock()
         prefilled = self.prefill(cases)
         if cases:
-            self.position_s = (self.budget.clock() - began_s) / sum(map(_positions, cases))
+            self.position_s = (self.budget.clock() - start_s) / sum(map(_positions, cases))
         return prefilled
 
-    def _check(self, checks: Sequence[Check], one: Examined) -> Examined:
-        if one.finding:
-            return one
-        outcome = run(checks, self._rules(), one.case)
-        return replace(one, finding=outcome.finding, evidence={**one.evidence, **outcome.evidence})
+    def _check(self, checks: Sequence[Check], result: Examined) -> Examined:
+        if result.finding:
+            return result
+        outcome = run(checks, self.rules, result.case)
+        return replace(result, finding=outcome.finding, evidence={**result.evidence, **outcome.evidence})
 
     def grade(self, case: Case) -> Case:
-        """The case with its recomputed rewards: of the last turn's text. It must be within bounds. Raise GradeError.
+        """Return the case with rewards recomputed from its last turns. It must be within bounds. Raise GradeError.
 
-        What is not graded before the budget ends is LATE, by whole groups.
+        All rollouts of a group that is not graded before the budget ends are LATE.
         """
-        tokenizer = self._rules().tokenizer
         grades: list[Grade] = []
         for group, members in groupby(case.rows, key=lambda row: row.group):
-            texts = [completion_text(tokenizer, last_turn(row.turns, row.tokens)) for row in members]
+            texts = [completion_text(self.tokenizer, last_turn(row.turns, row.tokens)) for row in members]
             graded = [] if self.budget.over else self.graders.grade([case.tasks[group]] * len(texts), texts)
             grades += [LATE] * len(texts) if self.budget.over else graded
         rewards = [
@@ -240,20 +233,14 @@ class Judge:
         return replace(case, rewards=rewards, grades=grades)
 
     def prefill(self, cases: Sequence[Case]) -> list[Case]:
-        """The cases with the results of one forward of the loaded version over all of them."""
+        """Return the cases with the results of one forward of the loaded version over all of them."""
         if not cases:
             return []
-        settings = self.config
-        computed = prefill(
-            self.model,
-            cases,
-            temperature=settings.sampling.temperature,
-            row_tokens=self.row_tokens,
-        )
-        return [replace(case, prefill=one) for case, one in zip(cases, computed, strict=True)]
+        results = prefill(self.model, cases, temperature=self.config.sampling.temperature, row_tokens=self.row_tokens)
+        return [replace(case, prefill=result) for case, result in zip(cases, results, strict=True)]
 
     def accepted_file(self, case: Case, identity: Identity) -> bytes:
-        """The accepted case as the learner reads it, under the validator's signature."""
+        """Return the accepted case as a file for the learner, signed by the validator."""
         rows = [
             AcceptedRollout(
                 group=row.group,
@@ -283,12 +270,13 @@ class Judge:
 
     @property
     def tokenizer(self) -> Any:
-        return self._rules().tokenizer
+        return self.rules.tokenizer
 
-    def _rules(self) -> Rules:
-        if self.rules is None:
+    @property
+    def rules(self) -> Rules:
+        if self._rules is None:
             raise RuntimeError("load() must run before a file can be judged")
-        return self.rules
+        return self._rules
 
 
 def _expensive(case: Case) -> list[Check]:
@@ -296,13 +284,13 @@ def _expensive(case: Case) -> list[Check]:
 
 
 def _positions(case: Case) -> int:
-    """That a prefill of it computes."""
+    """Return the number of tokens in a prefill of the case."""
     groups = {row.group for row in case.rows}
     return sum(len(row.tokens) for row in case.rows) + sum(len(case.prompts[group]) for group in groups)
 
 
 def plausible(case: Case) -> bool:
-    """Whether every logprob is one that sampling can yield. The learner would leave out the groups of a file with others."""
+    """Return whether sampling can yield every logprob. The learner would drop groups with other ones."""
     return all(logprob >= LOWEST_LOGPROB for row in case.rows for logprob in row.logprobs)
 
 

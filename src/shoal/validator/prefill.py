@@ -1,18 +1,18 @@
 """One forward of the claimed version over several submissions at once; all expensive checks read its results.
 
 The groups of all submissions are packed into rows; each group's prompt is computed once.
-Invariant: except for rounding, a submission's results do not depend on what it is packed with.
+Invariant: except for rounding, a submission's results do not depend on the others in its rows.
 Paper: TOPLOC (arXiv 2501.16007): a prefill checks many tokens in the time of decoding few.
 
-Its results include evidence on the distribution that the tokens were sampled from, which uses no seeds. For each of a few
-other ways of sampling, q, the product over tokens of q(token) / p(token) is a martingale of mean 1 under honest sampling
-from p. So is the mean of these products. By Ville's inequality it exceeds e^x in at most a share e^-x of honest
-submissions, for any length and any p: the limit needs no calibration and no normal approximation.
+The results include evidence on the distribution from which the tokens were sampled; it uses no seeds. For each of a few
+other distributions q, the product over tokens of q(token) / p(token) is a martingale of mean 1 under honest sampling from p.
+So is the mean of these products. By Ville's inequality it exceeds e^x in at most a share e^-x of honest submissions, for any
+length and any p: the limit needs no calibration and no normal approximation.
 
-    sharper      p^2, renormalised: temperature cut in half, greedy, beam search, best of several
-    flatter      p^(1/2), renormalised: temperature doubled
-    truncated    0.99 * (p where it is more than 2 % of the likeliest, renormalised) + 0.01 * p: top-k, top-p, min-p
-    foreign      0.9 * p + 0.1 * uniform: tokens that this model finds absurd, as another model's are
+    sharper      p^2, renormalised: detects half the temperature, greedy, beam search, best of several
+    flatter      p^(1/2), renormalised: detects twice the temperature
+    truncated    0.99 * (p above 2 % of the largest, renormalised) + 0.01 * p: detects top-k, top-p, min-p
+    foreign      0.9 * p + 0.1 * uniform: detects tokens that are very unlikely here, such as another model's
 
 Sources: betting against a hypothesis, Shafer 2021 (JRSS A 184:407); token-probability shape as evidence, INTELLECT-2
 (arXiv 2505.07291, section 2.3).
@@ -34,24 +34,24 @@ from shoal.store.rollouts import Rollout
 from shoal.validator.case import Case, Prefill
 
 VOCABULARY_ROWS = 512  # tokens whose logits are in memory at once: one pass over the output head's weights
-CACHED_ROWS = 16  # of those, tokens scored together: a few MB of logits stay in the CPU's cache
+CACHED_ROWS = 16  # tokens scored together: their logits, a few MB, stay in the CPU's cache
 ALTERNATIVES = ("sharper", "flatter", "truncated", "foreign")
 TRUNCATED_BELOW = 0.02
 
 
 @torch.inference_mode()
 def prefill(model: Any, cases: Sequence[Case], *, temperature: float, row_tokens: int) -> list[Prefill]:
-    """The results for each case. All cases must be of the version that `model` holds."""
+    """Return the results for each case. All cases must be of the version of `model`."""
     hidden_NH = hidden_states(model, cases, row_tokens)
     sampled = [[model_positions(row.turns, len(row.tokens)) for row in case.rows] for case in cases]
-    places = [
-        (row, at)
-        for case, of_case in zip(cases, sampled, strict=True)
-        for row, own in zip(case.rows, of_case, strict=True)
-        for at in own
+    pairs = [
+        (row, position)
+        for case, by_row in zip(cases, sampled, strict=True)
+        for row, row_positions in zip(case.rows, by_row, strict=True)
+        for position in row_positions
     ]
-    tokens_N = torch.tensor([row.tokens[at] for row, at in places], device=hidden_NH.device)
-    seeds, positions = [row.seed for row, _ in places], [at for _, at in places]
+    tokens_N = torch.tensor([row.tokens[position] for row, position in pairs], device=hidden_NH.device)
+    seeds, positions = [row.seed for row, _ in pairs], [position for _, position in pairs]
     logprobs, margins, evidence = [], [], []
     for start in range(0, len(tokens_N), CACHED_ROWS):
         within = start % VOCABULARY_ROWS
@@ -63,29 +63,29 @@ def prefill(model: Any, cases: Sequence[Case], *, temperature: float, row_tokens
         logp_C, evidence_CA = token_evidence(scaled_CV, tokens_N[span])
         logprobs.append(logp_C)
         evidence.append(evidence_CA)
-    lengths = [[len(own) for own in of_case] for of_case in sampled]
+    lengths = [[len(row_positions) for row_positions in by_row] for by_row in sampled]
     per_case = zip(
         *(
-            torch.split(tensor.cpu(), [sum(of_case) for of_case in lengths])
+            torch.split(tensor.cpu(), [sum(row_lengths) for row_lengths in lengths])
             for tensor in (hidden_NH.to(torch.bfloat16), torch.cat(logprobs), torch.cat(margins), torch.cat(evidence))
         ),
         strict=True,
     )
     return [
-        Prefill(hidden, logprobs_N, margins_N, evidence_NA, of_case)
-        for of_case, (hidden, logprobs_N, margins_N, evidence_NA) in zip(lengths, per_case, strict=True)
+        Prefill(hidden, logprobs_N, margins_N, evidence_NA, row_lengths)
+        for row_lengths, (hidden, logprobs_N, margins_N, evidence_NA) in zip(lengths, per_case, strict=True)
     ]
 
 
 def hidden_states(model: Any, cases: Sequence[Case], row_tokens: int) -> Tensor:
-    """Final hidden states of every token that a model wrote, in order. Return hidden_NH."""
+    """Return hidden_NH: the final hidden states of every token that the model wrote, in order."""
     longest = max(len(case.prompts[row.group]) + len(row.tokens) for case in cases for row in case.rows)
     width = max(row_tokens, longest)  # every rollout within bounds must be checkable
     trees = [
         part
         for case in cases
         for group, prompt in enumerate(case.prompts)
-        if any(row.group == group for row in case.rows)  # a spot check prefills some of the rollouts
+        if any(row.group == group for row in case.rows)  # a spot check may contain no rollout of the group
         for part in split(_tree(prompt, [row for row in case.rows if row.group == group]), width)
     ]
     device = next(model.parameters()).device
@@ -102,9 +102,9 @@ def _tree(prompt: Sequence[int], rows: Sequence[Rollout]) -> Tree:
 
 
 def token_evidence(scaled_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
-    """logprobs_N of the tokens, and evidence_NA = log q(token) - log p(token) for each alternative. float32, nats.
+    """Return logprobs_N of the tokens, and evidence_NA = log q(token) - log p(token) for each alternative, in nats.
 
-    scaled_NV: logits divided by the temperature, float32.
+    All tensors are float32. scaled_NV: logits divided by the temperature.
     """
     relative = likelihoods(scaled_NV)
     likelihood_NV, total_N, top_N1 = relative
@@ -126,5 +126,5 @@ def token_evidence(scaled_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]
 
 
 def submission_evidence(evidence_NA: Tensor) -> float:
-    """The evidence of all tokens, in nats: an honest submission exceeds x with probability at most e^-x."""
+    """Return the evidence of all tokens, in nats: an honest submission exceeds x with probability at most e^-x."""
     return float(torch.logsumexp(evidence_NA.double().sum(0), 0)) - math.log(evidence_NA.shape[-1])

@@ -1,8 +1,8 @@
 """The validator: claims submissions, judges them, uploads accepted files and verdicts, and co-signs the ledger.
 
-Invariant: a rejection that rests on a prefill is repeated with reloaded weights first, because a flipped bit in this
+Invariant: before a rejection that rests on a prefill, the prefill is repeated with reloaded weights: a flipped bit in this
 machine's memory would look like a lie.
-Several may run: claims are leases, and an expired claim goes to another validator.
+Several validators may run: claims are leases, and an expired claim goes to another validator.
 """
 
 import logging
@@ -39,45 +39,46 @@ from shoal.shardcast.fetch.client import fetch_published
 from shoal.tasks import TaskSet
 from shoal.validator.case import Case, Finding
 from shoal.validator.judge import LATE, Examined, Judge
-from shoal.validator.spending import changed, spent
+from shoal.validator.spending import regenerate, spent
 from shoal.validator.verdict import group_results, unreadable, verdict_on
 
 IDLE_S = 0.1
 BATCH = 4  # submissions of one version checked in one prefill
-RELOADING = 0.05  # largest share of time for reloading weights after inexact work, so that it cannot block other claims
-GRADING = 0.5  # share of a lease for running the programs of all claims
-GRADED_REASONS = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)  # these findings come after the prefill's
+RELOAD_SHARE = (
+    0.05  # largest share of time for reloading weights after inexact work, so that it cannot block other claims
+)
+GRADING_SHARE = 0.5  # of a lease, for running the programs of all claims
+GRADED_REASONS = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)  # found after the checks of the prefill
 HEAD = "head.json"
-EVERY_S = 30.0
-MOST_BYTES = 64 << 20  # of one answer: an entry holds at most what a verdict reports
+WITNESS_S = 30.0  # between two co-signatures
+MAX_PAGE_BYTES = 64 << 20  # of the ledger: an entry may be as large as a verdict
 
 log = logging.getLogger(__name__)
 
 
 class Witness:
-    """Follows the ledger and co-signs its newest entry every EVERY_S.
+    """Reads the ledger and co-signs its newest entry every WITNESS_S.
 
-    Each co-signed head extends the one before, also after a restart: `head.json` in its folder has the newest. If the
+    Each co-signed head extends the previous one, also after a restart: `head.json` in the folder has the newest. If the
     coordinator's ledger lacks that entry, it was truncated or rewritten, and the validator exits.
     """
 
     def __init__(self, node: Node, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.node, self.path, self.clock = node, folder / HEAD, clock
-        self._due_s = clock() + EVERY_S
+        self._due_s = clock() + WITNESS_S
 
-    def look(self) -> None:
-        """Co-sign what is new, every EVERY_S."""
+    def sign_if_due(self) -> None:
         if self.clock() >= self._due_s:
             self.sign()
 
     def sign(self) -> None:
-        """Co-sign the newest entry, if there is one that is not itself a co-signature. Raise LedgerError."""
-        self._due_s = self.clock() + EVERY_S
-        before = self._known()
+        """Co-sign the newest entry, unless all new ones are co-signatures. Raise LedgerError."""
+        self._due_s = self.clock() + WITNESS_S
+        before = self._last_head()
         seq, digest = (before.seq, before.digest) if before else (0, GENESIS)
         if before is not None:
-            held = self._page(seq - 1)
-            if not held or (held[0].seq, held[0].digest) != (seq, digest):
+            page = self._page(seq - 1)
+            if not page or (page[0].seq, page[0].digest) != (seq, digest):
                 raise LedgerError(
                     f"the coordinator's ledger no longer holds {before}, which this validator co-signed", seq
                 )
@@ -94,18 +95,16 @@ class Witness:
         self.node.post("/v1/heads", signed, Ok)
         log.info("ledger head %s is co-signed", head)
 
-    def _known(self) -> Head | None:
+    def _last_head(self) -> Head | None:
         if not self.path.exists():
             return None
         try:
             return open_head(Signed.model_validate_json(self.path.read_bytes()), self.node.identity.public)
         except ValidationError as error:
-            raise LedgerError(
-                f"{self.path} is damaged; remove it, and the ledger is read from its beginning"
-            ) from error
+            raise LedgerError(f"{self.path} is damaged; remove it to read the ledger from its beginning") from error
 
     def _page(self, after: int) -> list[Entry]:
-        data = self.node.get_bytes(f"/v1/ledger/{after}", most_bytes=MOST_BYTES)
+        data = self.node.get_bytes(f"/v1/ledger/{after}", max_bytes=MAX_PAGE_BYTES)
         return [Entry.model_validate_json(line) for line in data.splitlines()]
 
 
@@ -121,18 +120,19 @@ class Validator:
         fingerprint: Callable[[Any], str] = lambda model: "",
         witness: Witness | None = None,
     ) -> None:
-        """`fingerprint` of a loaded model; "" if this machine's arithmetic depends on batch shapes. `witness` co-signs the
-        ledger's heads."""
+        """`fingerprint`: returns that of a loaded model; "" if this machine's arithmetic depends on batch shapes.
+
+        `witness`: co-signs the ledger; None: nobody does.
+        """
         self.node = node
         self.config = config
         self.cache = cache
         self.access = node.access(publisher, config)
-        grading_s = LEASE_S * GRADING
-        self.judge = Judge(config, node.invite.run, dtype, task_set, grading_s=grading_s)
+        self.judge = Judge(config, node.invite.run, dtype, task_set, grading_s=LEASE_S * GRADING_SHARE)
         self.fingerprint = fingerprint
         self.witness = witness
         self.folder: Path | None = None  # of the loaded version
-        self.reload_at_s = 0.0  # no doubt loads it again earlier, on the monotonic clock
+        self.reload_at_s = 0.0  # inexact work causes no reload before this time, on the monotonic clock
 
     def run(self, stop: threading.Event) -> str:
         """Check submissions until the run ends or `stop`. Return which."""
@@ -155,12 +155,12 @@ class Validator:
 
     def renew(self) -> None:
         """Load the weights again if the coordinator asks for a new fingerprint."""
-        if (asked := self.node.renewal()) is not None:
+        if (request := self.node.renewal()) is not None:
             self.reload()
-            self.node.renewals = asked
+            self.node.renewals = request
 
     def claim(self) -> list[Claim]:
-        """Lease some submissions, all of one version; none if there is none."""
+        """Lease up to BATCH submissions, all of one version."""
         claims = self.node.post("/v1/claims", ClaimRequest(most=BATCH), Claims).claims
         if claims:
             self.node.doing(f"checking {', '.join(claim.assignment.id for claim in claims)}")
@@ -169,7 +169,7 @@ class Validator:
         return claims
 
     def check(self, claims: list[Claim]) -> list[tuple[Verdict, bytes | None]]:
-        """Return a verdict for each claim, with the file of each accepted one. All must be of the loaded version."""
+        """Return each claim's verdict and accepted file. All claims must be of the loaded version."""
         opened = [self.open(claim) for claim in claims]
         pairs = [(claim, case) for claim, case in zip(claims, opened, strict=True) if isinstance(case, Case)]
         examined = iter(self.examine([case for _, case in pairs], [claim for claim, _ in pairs]))
@@ -181,29 +181,29 @@ class Validator:
     def examine(self, cases: Sequence[Case], claims: Sequence[Claim]) -> list[Examined]:
         """Run the checks. Repeat each prefill that leads to a rejection, with reloaded weights.
 
-        If all findings are `inexact`, which are cheap for a worker to cause, reload at most RELOADING of the time.
+        If all rejections are `inexact`, which a worker can cause cheaply, spend at most RELOAD_SHARE of the time on reloads.
         """
         examined = self.judge.examine(self._by_class(cases, claims), cheaply=[not claim.full for claim in claims])
-        doubtful = [n for n, one in enumerate(examined) if _rests_on_prefill(one)]
+        doubtful = [n for n, result in enumerate(examined) if _rests_on_prefill(result)]
         if not doubtful:
             return examined
-        inexact = all(one.finding.reason is Reason.INEXACT for n in doubtful if (one := examined[n]).finding)
-        if (begun_s := time.monotonic()) >= self.reload_at_s or not inexact:
+        inexact = {finding.reason for n in doubtful if (finding := examined[n].finding)} == {Reason.INEXACT}
+        if (start_s := time.monotonic()) >= self.reload_at_s or not inexact:
             self.reload()
-            self.reload_at_s = begun_s + (time.monotonic() - begun_s) / RELOADING
+            self.reload_at_s = start_s + (time.monotonic() - start_s) / RELOAD_SHARE
         again = self.judge.examine(self._by_class([cases[n] for n in doubtful], [claims[n] for n in doubtful]))
-        for n, one in zip(doubtful, again, strict=True):
-            if one.finding is None:
+        for n, result in zip(doubtful, again, strict=True):
+            if result.finding is None:
                 log.warning(
                     "%s: %s, but not after the weights were loaded again: this machine's memory or arithmetic fails",
                     claims[n].assignment.id,
                     examined[n].finding,
                 )
-            examined[n] = one
+            examined[n] = result
         return examined
 
     def _by_class(self, cases: Sequence[Case], claims: Sequence[Claim]) -> list[Case]:
-        """Mark cases as `exact` whose workers claim this validator's exactness class; or all, if the config requires it."""
+        """Mark as `exact` the cases whose workers claim this validator's exactness class; all if the config requires it."""
         own = self.node.fingerprint.value if self.node.fingerprint else ""
         always = self.config.validator.classes == "exact"
         return [
@@ -214,7 +214,7 @@ class Validator:
     def open(self, claim: Claim) -> Case | Finding:
         """Fetch and read one submission."""
         limit = self.config.max_submission_bytes
-        data = self.node.fetch_file(f"/v1/submissions/{claim.assignment.id}", most_bytes=limit)
+        data = self.node.fetch_file(f"/v1/submissions/{claim.assignment.id}", max_bytes=limit)
         case = self.judge.open(claim.assignment, claim.worker, data)
         if isinstance(case, Finding):
             return case
@@ -228,16 +228,16 @@ class Validator:
         case = examined.case
         self.node.tokens += sum(model_tokens(row.turns, len(row.tokens)) for row in case.rows)
         groups = group_results(case, self.judge.tokenizer)
-        whole = case.prefill is not None and verdict.replay is None and LATE not in case.grades
-        used = spent(case, self.config, examined.evidence) if whole else None
+        by_tolerances = case.prefill is not None and verdict.replay is None and LATE not in case.grades
+        used = spent(case, self.config, examined.evidence) if by_tolerances else None
         if used is not None and self.config.evidence.regenerated:
-            improved, spoiled = changed(self.judge, case, self.config.evidence.regenerated)
+            improved, spoiled = regenerate(self.judge, case, self.config.evidence.regenerated)
             used = used.model_copy(update={"improved": improved, "spoiled": spoiled})
         verdict = verdict.model_copy(update={"groups": groups, "spent": used})
         return verdict, self.judge.accepted_file(case, self.node.identity)
 
     def upload(self, verdict: Verdict, accepted: bytes | None) -> None:
-        """Upload a verdict. A refusal means that the claim was lost meanwhile; the verdict is dropped."""
+        """Upload a verdict, and the accepted file first. If the claim was lost meanwhile, drop the verdict."""
         try:
             if accepted is not None:
                 stored = self.node.send_file(f"/v1/accepted/{verdict.submission}", accepted)
@@ -254,18 +254,18 @@ class Validator:
             self.node.doing(f"dropping the verdict on {verdict.submission}: {refusal}")
 
     def co_sign(self, *, last: bool = False) -> None:
-        """Co-sign the ledger's newest entry when it is time, and before the end."""
+        """Co-sign the ledger's newest entry if it is due, or before the end."""
         if self.witness is not None:
-            self.witness.sign() if last else self.witness.look()
+            self.witness.sign() if last else self.witness.sign_if_due()
 
     def preload(self) -> None:
-        """Load the newest version before there is anything to check, so that the first submission does not wait for it."""
+        """Load the newest version before the first claim, so that the first submission does not wait for it."""
         answer = self.node.answer
         if not answer or not answer.relays or answer.newest_version is None:
             return
-        # Where only exact work is taken, workers get tasks once this validator's fingerprint is there to compare with.
-        follows = self.config.validator.classes == "exact" and answer.newest_version != self.node.policy_version
-        if self.node.policy_version is None or follows:
+        # With validator.classes = "exact", workers get no tasks before they can compare fingerprints with a validator's.
+        exact = self.config.validator.classes == "exact" and answer.newest_version != self.node.policy_version
+        if self.node.policy_version is None or exact:
             self.load(answer.newest_version)
 
     def load(self, version: int, digest: str | None = None) -> None:
@@ -273,8 +273,8 @@ class Validator:
         if self.node.policy_version == version:
             return
         relays = self.node.beat().relays
-        acceptable = self.config.coordinator.async_level + 1  # versions whose rollouts may still be trained on
-        client = Client(relays, self.access, self.cache, keep=acceptable + 1)
+        trainable = self.config.coordinator.async_level + 1  # versions whose rollouts may still be trained on
+        client = Client(relays, self.access, self.cache, keep=trainable + 1)
         folder, _ = fetch_published(client, version, digest=digest)
         self.folder = folder
         self.judge.load(folder)
@@ -293,5 +293,6 @@ class Validator:
         self.node.fingerprint = Fingerprint(version=version, value=value) if value else None
 
 
-def _rests_on_prefill(one: Examined) -> bool:
-    return one.finding is not None and one.case.prefill is not None and one.finding.reason not in GRADED_REASONS
+def _rests_on_prefill(result: Examined) -> bool:
+    finding = result.finding
+    return finding is not None and result.case.prefill is not None and finding.reason not in GRADED_REASONS

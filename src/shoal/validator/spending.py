@@ -1,20 +1,21 @@
-"""What a submission used of the tolerance that its checks leave, for the tests over all of a worker's submissions.
+"""How much of the checks' tolerance a submission used. `coordinator/trust` tests this over all of a worker's submissions.
 
-Numerics move a token only where the two best scores nearly tie. Given the worker's tokens, the noise is still random there:
-the gap to the second score falls below x with probability about x (1 - P(token)), independently from token to token and of
-everything that follows from the tokens, such as the reward. So honest mismatches are spread over the completions by their
-exposure, the sum of 1 - P(token), whatever the rewards are. A worker that chooses among near ties for the reward cannot do
-that: its mismatches are in the completions that became better, or worse.
+Numerics change a token only where the two best scores nearly tie. Given the worker's tokens, the noise is still random
+there: the gap to the second score falls below x with probability about x (1 - P(token)), independently from token to token
+and of everything that follows from the tokens, such as the reward. So honest mismatches are spread over the completions by
+their exposure, the sum of 1 - P(token), whatever the rewards are. A worker that chooses among near ties for the reward
+cannot imitate that: its mismatches are in the completions that became better, or worse.
 
-Whether the other choice would have led to another reward takes a generation: `changed`, if `evidence.regenerated` asks for
-it. A rollout with a token that is not its seed's is a near tie that fell the other way. For an honest worker numerics
-decided, which know no reward: what the seed yields here is as often better as it is worse. A worker that chose has taken
-the better one each time (or the worse one). So each such rollout is evidence by itself, however seldom there is one and
-however small the margin. Decoys do not help: rollouts with equal rewards are not counted. Nor are those whose grade came
-near a limit: a busy machine, not a token, may have changed it.
+To see whether the other choice would have led to another reward, `regenerate` generates rollouts again, if
+`evidence.regenerated` is set. In a rollout with a token that differs from its seed's, a near tie fell the other way. For an
+honest worker numerics decided, independently of the reward: the rollout that the seed yields here is as often better as
+worse. A worker that chooses takes the better one each time (or the worse one). So each such rollout is evidence by itself,
+however rare they are and however small the margin. Decoys do not help: rollouts with equal rewards are not counted. Nor are
+those whose grade came near a limit, because a busy machine may have changed it.
 
-Invariants: it reads the prefill and the validator's own rewards only; which rollouts are generated again is drawn after the
-upload, from the system's randomness. Left out: completions of several turns are not generated again.
+Invariants: only the prefill and the validator's own rewards are read. The rollouts to generate again are drawn after the
+upload, from the system's randomness.
+Left out: completions of several turns are not generated again.
 """
 
 from dataclasses import replace
@@ -32,12 +33,12 @@ from shoal.tasks.budget import EPSILON
 from shoal.validator.case import Case
 from shoal.validator.judge import Judge
 
-STAKE = 0.5  # of the capital that an allocation bet can lose on one token
-MOST = 1e6  # nats; a message holds no more
+STAKE = 0.5  # share of its capital that an allocation bet can lose on one token
+MAX_NATS = 1e6  # of a figure in a message
 
 
 def spent(case: Case, config: Config, evidence: dict[str, float]) -> ToleranceSpent:
-    """Of a case that was prefilled whole, graded and accepted; `evidence`: what its checks measured."""
+    """Return the tolerance used by an accepted case that was prefilled whole. `evidence`: figures of its checks."""
     prefill, rewards = case.computed(), case.rewards
     margins_N = prefill.margins_N
     exposure_N = (1.0 - prefill.logprobs_N.double().exp()).clamp(min=0.0)
@@ -48,18 +49,19 @@ def spent(case: Case, config: Config, evidence: dict[str, float]) -> ToleranceSp
     counts = [[int(count) for count in missed_R[group]] for group in groups]
     exposures = [exposure_R[group] for group in groups]
     values = [rewards[group] for group in groups]
-    means = [sum(of_group) / len(of_group) for of_group in values]
+    means = [sum(rewards) / len(rewards) for rewards in values]
 
     def within(sign: int) -> float:
-        """The bet inside of each group, over all groups: they are independent."""
+        """Bet on the completions of each group, and multiply: groups are independent."""
         return sum(
-            allocation(count, exposed, [sign * value for value in of_group], REWARD_TILT, STAKE)
-            for count, exposed, of_group in zip(counts, exposures, values, strict=True)
+            allocation(count, exposure, [sign * reward for reward in rewards], REWARD_TILT, STAKE)
+            for count, exposure, rewards in zip(counts, exposures, values, strict=True)
         )
 
     def between(sign: int) -> float:
-        totals, exposed = [sum(count) for count in counts], [sum(one) for one in exposures]
-        return allocation(totals, exposed, [sign * mean for mean in means], TASK_TILT, STAKE)
+        """Bet on the groups."""
+        totals = [sum(count) for count in counts]
+        return allocation(totals, list(map(sum, exposures)), [sign * mean for mean in means], TASK_TILT, STAKE)
 
     limit = config.validator.of(case.header.engine).sampling_margin
     first, second, third, fourth = (int((margins_N > part * limit).sum()) for part in BEYOND)
@@ -77,20 +79,20 @@ def spent(case: Case, config: Config, evidence: dict[str, float]) -> ToleranceSp
     )
 
 
-def changed(judge: Judge, case: Case, most: int) -> tuple[int, int]:
-    """Of `most` rollouts with a missed token: how many are better than what their seeds yield here, and how many worse."""
+def regenerate(judge: Judge, case: Case, limit: int) -> tuple[int, int]:
+    """Generate up to `limit` mismatched rollouts again. Return how many are better than the new ones, and how many worse."""
     margins = torch.split(case.computed().margins_N, case.computed().lengths)
     missed = [
         n
         for n, row in enumerate(case.rows)
         if not row.turns and case.grades[n].repeatable and bool((margins[n] > 0).any())
     ]
-    drawn = sorted(judge.choose(missed, min(most, len(missed))))
+    drawn = sorted(judge.choose(missed, min(limit, len(missed))))
     if not drawn:
         return 0, 0
-    rows = [case.rows[n] for n in drawn]
-    own = [replace(row, tokens=one.tokens) for row, one in zip(rows, _own(judge, case, drawn), strict=True)]
-    again = judge.grade(replace(case, rows=own))
+    completions = _generate(judge, case, drawn)
+    rows = [replace(case.rows[n], tokens=own.tokens) for n, own in zip(drawn, completions, strict=True)]
+    again = judge.grade(replace(case, rows=rows))
     gains = [
         case.rewards[n] - reward
         for n, reward, grade in zip(drawn, again.rewards, again.grades, strict=True)
@@ -99,18 +101,17 @@ def changed(judge: Judge, case: Case, most: int) -> tuple[int, int]:
     return sum(gain > EPSILON for gain in gains), sum(gain < -EPSILON for gain in gains)
 
 
-def _own(judge: Judge, case: Case, drawn: list[int]) -> list[Completion]:
-    """What the seeds of these rollouts yield on this machine."""
-    assert judge.rules is not None, "what was prefilled has rules"
+def _generate(judge: Judge, case: Case, numbers: list[int]) -> list[Completion]:
+    """Return the completions that the seeds of these rollouts yield on this machine."""
     section = judge.config.sampling
     engine = TorchEngine(judge.dtype, judge.config.model.device, numerics.of(judge.model))
     engine.model = judge.model
     groups = engine.generate(
-        [case.prompts[case.rows[n].group] for n in drawn],
-        [[case.rows[n].seed] for n in drawn],
+        [case.prompts[case.rows[n].group] for n in numbers],
+        [[case.rows[n].seed] for n in numbers],
         Sampling(section.temperature, section.max_tokens, judge.rules.eos_ids),
     )
-    return [one for [one] in groups]
+    return [completion for [completion] in groups]
 
 
 def _per_rollout(values_N: Tensor, lengths: list[int]) -> list[float]:
@@ -118,4 +119,4 @@ def _per_rollout(values_N: Tensor, lengths: list[int]) -> list[float]:
 
 
 def _bounded(nats: float) -> float:
-    return min(max(nats, -MOST), MOST)
+    return min(max(nats, -MAX_NATS), MAX_NATS)

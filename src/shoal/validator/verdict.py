@@ -1,6 +1,6 @@
-"""A verdict: what the checks concluded, and figures of an accepted case, group by group, for the coordinator and for people.
+"""A verdict: the result of the checks, and figures of each group of an accepted case.
 
-Invariant: every figure is recomputed, none is the worker's.
+Invariant: every figure is recomputed; none is the worker's.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from shoal.validator.case import Case, Finding
 from shoal.validator.checks import replay
 from shoal.validator.judge import Examined
 
-SAMPLE_CHARACTERS = 2_000  # of a prompt or a completion that people are shown
+SAMPLE_CHARACTERS = 2_000  # of a prompt or a completion shown to people
 
 
 def unreadable(claim: Claim, finding: Finding) -> Verdict:
@@ -25,7 +25,7 @@ def unreadable(claim: Claim, finding: Finding) -> Verdict:
 
 
 def verdict_on(claim: Claim, examined: Examined) -> Verdict:
-    """What the checks concluded, without the groups of an accepted case."""
+    """Return the verdict on an examined case, without its groups."""
     finding = examined.finding
     return Verdict(
         submission=claim.assignment.id,
@@ -38,7 +38,7 @@ def verdict_on(claim: Claim, examined: Examined) -> Verdict:
 
 
 def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
-    """Each group of an accepted case as recomputed, with its first completion for people to read."""
+    """Return each group's recomputed results, with its first completion as a sample for people."""
     size = case.group_size
     results = []
     for start in range(0, len(case.rows), size):
@@ -75,14 +75,14 @@ def _outcomes(grades: Sequence[Grade]) -> Outcomes:
 
 
 def _parts(grades: Sequence[Grade]) -> dict[str, float]:
-    """The mean score of each reward, where several are weighted. A reward's file goes without its folder."""
+    """Return the mean score of each of several weighted rewards. The name of a reward's file loses its folder."""
     names = dict.fromkeys(name for grade in grades for name in grade.parts)
     means = {name: sum(grade.parts.get(name, 0.0) / len(grades) for grade in grades) for name in names}
     return {name.rpartition("/")[2][-200:]: mean for name, mean in means.items()}
 
 
 def _cut(text: str) -> str:
-    """At most SAMPLE_CHARACTERS of a text: its beginning and its end."""
+    """Shorten a text to SAMPLE_CHARACTERS, in the middle."""
     if len(text) <= SAMPLE_CHARACTERS:
         return text
     half = (SAMPLE_CHARACTERS - 5) // 2
