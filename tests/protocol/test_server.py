@@ -1,4 +1,4 @@
-"""The frame of every signed server: bodies are bounded and are the signed ones; one at a limit is no matter of others."""
+"""Middleware of signed servers: bodies are bounded and are the signed ones; a client at its limit affects no other."""
 
 import asyncio
 import contextlib
@@ -62,7 +62,7 @@ def test_a_body_is_read_up_to_its_limit_and_no_further() -> None:
     assert (caught.value.status, read) == (413, 100)
 
 
-def test_a_body_that_never_ends_is_given_up() -> None:
+def test_reading_a_body_without_end_times_out() -> None:
     async def silent() -> bytes:
         await asyncio.Event().wait()
         raise AssertionError
@@ -122,7 +122,7 @@ def test_refusals_are_held_back_once_there_are_many_and_never_long() -> None:
     assert strangers.refusal_hold_s("192.0.2.2") == 0
 
 
-def test_what_anyone_may_read_has_a_rate_by_address() -> None:
+def test_open_routes_have_a_rate_by_address() -> None:
     strangers = Strangers(Clock())
     for _ in range(int(OPEN_RATE * BURST_S) + 1):
         strangers.reader("192.0.2.1")
@@ -131,7 +131,7 @@ def test_what_anyone_may_read_has_a_rate_by_address() -> None:
     strangers.reader("192.0.2.2")
 
 
-def test_answers_that_nobody_takes_are_bounded_by_reader_and_for_all_strangers() -> None:
+def test_unread_answers_are_bounded_by_reader_and_for_all_strangers() -> None:
     unread, size_bytes = Unread(), 3 << 20
     with contextlib.ExitStack() as held:
         for number in range(STRANGERS_UNREAD // size_bytes):
@@ -147,7 +147,7 @@ def test_answers_that_nobody_takes_are_bounded_by_reader_and_for_all_strangers()
         pass
 
 
-def test_uploads_that_are_not_kept_count_against_their_sender() -> None:
+def test_discarded_uploads_count_against_their_sender() -> None:
     pace = Pace(clock := Clock())
     wasted = 0
     with pytest.raises(Refusal) as caught:
@@ -161,7 +161,7 @@ def test_uploads_that_are_not_kept_count_against_their_sender() -> None:
     pace.member("ann")
 
 
-def test_few_large_and_few_rare_requests_of_a_member_are_taken() -> None:
+def test_large_and_rare_requests_have_lower_limits() -> None:
     pace = Pace(Clock())
     with contextlib.ExitStack() as held:
         for _ in range(LARGE_AT_ONCE):
@@ -178,12 +178,12 @@ def test_few_large_and_few_rare_requests_of_a_member_are_taken() -> None:
 
 
 def test_refused_bodies_are_read_at_one_bounded_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty connections that send 64 MiB each, over and over, took three quarters of a core."""
+    """Without a limit, twenty connections that send 64 MiB each, over and over, take three quarters of a core."""
     strangers, size_bytes = Strangers(clock := Clock()), 64 << 10
     pieces = 3 * int(DISCARD_RATE * BURST_S) // size_bytes
 
     class Sender:
-        """A request whose body is always there."""
+        """A request whose body has arrived."""
 
         left = pieces
 
@@ -204,7 +204,7 @@ def test_refused_bodies_are_read_at_one_bounded_rate(monkeypatch: pytest.MonkeyP
     assert clock.now_s == pytest.approx(2 * BURST_S, rel=0.01)
 
 
-def test_a_client_waits_once_it_is_ahead_by_more_than_a_burst_and_saves_nothing_up() -> None:
+def test_a_client_waits_once_it_is_ahead_by_more_than_a_burst_and_idle_time_is_not_credited() -> None:
     rates = Rates(100.0)
     rates.charge("ann", 1_000, 0.0)  # ten seconds' worth: the burst
     assert rates.wait_s("ann", 0.0) == 0

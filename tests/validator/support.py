@@ -37,7 +37,7 @@ ASKED = assignment()
 
 @dataclass
 class ValidatorsNode(FakeNode):
-    """The part of a `Node` that only validators use."""
+    """The part of a `Node` that validators use."""
 
     identity: Identity = VALIDATOR
     files: dict[str, bytes] = field(default_factory=dict)  # submission -> what was uploaded
@@ -63,7 +63,7 @@ def claim(asked: Assignment = ASKED, worker: Identity = ALICE, *, full: bool = T
 
 
 def checked(validator: Validator, claim: Claim, data: bytes) -> tuple[Verdict, bytes | None]:
-    """The validator's verdict on one file, and the accepted file."""
+    """Return the validator's verdict on one file, and the accepted file."""
     validator.node.files[claim.assignment.id] = data  # type: ignore[attr-defined]
     return validator.check([claim])[0]
 
@@ -73,7 +73,7 @@ def judged(validator: Validator, asked: Assignment, data: bytes, worker: Identit
 
 
 def case_of(judge: Judge, asked: Assignment, data: bytes) -> Case:
-    """A readable file, opened."""
+    """Open a readable file."""
     case = judge.open(asked, ALICE.public, data)
     assert isinstance(case, Case), case
     return case

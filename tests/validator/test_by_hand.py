@@ -25,7 +25,7 @@ NOT_MADE = "rejected; the checks after this one were not made"
 
 @pytest.fixture(scope="module")
 def run(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As much of what `shoal run` leaves behind as `shoal audit` reads."""
+    """The files of a run that `shoal audit` reads."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.toml").write_text(config_module.dumps(config(model={"dtype": "float32"})))
     shutil.copytree(tiny_folder, folder / "learner" / "versions" / "v000002")
@@ -34,7 +34,7 @@ def run(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def verify(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    """Status and lines for a file of these bytes."""
+    """Return the exit status and the lines for a file with these bytes."""
 
     def verify(data: bytes) -> tuple[int, list[str]]:
         (tmp_path / "file.parquet").write_bytes(data)
@@ -62,7 +62,7 @@ def test_honest_work_is_accepted_with_a_line_for_each_check(verify, worker: Prod
     assert any("margin_max" in line and "mismatch_frac" in line for line in lines), "with what was measured"
 
 
-def test_every_cheap_lie_is_named_and_the_model_is_left_alone(verify, worker: Producer, honest: list[Rollout]) -> None:  # type: ignore[no-untyped-def]
+def test_a_cheap_lie_is_named_without_a_prefill(verify, worker: Producer, honest: list[Rollout]) -> None:  # type: ignore[no-untyped-def]
     lied = [replace(row, seed=row.seed + 1) for row in honest]
     status, lines = verify(signed(worker, ASKED, lied))
     assert status == REJECTED and lines[-1] == NOT_MADE
@@ -88,34 +88,28 @@ def test_a_damaged_file_is_unreadable(verify, worker: Producer, cut: int) -> Non
     assert status == UNREADABLE and len(lines) == 1 and lines[0].startswith("unreadable: ")
 
 
-def test_a_submission_number_that_no_coordinator_gives_is_no_traceback(verify, worker: Producer) -> None:  # type: ignore[no-untyped-def]
+def test_an_invalid_submission_number_is_checked_like_any(verify, worker: Producer) -> None:  # type: ignore[no-untyped-def]
     asked = ASKED.model_copy(update={"number": 10**6})
     status, lines = verify(signed(worker, asked, produced(worker, asked)))
     assert status == ACCEPTED, lines
 
 
-def test_what_it_needs_and_does_not_have_is_said(
-    run: Path, worker: Producer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "file.parquet"
-    file.write_bytes(worker.submission(ASKED.model_copy(update={"policy_version": 7})))
-    assert main(["audit", str(file), "--run", str(run)]) == USAGE, "nothing was checked, which is not a rejection"
-    assert "no longer holds version 7" in capsys.readouterr().err
-    assert main(["audit", str(file)]) == USAGE
-    assert "--run DIR" in capsys.readouterr().err
-
-
-def test_weights_may_be_named(
+def test_missing_weights_or_options_are_named(
     run: Path, tiny_folder: Path, worker: Producer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file.parquet"
+    file.write_bytes(worker.submission(ASKED.model_copy(update={"policy_version": 7})))
+    assert main(["audit", str(file), "--run", str(run)]) == USAGE, "no rejection"
+    assert "no longer holds version 7" in capsys.readouterr().err
+    assert main(["audit", str(file)]) == USAGE
+    assert "--run DIR" in capsys.readouterr().err
     file.write_bytes(worker.submission(ASKED))
     arguments = ["--run", str(run), "--weights", str(tiny_folder)]
     assert main(["audit", str(file), *arguments]) == DONE
     assert capsys.readouterr().out.endswith("accepted\n")
 
 
-def test_weights_are_found_where_any_node_of_the_run_keeps_them(tmp_path: Path) -> None:
+def test_weights_are_found_in_the_folder_of_any_node_of_the_run(tmp_path: Path) -> None:
     kept = tmp_path / "worker-1" / "weights" / "v000003"
     kept.mkdir(parents=True)
     assert find_weights(tmp_path, 3) == kept

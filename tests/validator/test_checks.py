@@ -1,4 +1,4 @@
-"""One test per lie, each with the reason that must be found first; and honest work, which no check may touch."""
+"""Each lie is rejected with its own reason first; honest work passes every check."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,6 @@ from shoal.tasks.rewards import graders
 from shoal.validator.case import Case
 from shoal.validator.checks import (
     DISTRIBUTION_EVIDENCE,
-    EXPENSIVE,
     FAR,
     FILE,
     OUTLIERS,
@@ -61,8 +60,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def refused(worker: Producer, validator: Validator) -> Callable[[list[Rollout]], Verdict]:
-    """The verdict on these rows, signed by Alice for the task she was given."""
+def verdict_on(worker: Producer, validator: Validator) -> Callable[[list[Rollout]], Verdict]:
+    """Return the verdict on these rows, signed by Alice for her assignment."""
     return lambda rows: judged(validator, ASKED, signed(worker, ASKED, rows))
 
 
@@ -92,9 +91,7 @@ def test_honest_work_is_accepted(worker: Producer, validator: Validator, number:
         {"tasks": {"length_targets": []}},
         {"sampling": {"temperature": 0.6}},
         {"sampling": {"temperature": 1.7}},
-        {
-            "tasks": {"length_targets": [32_003], "length_penalty": 0.7}
-        },  # rewards of thousands, which are float32 in files
+        {"tasks": {"length_targets": [32_003], "length_penalty": 0.7}},  # files have rewards as float32
     ],
     ids=["no targets", "cooler", "hotter", "rewards of thousands"],
 )
@@ -107,10 +104,9 @@ def test_honest_work_under_other_settings_is_accepted(tiny_folder: Path, section
 
 @pytest.mark.parametrize("sharper", [1.0, 3.0])
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
-def test_honest_work_in_another_dtype_is_accepted_with_room_to_spare(
+def test_honest_work_in_another_dtype_uses_at_most_half_of_each_limit(
     tiny_folder: Path, tmp_path: Path, dtypes: Any, sharper: float
 ) -> None:
-    """At most half of each limit is used."""
     folder, limits = sharpened(tiny_folder, tmp_path / "model", sharper), SETTINGS.validator
     worker = make_producer(folder, SETTINGS, dtype=dtypes[0])
     validator = make_validator(folder, SETTINGS, dtype=dtypes[1])
@@ -129,7 +125,7 @@ def test_honest_work_in_another_dtype_is_accepted_with_room_to_spare(
 
 
 def sharpened(folder: Path, to: Path, factor: float) -> Path:
-    """The model in `folder` with its logits multiplied by `factor`: surer of its tokens."""
+    """Save the model in `folder` with its logits multiplied by `factor`."""
     from shoal.model.load import load_tokenizer
 
     model = load_model(folder)
@@ -139,51 +135,42 @@ def sharpened(folder: Path, to: Path, factor: float) -> Path:
     return to
 
 
-def test_a_check_that_needs_the_prefill_says_so(
-    validator: Validator, rules: Rules, worker: Producer, honest: list[Rollout]
-) -> None:
-    case = case_of(validator.judge, ASKED, signed(worker, ASKED, honest))
-    for check in EXPENSIVE:
-        with pytest.raises(RuntimeError, match="prefill must run"):
-            check(rules, case)
-
-
 # --- rewards and figures ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("claimed", [1.0, float("inf"), 3e38])
-def test_a_forged_reward(honest: list[Rollout], refused: Callable[..., Verdict], claimed: float) -> None:
-    verdict = refused(with_row(honest, 5, reward=claimed))
+def test_a_forged_reward_is_rejected(honest: list[Rollout], verdict_on: Callable[..., Verdict], claimed: float) -> None:
+    verdict = verdict_on(with_row(honest, 5, reward=claimed))
     assert verdict.reason is Reason.REWARD
     assert (verdict.evidence["wrong"], verdict.evidence["rollouts"]) == (1, 8)
 
 
 def test_a_worker_need_not_claim_rewards(
-    honest: list[Rollout], worker: Producer, validator: Validator, refused: Callable[..., Verdict]
+    honest: list[Rollout], worker: Producer, validator: Validator, verdict_on: Callable[..., Verdict]
 ) -> None:
-    """It claims none where its own grader failed. Nothing is believed: the accepted file has the validator's rewards."""
-    assert refused(with_row(honest, 5, reward=float("nan"))).reason is None
+    """It claims none if its own grader failed. The accepted file has the validator's rewards."""
+    assert verdict_on(with_row(honest, 5, reward=float("nan"))).reason is None
     _, accepted = checked(validator, claim(), signed(worker, ASKED, [replace(row, reward=math.nan) for row in honest]))
     rows = read_accepted(accepted or b"", max_rows=8, max_tokens=1000).rows
     assert [row.reward for row in rows] == pytest.approx([row.reward for row in honest])
 
 
 @pytest.mark.parametrize("failed", [{"outcome": "grader_error"}, {"repeatable": False}, {"tier": "kernel"}])
-def test_a_grade_that_another_machine_may_not_give_accuses_nobody(
+def test_a_grade_that_may_differ_on_another_machine_accuses_nobody(
     honest: list[Rollout],
     worker: Producer,
     validator: Validator,
-    refused: Callable[..., Verdict],
+    verdict_on: Callable[..., Verdict],
     failed: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whichever side gives it: a validator whose grader fails, or a worker on a slow machine."""
+    """On either side: a validator whose grader fails, or a worker on a slow machine."""
     uncertain = Grade(0.0, **failed)
     claims_one = with_row(honest, 5, reward=1.0)
-    assert refused(claims_one).reason is Reason.REWARD
+    assert verdict_on(claims_one).reason is Reason.REWARD
     with monkeypatch.context() as patch:
         patch.setattr(validator.judge.graders, "grade", lambda tasks, _: [uncertain] * len(tasks))
-        assert refused(claims_one).reason is None
+        assert verdict_on(claims_one).reason is None
     monkeypatch.setattr(worker.graders, "grade", lambda tasks, _: [uncertain] * len(tasks))
     assert judged(validator, ASKED, worker.submission(ASKED)).reason is None
 
@@ -214,29 +201,29 @@ def first_is(name: str, value: float) -> Callable[[Rollout], dict[str, Any]]:
         lambda row: {"proofs": []},
     ],
 )
-def test_a_figure_token_or_number_of_them_out_of_range(
-    honest: list[Rollout], refused: Callable[..., Verdict], change: Callable[[Rollout], dict[str, Any]]
+def test_figures_tokens_and_counts_out_of_range_are_rejected(
+    honest: list[Rollout], verdict_on: Callable[..., Verdict], change: Callable[[Rollout], dict[str, Any]]
 ) -> None:
-    fewer = with_row(honest, 1, proofs=[])  # so that one more is not too many for the file, which would not be decoded
-    verdict = refused(with_row(fewer, 0, **change(honest[0])))
+    fewer = with_row(honest, 1, proofs=[])  # so that one more does not exceed the file's limit
+    verdict = verdict_on(with_row(fewer, 0, **change(honest[0])))
     assert verdict.reason is Reason.BOUNDS and verdict.detail.startswith("rollout 0")
 
 
 @pytest.mark.parametrize(
     "proof", [b"\xff" * 258, (40_000).to_bytes(2, "big") + b"\x12" * 256], ids=["malformed", "other"]
 )
-def test_one_false_proof_among_honest_ones_is_enough(
-    honest: list[Rollout], refused: Callable[..., Verdict], proof: bytes
+def test_one_false_proof_among_honest_ones_is_rejected(
+    honest: list[Rollout], verdict_on: Callable[..., Verdict], proof: bytes
 ) -> None:
-    verdict = refused(with_row(honest, 0, proofs=[honest[0].proofs[0], proof]))
+    verdict = verdict_on(with_row(honest, 0, proofs=[honest[0].proofs[0], proof]))
     assert verdict.reason is Reason.PROOF
 
 
 # --- other tasks -----------------------------------------------------------------------------------------------------
 
 
-def test_work_for_a_luckier_number_is_not_what_was_asked_for(worker: Producer, validator: Validator) -> None:
-    """Signed for the prompts of the task that was given, or for its true ones."""
+def test_work_for_another_submission_number_is_rejected(worker: Producer, validator: Validator) -> None:
+    """Signed for the prompts of the assignment, or for those of the work."""
     lucky = assignment(17)
     rows, prompts = produced(worker, lucky), [worker.prompt(plan) for plan in worker.plan(lucky)]
     for data in (signed(worker, ASKED, rows), worker.sign(ASKED, prompts, rows)):
@@ -259,24 +246,24 @@ def test_work_for_a_luckier_number_is_not_what_was_asked_for(worker: Producer, v
         lambda rows: [replace(row, target_length=1) for row in rows],
     ],
 )
-def test_rows_missing_moved_doubled_or_of_other_seeds_or_targets(
-    honest: list[Rollout], refused: Callable[..., Verdict], change: Callable[[list[Rollout]], list[Rollout]]
+def test_missing_moved_or_doubled_rows_and_other_seeds_or_targets_are_rejected(
+    honest: list[Rollout], verdict_on: Callable[..., Verdict], change: Callable[[list[Rollout]], list[Rollout]]
 ) -> None:
-    verdict = refused(change(honest))
+    verdict = verdict_on(change(honest))
     assert verdict.reason is Reason.TASKS
 
 
-# --- special tokens and ends, one token at a time --------------------------------------------------------------------
+# --- single tokens ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def case(validator: Validator, worker: Producer, honest: list[Rollout]) -> Case:
-    """Honest work and its prefill."""
+    """Honest work with its prefill."""
     return validator.judge.prefill([case_of(validator.judge, ASKED, signed(worker, ASKED, honest))])[0]
 
 
 def at(case: Case, rollouts: int = 1, **figures: float) -> Case:
-    """With these figures at the last token of the first rollouts."""
+    """Set these figures at the last token of the first rollouts."""
     prefill = case.computed()
     changed = {name: tensor.clone() for name, tensor in vars(prefill).items() if name in figures}
     for name, tensor in changed.items():
@@ -286,14 +273,14 @@ def at(case: Case, rollouts: int = 1, **figures: float) -> Case:
 
 
 def ending(case: Case, token: int, rollouts: int = OUTLIERS + 1) -> Case:
-    """With this token at the end of the first rollouts."""
+    """Set the last token of the first rollouts."""
     changed = [replace(row, tokens=[*row.tokens[:-1], token]) for row in case.rows[:rollouts]]
     return replace(case, rows=[*changed, *case.rows[rollouts:]])
 
 
 @pytest.mark.parametrize("token", [20, USER, EOS])
-def test_a_token_near_the_margin_is_numerics_whatever_it_means(rules: Rules, case: Case, token: int) -> None:
-    """A worker is slashed for each of these checks, so none may be narrower than numerics are."""
+def test_a_token_near_the_margin_passes_every_check(rules: Rules, case: Case, token: int) -> None:
+    """A worker is slashed for each of these checks, so none may be stricter than numerics allow."""
     changed = at(ending(case, token, 1), logprobs_N=-9.0, margins_N=1.5 * SETTINGS.validator.sampling_margin)
     assert run([sampling, termination, special_tokens], rules, changed).finding is None
 
@@ -304,14 +291,12 @@ def test_a_token_near_the_margin_is_numerics_whatever_it_means(rules: Rules, cas
         ([1.5] * 2, 300, False),
         ([1.5] * 3, 300, True),
         ([FAR + 0.1], 300, True),
-        ([1.5] * 2, 50, False),  # else two, which honest numerics may make, would fail a small submission by their mean
+        ([1.5] * 2, 50, False),  # else two honest outliers would fail a small submission by their mean
         ([0.9] * 5, 50, True),  # by the mean
     ],
-    ids=["two", "three", "one that is far off", "two of few", "many that are near"],
+    ids=["two", "three", "one far away", "two of few", "many near"],
 )
-def test_outliers_are_let_pass_while_they_are_few_and_near(
-    rules: Rules, case: Case, margins: list[float], tokens: int, found: bool
-) -> None:
+def test_few_and_near_outliers_pass(rules: Rules, case: Case, margins: list[float], tokens: int, found: bool) -> None:
     margins_N = torch.zeros(tokens)
     margins_N[: len(margins)] = torch.tensor(margins) * SETTINGS.validator.sampling_margin
     changed = replace(case, prefill=replace(case.computed(), margins_N=margins_N))
@@ -324,13 +309,13 @@ def test_outliers_are_let_pass_while_they_are_few_and_near(
     [
         (EOS, -0.5, 5.0, False),  # likely
         (EOS, -9.0, 0.0, False),  # yielded
-        (EOS, -9.0, 0.7, False),  # within numerical reach of being yielded
+        (EOS, -9.0, 0.7, False),  # within numerical error of being yielded
         (EOS, -9.0, 5.0, True),
         (EOS, -2.4, 5.0, True),  # of probability 0.09
         (20, -9.0, 5.0, False),  # no end token
     ],
 )
-def test_an_end_is_likely_or_yielded(
+def test_an_end_token_must_be_likely_or_yielded(
     rules: Rules, case: Case, token: int, logprob: float, margin: float, found: bool
 ) -> None:
     assert termination(rules, case).finding is None
@@ -343,16 +328,14 @@ def test_an_end_is_likely_or_yielded(
 @pytest.mark.parametrize(
     ("token", "margin", "found"), [(USER, 0.0, False), (USER, 0.7, False), (USER, 0.8, True), (EOS, 0.8, False)]
 )
-def test_a_special_token_is_yielded(rules: Rules, case: Case, token: int, margin: float, found: bool) -> None:
+def test_a_special_token_must_be_yielded(rules: Rules, case: Case, token: int, margin: float, found: bool) -> None:
     assert special_tokens(rules, case).finding is None
     for rollouts in (OUTLIERS, OUTLIERS + 1):
         finding = special_tokens(rules, at(ending(case, token), rollouts, margins_N=margin)).finding
         assert (finding is not None) == (found and rollouts > OUTLIERS), "numerics may move a few"
 
 
-def test_tokens_that_are_likelier_than_samples_are_found_though_they_are_what_seeds_yield(
-    rules: Rules, case: Case
-) -> None:
+def test_tokens_likelier_than_samples_are_rejected_even_if_their_seeds_yield_them(rules: Rules, case: Case) -> None:
     prefill = case.computed()
     assert distribution(rules, case).finding is None
     truncated = replace(prefill, evidence_NA=prefill.evidence_NA + torch.tensor([0.0, 0.0, 1.0, 0.0]))
@@ -372,7 +355,7 @@ def test_tokens_that_are_likelier_than_samples_are_found_though_they_are_what_se
         (lambda tokens: [EOS], ""),
     ],
 )
-def test_a_completion_runs_to_its_end_and_no_further(
+def test_a_completion_must_run_to_its_end_and_no_further(
     rules: Rules, case: Case, change: Callable[[list[int]], list[int]], words: str
 ) -> None:
     full = next(i for i, row in enumerate(case.rows) if len(row.tokens) == MAX_TOKENS)
@@ -381,10 +364,10 @@ def test_a_completion_runs_to_its_end_and_no_further(
     assert words in finding.detail if finding else words == ""
 
 
-# --- whose file, for what --------------------------------------------------------------------------------------------
+# --- signer and assignment -------------------------------------------------------------------------------------------
 
 
-def test_rows_of_another_worker_are_a_tasks_finding_whoever_submitted_them_first(
+def test_rows_of_another_worker_are_rejected_as_tasks_whoever_submitted_them_first(
     tiny_folder: Path, honest: list[Rollout]
 ) -> None:
     validator, thief = make_validator(tiny_folder, SETTINGS), make_producer(tiny_folder, SETTINGS, identity=BOB)
@@ -394,28 +377,20 @@ def test_rows_of_another_worker_are_a_tasks_finding_whoever_submitted_them_first
     assert FILE.index(derived_tasks) < FILE.index(replayed)
 
 
-def test_rollouts_that_another_submitted_first_or_for_the_same_task_are_no_replay(
-    tiny_folder: Path, worker: Producer, honest: list[Rollout]
+def test_only_a_workers_own_earlier_rollouts_are_a_replay(
+    tiny_folder: Path, worker: Producer, honest: list[Rollout], rules: Rules, case: Case
 ) -> None:
-    """Seeds are public, so anyone with the weights can compute her rollouts and upload them under a task of its own."""
+    """Seeds are public, so anyone with the weights can compute her rollouts and upload them for another task."""
     validator = make_validator(tiny_folder, SETTINGS)
     for owner in (assignment(worker=BOB).id, ASKED.id):
         validator.node.owner = owner  # type: ignore[attr-defined]
         assert judged(validator, ASKED, signed(worker, ASKED, honest)).reason is None
-
-
-def test_a_workers_own_rollouts_count_once(rules: Rules, case: Case) -> None:
     outcome = replayed(rules, replace(case, content_owner=assignment(1).id))
     assert outcome.finding is not None and outcome.finding.reason is Reason.REPLAYED
 
 
-def test_someone_elses_file(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
-    verdict = judged(validator, assignment(worker=BOB), signed(worker, ASKED, honest), worker=BOB)
-    assert verdict.reason is Reason.SIGNATURE
-
-
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("changed", "words"),
     [
         ({"number": 1}, "made for task 1"),
         ({"step": 4}, "its header names"),
@@ -427,17 +402,19 @@ def test_someone_elses_file(worker: Producer, validator: Validator, honest: list
         ({"run": "other-0"}, "other-0"),
     ],
 )
-def test_another_assignment_or_run_in_the_header(
-    tiny_folder: Path, validator: Validator, honest: list[Rollout], said: dict[str, Any], words: str
+def test_a_header_with_another_assignment_or_run_is_rejected(
+    tiny_folder: Path, validator: Validator, honest: list[Rollout], changed: dict[str, Any], words: str
 ) -> None:
     liar = make_producer(tiny_folder, SETTINGS)
     prompts = [liar.prompt(plan) for plan in liar.plan(ASKED)]
-    liar.run = said.get("run", liar.run)
-    verdict = judged(validator, ASKED, liar.sign(ASKED.model_copy(update=said), prompts, honest))
+    liar.run = changed.get("run", liar.run)
+    verdict = judged(validator, ASKED, liar.sign(ASKED.model_copy(update=changed), prompts, honest))
     assert verdict.reason is Reason.CONTEXT and words in verdict.detail
 
 
-def test_a_file_signed_for_other_prompts(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
+def test_a_file_signed_for_other_prompts_is_rejected(
+    worker: Producer, validator: Validator, honest: list[Rollout]
+) -> None:
     prompts = [worker.prompt(plan) for plan in worker.plan(ASKED)]
     for other in (prompts[::-1], prompts[:1], [[*prompts[0], 5], prompts[1]], []):
         verdict = judged(validator, ASKED, worker.sign(ASKED, other, honest))
@@ -446,10 +423,12 @@ def test_a_file_signed_for_other_prompts(worker: Producer, validator: Validator,
 
 
 @pytest.mark.parametrize("honestly", [False, True])
-def test_a_file_that_another_signed_for_the_worker(
+def test_a_file_signed_by_another_is_rejected_as_signature(
     worker: Producer, validator: Validator, honest: list[Rollout], honestly: bool
 ) -> None:
-    """Bob signs, and says so or that Alice did. Else whoever submits it as hers has her slashed for what he wrote."""
+    """Bob signs, and names himself or Alice as the signer. Otherwise she could be slashed for his file."""
+    theirs = judged(validator, assignment(worker=BOB), signed(worker, ASKED, honest), worker=BOB)
+    assert theirs.reason is Reason.SIGNATURE
 
     class Impostor(type(BOB)):  # type: ignore[misc]
         public = ALICE.public
@@ -462,7 +441,7 @@ def test_a_file_that_another_signed_for_the_worker(
     assert verdict.reason is Reason.SIGNATURE and (BOB.public[:16] in verdict.detail) == honestly
 
 
-# --- limits of the engine and device that the signed header names ----------------------------------------------------
+# --- limits per engine and device ------------------------------------------------------------------------------------
 
 
 MARGIN = SETTINGS.validator.sampling_margin
@@ -488,4 +467,4 @@ def test_each_engine_has_its_own_limits(tiny_folder: Path, kind: str, found: boo
         assert (check(judge.rules, case).finding is not None) == found, check.__name__
     assert termination(judge.rules, case) and special_tokens(judge.rules, case)
     beyond = spent(judge.grade(case), settings, FIGURES).beyond[-1]
-    assert (beyond > 0) == found, "the tests over many submissions count in the same unit"
+    assert (beyond > 0) == found, "the tests over many submissions use the same unit"

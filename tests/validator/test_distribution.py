@@ -78,7 +78,7 @@ def top_k(scaled_NV: Tensor, k: int) -> Tensor:
         ("uniform", "foreign"),
     ],
 )
-def test_other_sampling_is_beyond_the_limit_after_a_few_hundred_tokens(way: str, nearest: str) -> None:
+def test_other_sampling_exceeds_the_limit_after_a_few_hundred_tokens(way: str, nearest: str) -> None:
     scaled_NV = logits(400)
     likelihood_NV = (scaled_NV - scaled_NV.amax(-1, keepdim=True)).exp()
     tokens_N = {
@@ -94,7 +94,7 @@ def test_other_sampling_is_beyond_the_limit_after_a_few_hundred_tokens(way: str,
     assert submission_evidence(evidence_NA[:, [ALTERNATIVES.index(nearest)]]) > LIMIT, "by its own alternative"
 
 
-def test_a_token_the_model_finds_absurd_is_evidence_and_no_infinity() -> None:
+def test_a_very_unlikely_token_is_finite_evidence() -> None:
     scaled_NV = torch.zeros(1, VOCABULARY)
     scaled_NV[0, 0] = 200.0
     logp_N, evidence_NA = token_evidence(scaled_NV, torch.tensor([5]))

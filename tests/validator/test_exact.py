@@ -1,7 +1,7 @@
-"""Zero tolerance: what one bit does, in a worker and in a validator, and what a lie does beside it.
+"""Zero tolerance: the effect of one flipped bit in a worker and in a validator, and of a lie within a class.
 
-The models are tiny and computed in float32 with exact numerics, so that no figure depends on this machine. What a validator
-thinks of a worker's class is a faked fingerprint here; real ones are in tests/engine/test_selftest.py.
+The models are tiny and computed in float32 with exact numerics, so no figure depends on this machine. Fingerprints are faked
+here; real ones are in tests/engine/test_selftest.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -68,10 +68,10 @@ def judged(validator: Validator, worker: Producer, rows: list[Rollout], fingerpr
     return validator.check([asked])[0][0]
 
 
-# --- what must be equal ----------------------------------------------------------------------------------------------
+# --- bitwise equality ------------------------------------------------------------------------------------------------
 
 
-def test_honest_work_is_equal_to_the_last_bit(validator: Validator, worker: Producer, rows: list[Rollout]) -> None:
+def test_honest_work_is_bitwise_equal(validator: Validator, worker: Producer, rows: list[Rollout]) -> None:
     verdict = judged(validator, worker, rows)
     assert verdict.reason is None, verdict.detail
     assert verdict.replay is not None and verdict.replay.mismatched == 0
@@ -79,24 +79,27 @@ def test_honest_work_is_equal_to_the_last_bit(validator: Validator, worker: Prod
 
 
 def off_by_one_bit(rows: list[Rollout]) -> list[Rollout]:
-    """The first logprob of rollout 3 is the next number."""
+    """Change the last bit of the first logprob of rollout 3."""
     first, *others = rows[3].logprobs
     near = float(torch.nextafter(torch.tensor(first), torch.tensor(0.0)))
     return [*rows[:3], replace(rows[3], logprobs=[near, *others]), *rows[4:]]
 
 
-def test_a_logprob_off_by_one_unit_in_the_last_place_is_inexact(
+def test_a_logprob_off_by_one_bit_is_inexact_only_in_the_validators_class(
     validator: Validator, worker: Producer, rows: list[Rollout]
 ) -> None:
     verdict = judged(validator, worker, off_by_one_bit(rows))
     assert verdict.reason is Reason.INEXACT not in HARD
     assert "1 of" in verdict.detail and "rollout 3" in verdict.detail
+    for claimed in ("", TWO):
+        verdict = judged(validator, worker, off_by_one_bit(rows), claimed)
+        assert verdict.reason is None and verdict.replay is None
 
 
-def test_inexact_work_makes_a_validator_load_its_weights_anew_only_now_and_then(
+def test_a_validator_reloads_its_weights_for_inexact_work_only_rarely(
     validator: Validator, worker: Producer, rows: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a worker stops all checks of large models: each of its submissions would cost a load."""
+    """Otherwise a worker could stop all checks of large models: each of its submissions would cost a load."""
     clock, loads = [1000.0], []
     monkeypatch.setattr("shoal.validator.service.time.monotonic", lambda: clock[0])
 
@@ -111,7 +114,7 @@ def test_inexact_work_makes_a_validator_load_its_weights_anew_only_now_and_then(
     assert loads == [1000.0, 1000.0 + 60.0 / RELOAD_SHARE + 1.0]
     lie = replace(rows[3], logprobs=[logprob - 9.0 for logprob in rows[3].logprobs])
     assert judged(validator, worker, [*rows[:3], lie, *rows[4:]]).reason is Reason.LOGPROBS
-    assert len(loads) == 3, "for a lie it always does"
+    assert len(loads) == 3, "for a lie always"
 
 
 @pytest.fixture
@@ -121,12 +124,12 @@ def computed(validator: Validator, worker: Producer, rows: list[Rollout]) -> Cas
 
 
 def flipped(proof: bytes) -> bytes:
-    """One bit of the lowest coefficient: within TOPLOC's thresholds, which compare values, not bytes."""
+    """Flip one bit of the lowest coefficient: within TOPLOC's thresholds, which compare values, not bytes."""
     return proof[:3] + bytes([proof[3] ^ 1]) + proof[4:]
 
 
 @pytest.mark.parametrize("change", [lambda proofs: [], lambda proofs: [flipped(proofs[0]), *proofs[1:]]])
-def test_a_missing_proof_or_one_of_another_bit_differs(
+def test_a_missing_proof_or_one_with_a_flipped_bit_differs(
     validator: Validator, computed: Case, change: Callable[[list[bytes]], list[bytes]]
 ) -> None:
     assert exact_proofs(validator.judge.rules, computed).finding is None
@@ -136,7 +139,7 @@ def test_a_missing_proof_or_one_of_another_bit_differs(
 
 
 def test_a_token_within_the_limits_is_inexact(validator: Validator, computed: Case) -> None:
-    """The lie that a tolerance allows: another token where two scores are close."""
+    """The lie that a tolerance allows: another token at a near tie."""
     margins_N = computed.computed().margins_N.clone()
     margins_N[5] = 1e-6
     near = replace(computed, exact=True, prefill=replace(computed.computed(), margins_N=margins_N))
@@ -144,14 +147,6 @@ def test_a_token_within_the_limits_is_inexact(validator: Validator, computed: Ca
     found = exact_tokens(validator.judge.rules, near).finding
     assert found is not None and found.reason is Reason.INEXACT and "token 5 of rollout 0" in found.detail
     assert replay(near).mismatched == 1
-
-
-def test_the_same_difference_passes_where_no_class_is_claimed(
-    validator: Validator, worker: Producer, rows: list[Rollout]
-) -> None:
-    for claimed in ("", TWO):
-        verdict = judged(validator, worker, off_by_one_bit(rows), claimed)
-        assert verdict.reason is None and verdict.replay is None
 
 
 def test_a_run_of_exact_work_tolerates_nothing_whatever_class_is_claimed(
@@ -163,7 +158,9 @@ def test_a_run_of_exact_work_tolerates_nothing_whatever_class_is_claimed(
             assert judged(validator, worker, off_by_one_bit(rows), claimed).reason is Reason.INEXACT
 
 
-def test_a_validator_without_a_fingerprint_tolerates(tiny_folder: Path, worker: Producer, rows: list[Rollout]) -> None:
+def test_a_validator_without_a_fingerprint_uses_tolerances(
+    tiny_folder: Path, worker: Producer, rows: list[Rollout]
+) -> None:
     validator = make(tiny_folder, own=lambda model: "")
     with validator.judge:
         assert validator.node.fingerprint is None
@@ -171,7 +168,7 @@ def test_a_validator_without_a_fingerprint_tolerates(tiny_folder: Path, worker: 
     assert verdict.reason is None and verdict.replay is None, "its own arithmetic depends on batch shapes"
 
 
-# --- a fault in a machine --------------------------------------------------------------------------------------------
+# --- faults of a machine ---------------------------------------------------------------------------------------------
 
 
 def flip_(model: Any, bit: int) -> None:
@@ -182,12 +179,12 @@ def flip_(model: Any, bit: int) -> None:
 
 
 def test_a_faked_fingerprint_is_inexact_not_slashed(validator: Validator, tiny_folder: Path) -> None:
-    """A machine of another kind claims the validator's class. (Here its weights differ by rounding, as its sums would.)"""
+    """A machine of another kind claims the validator's class. (Its weights differ by rounding here, as its sums would.)"""
     other = exact_producer(tiny_folder)
     with torch.no_grad():
         other.engine.model.base_model.layers[0].mlp.down_proj.weight.mul_(1 + 2**-20)  # type: ignore[attr-defined]
     rows = produced(other, ASKED)
-    assert judged(validator, other, rows, TWO).reason is None, "without the claim its work is as good as any"
+    assert judged(validator, other, rows, TWO).reason is None, "accepted without the claim"
     verdict = judged(validator, other, rows, ONE)
     assert verdict.reason is Reason.INEXACT and verdict.replay is not None
 
@@ -216,10 +213,10 @@ def test_a_changed_library_is_inexact_not_slashed_and_changes_the_fingerprint(
     assert changed != before
     verdict = judged(validator, updated, rows)
     assert verdict.reason is Reason.INEXACT
-    assert judged(validator, updated, rows, changed).reason is None, "in a class of its own it is paid"
+    assert judged(validator, updated, rows, changed).reason is None, "accepted in its own class"
 
 
-def test_a_flipped_bit_in_a_workers_weight_is_inexact_and_gone_once_it_loads_anew(
+def test_a_flipped_bit_in_a_workers_weight_is_inexact_until_it_reloads(
     validator: Validator, worker: Producer, tiny_folder: Path
 ) -> None:
     faulty = exact_producer(tiny_folder)
@@ -233,20 +230,20 @@ def test_a_flipped_bit_in_a_workers_weight_is_inexact_and_gone_once_it_loads_ane
 
 
 @pytest.mark.parametrize("bit", [14, 30])
-def test_a_flipped_bit_in_a_validators_weight_hurts_nobody(
+def test_a_flipped_bit_in_a_validators_weight_costs_no_worker(
     validator: Validator, worker: Producer, rows: list[Rollout], bit: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Bit 14 makes honest work inexact, bit 30 (of the exponent) makes it look like a lie."""
+    """With bit 14 honest work is inexact; with bit 30 (of the exponent) it looks like a lie."""
     flip_(validator.judge.model, bit)
     [case] = [validator.judge.open(ASKED, ALICE.public, signed(worker, ASKED, rows))]
     found = validator.judge.examine([replace(case, exact=True)])[0].finding  # type: ignore[type-var]
     assert found is not None and (found.reason in HARD) == (bit == 30)
     verdict = judged(validator, worker, rows)
-    assert verdict.reason is None, "it loaded its weights again before it held anything against the worker"
+    assert verdict.reason is None, "it reloads its weights before it rejects"
     assert "this machine's memory" in caplog.text
 
 
-def test_a_lie_beyond_the_limits_is_hard_in_a_class_too(
+def test_a_lie_beyond_the_limits_is_hard_in_any_class(
     validator: Validator, worker: Producer, rows: list[Rollout]
 ) -> None:
     lied = [replace(row, logprobs=[logprob - 0.7 for logprob in row.logprobs]) for row in rows]
@@ -254,10 +251,7 @@ def test_a_lie_beyond_the_limits_is_hard_in_a_class_too(
     assert verdict.reason is Reason.LOGPROBS and verdict.reason in HARD
 
 
-# --- the node --------------------------------------------------------------------------------------------------------
-
-
-def test_a_validator_computes_a_new_fingerprint_with_weights_loaded_anew(tiny_folder: Path) -> None:
+def test_a_validator_computes_a_new_fingerprint_with_reloaded_weights(tiny_folder: Path) -> None:
     validator = make(tiny_folder, own=fingerprint)
     with validator.judge:
         honest = validator.node.fingerprint

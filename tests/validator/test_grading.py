@@ -1,4 +1,4 @@
-"""Programs of a submission that take long: made up by its worker, or written by the run's own model."""
+"""Slow programs in a submission: written by its worker, or by the run's own model."""
 
 import json
 import math
@@ -63,35 +63,30 @@ def validator(programs: Config, tiny_folder: Path) -> Iterator[Validator]:
 
 
 def made_up(row: Rollout, program: str = ENDLESS) -> Rollout:
-    """The row with a program in place of what the model wrote, and a proof that is well formed."""
+    """Replace the completion by a program, with a well-formed proof."""
     tokens = [*tiny_tokenizer().encode(program, add_special_tokens=False), 1]
     return replace(row, tokens=tokens, logprobs=[-1.0] * len(tokens), proofs=row.proofs[:1])
 
 
-def elsewhere(judge: Judge, monkeypatch: pytest.MonkeyPatch, *drawn: int) -> None:
-    """The spot check draws these rollouts."""
-    monkeypatch.setattr(judge, "choose", lambda of, k: list(drawn))
-
-
 def prefilled(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rollouts each prefill covers, from now on."""
+    """Return a list that collects the number of rollouts in each prefill."""
     sizes: list[int] = []
     prefill = judge.prefill
     monkeypatch.setattr(judge, "prefill", lambda cases: sizes.extend(len(c.rows) for c in cases) or prefill(cases))
     return sizes
 
 
-def test_programs_that_a_worker_made_up_are_found_before_they_run_to_their_limits(
+def test_programs_that_a_worker_wrote_are_detected_before_they_reach_their_limits(
     validator: Validator, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The spot check sees honest rollouts; the budget ends, and a whole prefill finds the others."""
-    elsewhere(validator.judge, monkeypatch, 6, 7)
+    """The spot check sees honest rollouts; then the budget ends, and a whole prefill finds the others."""
+    monkeypatch.setattr(validator.judge, "choose", lambda numbers, k: [6, 7])
     sizes = prefilled(validator.judge, monkeypatch)
     rows = [*map(made_up, honest[:4]), *honest[4:]]
     verdict, accepted = checked(validator, claim(full=False), signed(worker, ASKED, rows))
     assert verdict.reason in HARD and accepted is None
     assert verdict.reason not in (Reason.REWARD, Reason.ENVIRONMENT), "the prefill found it"
-    assert sizes == [2, 8, 8], "and once more, with weights loaded again"
+    assert sizes == [2, 8, 8], "the last one with reloaded weights"
 
 
 def test_programs_that_end_in_time_cost_no_prefill(
@@ -101,14 +96,11 @@ def test_programs_that_end_in_time_cost_no_prefill(
     sizes = prefilled(validator.judge, monkeypatch)
     verdict, accepted = checked(validator, claim(full=False), signed(worker, ASKED, honest))
     assert verdict.reason is None and accepted is not None and sizes == [2]
-    assert validator.judge.budget.left_s == math.inf, "what is graded later has limits of its own"
+    assert validator.judge.budget.left_s == math.inf, "the limit ends with the submission"
 
 
 def slow_model(judge: Judge, monkeypatch: pytest.MonkeyPatch, groups: set[int]) -> None:
-    """The model wrote endless programs in these groups, and what is left of the budget is soon over.
-
-    (A random model writes none, so the texts are exchanged.)
-    """
+    """Replace the completions of these groups by endless programs, and let the budget end soon."""
     grade = judge.graders.grade
     task_ids: list[str] = []
 
@@ -123,12 +115,14 @@ def slow_model(judge: Judge, monkeypatch: pytest.MonkeyPatch, groups: set[int]) 
     monkeypatch.setattr(judge.graders, "grade", endless)
 
 
-def test_slow_programs_of_the_runs_own_model_are_held_against_nobody(
+def test_slow_programs_of_the_runs_own_model_are_blamed_on_nobody(
     validator: Validator, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not graded in time is accepted and paid, enters no batch, and is no observation."""
+    """A group not graded in time is accepted and paid, enters no batch, and is no observation."""
     slow_model(validator.judge, monkeypatch, {1})
-    claimed = [replace(row, reward=1.0) if row.group == 1 else row for row in honest]  # it had time to grade them
+    claimed = [
+        replace(row, reward=1.0) if row.group == 1 else row for row in honest
+    ]  # the worker had time to grade them
     for full in (True, False):
         verdict, accepted = checked(validator, claim(full=full), signed(worker, ASKED, claimed))
         assert verdict.reason is None and accepted is not None
@@ -137,7 +131,7 @@ def test_slow_programs_of_the_runs_own_model_are_held_against_nobody(
         assert "time that the claim leaves" in second.error and verdict.spent is None
     monkeypatch.undo()
     verdict, _ = checked(validator, claim(), signed(worker, ASKED, honest))
-    assert verdict.spent is not None, "otherwise it is one"
+    assert verdict.spent is not None, "otherwise it is an observation"
 
 
 def test_one_slow_submission_takes_no_time_from_the_others(
@@ -194,16 +188,16 @@ def test_before_a_prefill_grading_may_take_as_long_as_the_prefill(
     monkeypatch.setattr(judge, "grade", grade)
 
     def whole() -> bool:
-        [found] = judge.examine([case], cheaply=[True])
-        assert found.finding is None
-        return found.case.prefill is not None
+        [examined] = judge.examine([case], cheaply=[True])
+        assert examined.finding is None
+        return examined.case.prefill is not None
 
-    assert [whole(), whole()] == [False, True], "before the first whole prefill it is a second"
-    assert [whole(), whole()] == [False, True], "then as long as the last one took"
+    assert [whole(), whole()] == [False, True], "a second before the first whole prefill"
+    assert [whole(), whole()] == [False, True], "then as long as the last prefill"
 
 
 @pytest.mark.usefixtures("echo")
-def test_answers_that_cannot_be_asked_for_in_time_are_not_taken_and_no_lie(
+def test_answers_that_cannot_be_repeated_in_time_are_rejected_softly(
     talkative_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make_producer(talkative_folder, turns_config())
@@ -217,7 +211,7 @@ def test_answers_that_cannot_be_asked_for_in_time_are_not_taken_and_no_lie(
 
         def slow(*arguments: Any) -> str | None:
             clock.now_s += 7.0
-            return None if clock.now_s > 6.0 else respond(*arguments)  # what is cut off may look like a lie
+            return None if clock.now_s > 6.0 else respond(*arguments)  # an interrupted answer may look like a lie
 
         monkeypatch.setattr(Echo, "respond", slow)
         for full in (True, False):

@@ -1,4 +1,4 @@
-"""Several submissions are judged together as each would be alone; cases without a prefill get every cheap check."""
+"""Several submissions are judged together as each would be alone; a spot check still includes every cheap check."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,12 +51,12 @@ def reasons(examined: list[Examined]) -> list[Reason | None]:
     return [one.finding and one.finding.reason for one in examined]
 
 
-def test_together_is_as_one_by_one(judge: Judge, files: list[bytes]) -> None:
+def test_submissions_judged_together_get_the_results_of_each_alone(judge: Judge, files: list[bytes]) -> None:
     cases = opened(judge, files)
     together, alone = judge.examine(cases), [judge.examine([case])[0] for case in cases]
     assert [one.finding for one in together] == [one.finding for one in alone]
     assert reasons(together) == [None, Reason.PROOF, None, Reason.REWARD]
-    assert together[1].case.rewards == [], "what fails a check of the prefill is never graded"
+    assert together[1].case.rewards == [], "a case that fails a check of the prefill is never graded"
     for one, other in zip(together, alone, strict=True):
         assert one.case.rewards == other.case.rewards
         assert one.evidence == pytest.approx(other.evidence, abs=1e-3)
@@ -68,7 +68,7 @@ def test_together_is_as_one_by_one(judge: Judge, files: list[bytes]) -> None:
         torch.testing.assert_close(a.hidden_NH.float(), b.hidden_NH.float(), atol=0.05, rtol=0.02)
 
 
-def test_what_is_judged_cheaply_gets_no_prefill_and_keeps_the_workers_logprobs(
+def test_a_spot_checked_case_has_no_prefill_and_keeps_the_workers_logprobs(
     judge: Judge, files: list[bytes], worker: Producer
 ) -> None:
     examined = judge.examine(opened(judge, files), cheaply=[True, True, False, True])
@@ -84,10 +84,10 @@ def test_what_is_judged_cheaply_gets_no_prefill_and_keeps_the_workers_logprobs(
     assert own == cases[2].computed().logprobs_N.tolist() and checked.header.prefilled
 
 
-def test_a_logprob_that_sampling_cannot_yield_is_prefilled_in_any_case(
+def test_a_case_with_an_impossible_logprob_is_prefilled_whole(
     judge: Judge, files: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The learner leaves such groups out, so whoever got them accepted cheaply would empty a batch."""
+    """The learner drops such groups, so a worker that got them accepted cheaply would empty a batch."""
     monkeypatch.setattr(judge, "choose", lambda of, k: [6, 7])  # a spot check elsewhere
     [case, *_] = opened(judge, files)
     row = case.rows[0]
@@ -97,10 +97,10 @@ def test_a_logprob_that_sampling_cannot_yield_is_prefilled_in_any_case(
         assert (examined.case.prefill is not None) == prefilled
 
 
-def test_hand_written_answers_are_found_without_a_whole_check(
+def test_hand_written_answers_fail_the_spot_check(
     judge: Judge, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Made in no time: null proofs, or well-formed proofs of nothing, over the first tokens that come to mind."""
+    """Null proofs, or proofs copied from another rollout, for tokens that no model generated."""
     written = [replace(row, tokens=[5, 1], logprobs=[-1.0, -1.0], proofs=[bytes(PROOF_BYTES)]) for row in honest]
     assert reasons(judge.examine([case_of(judge, ASKED, signed(worker, ASKED, written))], cheaply=[True])) == [
         Reason.PROOF
@@ -113,18 +113,18 @@ def test_hand_written_answers_are_found_without_a_whole_check(
     assert found == [Reason.PROOF] and sizes == [2, 8], "a spot check first, and a whole one before it counts"
 
 
-def test_a_spot_check_reads_a_few_rollouts_that_are_drawn_now(
+def test_a_spot_check_prefills_two_rollouts_drawn_after_the_upload(
     judge: Judge, files: list[bytes], worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One false rollout of eight passes unless it is drawn; what is drawn and honest costs nobody anything."""
+    """One false rollout of eight passes unless it is drawn."""
     other = make_false(honest[6])
     rows = [*honest[:6], other, honest[7]]
     case = case_of(judge, ASKED, signed(worker, ASKED, rows))
-    asked: list[tuple[int, int]] = []
+    draws: list[tuple[int, int]] = []
 
     def drawn(*numbers: int) -> list[Reason | None]:
         def choose(of: Sequence[int], k: int) -> list[int]:
-            asked.append((len(of), k))
+            draws.append((len(of), k))
             return list(numbers)
 
         monkeypatch.setattr(judge, "choose", choose)
@@ -134,7 +134,7 @@ def test_a_spot_check_reads_a_few_rollouts_that_are_drawn_now(
 
     assert drawn(0, 7) == drawn(5, 1) == [None]
     assert drawn(6, 0) == drawn(3, 6) == [Reason.PROOF]
-    assert asked == [(8, 2)] * 4
+    assert draws == [(8, 2)] * 4
 
 
 def make_false(row: Rollout) -> Rollout:
@@ -146,13 +146,13 @@ def build_proof(number: int) -> bytes:
     return build(hidden_TH)[0]
 
 
-def test_accepted_rewards_are_the_graders_whichever_checks_ran(judge: Judge, files: list[bytes]) -> None:
+def test_accepted_rewards_are_the_validators_own(judge: Judge, files: list[bytes]) -> None:
     [case, *_] = opened(judge, files)
     graded = judge.grade(case)
     assert graded.rewards == pytest.approx([row.reward for row in case.rows]) and case.rewards == []
 
 
-def test_cheap_lies_are_found_without_weights_running(
+def test_cheap_lies_are_rejected_without_a_prefill(
     judge: Judge, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(cases: list[Case]) -> list[Case]:
@@ -173,10 +173,10 @@ def test_cheap_lies_are_found_without_weights_running(
             ]
 
 
-def test_what_no_model_of_the_run_wrote_is_never_graded(
+def test_completions_that_the_runs_model_did_not_write_are_never_graded(
     judge: Judge, files: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To grade may be to run a program: one of other weights is the worker's choice."""
+    """Grading may run the program in a completion, which the worker could have written."""
     graded = []
     grade = judge.grade
     monkeypatch.setattr(judge, "grade", lambda case: graded.append(case.assignment.number) or grade(case))
@@ -185,7 +185,7 @@ def test_what_no_model_of_the_run_wrote_is_never_graded(
     assert graded == [0, 2, 3]
     graded.clear()
     judge.examine(cases, cheaply=[True] * 4)
-    assert graded == [0, 2, 3], "a few of its rollouts tell"
+    assert graded == [0, 2, 3], "a spot check suffices"
 
 
 def test_a_group_is_reported_with_its_task_target_scores_and_outcomes(judge: Judge, files: list[bytes]) -> None:

@@ -51,7 +51,7 @@ def file(worker: Producer, honest: list[Rollout]) -> bytes:
 
 @pytest.fixture
 def modelless() -> Iterator[Validator]:
-    """A validator that must not load weights: it has none, and nobody to ask for them."""
+    """A validator without weights or relays."""
     validator = Validator(ValidatorsNode(), SETTINGS, Path("/nowhere"), "", "float32")  # type: ignore[arg-type]
     with validator.judge:
         yield validator
@@ -83,18 +83,15 @@ def test_an_honest_file_is_decoded_in_the_child_alone(
 
 
 @pytest.mark.parametrize("data", [b"", b"PAR1", random.Random(0).randbytes(5_000), b"PAR1" + b"\x00" * 99 + b"PAR1"])
-def test_what_is_no_rollout_file_is_unreadable(modelless: Validator, data: bytes) -> None:
+def test_other_and_truncated_files_are_unreadable(modelless: Validator, file: bytes, data: bytes) -> None:
     verdict, accepted = checked(modelless, claim(), data)
     assert (verdict.reason, accepted, verdict.content) == (Reason.UNREADABLE, None, None)
     assert modelless.judge.model is None
-
-
-def test_a_truncated_file_is_unreadable(modelless: Validator, file: bytes) -> None:
     for cut in range(0, len(file), len(file) // 20):
         assert checked(modelless, claim(), file[:cut])[0].reason is Reason.UNREADABLE
 
 
-def test_more_or_fewer_rows_or_longer_ones_than_were_asked_for_are_unreadable(
+def test_a_file_with_too_many_rows_no_rows_or_too_long_rows_is_unreadable(
     modelless: Validator, worker: Producer, honest: list[Rollout]
 ) -> None:
     longer = [Rollout(**vars(row) | {"tokens": row.tokens + [5] * MAX_TOKENS}) for row in honest]
@@ -106,7 +103,7 @@ def test_more_or_fewer_rows_or_longer_ones_than_were_asked_for_are_unreadable(
 # --- accepted --------------------------------------------------------------------------------------------------------
 
 
-def test_the_accepted_file_holds_what_the_validator_found(
+def test_the_accepted_file_has_the_validators_own_results(
     tiny_folder: Path, worker: Producer, honest: list[Rollout]
 ) -> None:
     validator = make_validator(tiny_folder, SETTINGS)
@@ -115,11 +112,11 @@ def test_the_accepted_file_holds_what_the_validator_found(
     verdict, data = checked(validator, claim(), signed(worker, ASKED, claimed))
     assert verdict.reason is None and data is not None
     accepted = read_accepted(data, max_rows=GROUPS * GROUP_SIZE, max_tokens=SETTINGS.learner.row_tokens)
-    for found, true in zip(accepted.rows, honest, strict=True):
-        assert (found.group, found.task, found.tokens) == (true.group, true.task, true.tokens)
-        assert found.logprobs == pytest.approx(true.logprobs, abs=1e-4), "its own, not the worker's"
-        assert found.reward == pytest.approx(true.reward, abs=1e-6), "its own, not the worker's"
-        assert found.prompt == worker.prompt(worker.plan(ASKED)[found.group])
+    for row, true in zip(accepted.rows, honest, strict=True):
+        assert (row.group, row.task, row.tokens) == (true.group, true.task, true.tokens)
+        assert row.logprobs == pytest.approx(true.logprobs, abs=1e-4)
+        assert row.reward == pytest.approx(true.reward, abs=1e-6)
+        assert row.prompt == worker.prompt(worker.plan(ASKED)[row.group])
     header = accepted.header
     assert (header.run, header.step, header.policy_version, header.policy_digest, header.submission) == (
         RUN,
@@ -131,7 +128,7 @@ def test_the_accepted_file_holds_what_the_validator_found(
     assert (header.worker, header.signer) == (ALICE.public, VALIDATOR.public)
 
 
-def test_the_verdict_tells_of_every_group(tiny_folder: Path, honest: list[Rollout], file: bytes) -> None:
+def test_the_verdict_describes_every_group(tiny_folder: Path, honest: list[Rollout], file: bytes) -> None:
     verdict, _ = checked(make_validator(tiny_folder, SETTINGS), claim(), file)
     assert [group.tokens for group in verdict.groups] == [
         sum(len(row.tokens) for row in honest if row.group == number) for number in range(GROUPS)
@@ -143,8 +140,8 @@ def test_the_verdict_tells_of_every_group(tiny_folder: Path, honest: list[Rollou
         assert group.reward_mean == pytest.approx(mean, abs=1e-6)
 
 
-def test_a_group_whose_rewards_are_equal_is_of_no_use(tiny_folder: Path) -> None:
-    settings = config(tasks={"length_targets": []})  # nothing but right or wrong, and a random model is wrong
+def test_a_group_with_equal_rewards_is_not_useful(tiny_folder: Path) -> None:
+    settings = config(tasks={"length_targets": []})  # without targets all rewards of a random model are 0
     worker = make_producer(tiny_folder, settings)
     verdict, data = checked(make_validator(tiny_folder, settings), claim(), worker.submission(ASKED))
     assert [group.useful for group in verdict.groups] == [False, False]
@@ -155,16 +152,16 @@ def test_a_group_whose_rewards_are_equal_is_of_no_use(tiny_folder: Path) -> None
 
 
 class ScriptedNode(ValidatorsNode):
-    """Hands out its claims at once, then says that the run is over."""
+    """Grants its claims at once, then reports the end of the run."""
 
     answer: HeartbeatAnswer | None = None
     claims: list[Claim]
-    asked_for: list[int]
-    said: list[Verdict]
+    limits: list[int]
+    verdicts: list[Verdict]
     refusal: RefusedError | None = None
 
-    def pause_s(self, least_s: float) -> float:
-        return least_s
+    def pause_s(self, min_s: float) -> float:
+        return min_s
 
     def renewal(self) -> int | None:
         return None
@@ -178,68 +175,68 @@ class ScriptedNode(ValidatorsNode):
     def post(self, path: str, message: Any, answer: Any) -> Any:
         if isinstance(message, ClaimRequest):
             assert path == "/v1/claims" and answer is Claims
-            self.asked_for.append(message.most)
+            self.limits.append(message.most)
             given, self.claims = self.claims, []
             if not given:
                 self.answer = HeartbeatAnswer(state="finished", newest_version=2, relays=[])
             return Claims(claims=given)
-        self.said.append(message)
+        self.verdicts.append(message)
         return Ok()
 
 
 def scripted(tiny_folder: Path, upload: bytes, refusal: RefusedError | None = None) -> tuple[Validator, ScriptedNode]:
     validator = make_validator(tiny_folder, SETTINGS)
     node = ScriptedNode(policy_version=2, files={ASKED.id: upload})
-    node.claims, node.asked_for, node.said, node.refusal = [claim()], [], [], refusal
+    node.claims, node.limits, node.verdicts, node.refusal = [claim()], [], [], refusal
     validator.node = node  # type: ignore[assignment]
     return validator, node
 
 
-def test_the_loop_checks_what_it_claims_and_ends_with_the_run(tiny_folder: Path, file: bytes) -> None:
+def test_the_validator_checks_its_claims_and_ends_with_the_run(tiny_folder: Path, file: bytes) -> None:
     validator, node = scripted(tiny_folder, file)
     assert validator.run(threading.Event()) == "finished"
-    (said,) = node.said
-    assert said.reason is None and said.accepted_hash == "7" * 64
+    (verdict,) = node.verdicts
+    assert verdict.reason is None and verdict.accepted_hash == "7" * 64
     assert len(node.uploads) == 1
-    assert node.tokens == sum(group.tokens for group in said.groups)
+    assert node.tokens == sum(group.tokens for group in verdict.groups)
 
 
-def test_before_anything_is_claimed_the_newest_version_is_loaded(
+def test_before_the_first_claim_the_newest_version_is_loaded(
     tiny_folder: Path, file: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     validator, node = scripted(tiny_folder, file)
-    asked = []
-    monkeypatch.setattr(validator, "load", lambda version, digest=None: asked.append((version, digest)))
+    loaded = []
+    monkeypatch.setattr(validator, "load", lambda version, digest=None: loaded.append((version, digest)))
     node.policy_version = None
     for relays, newest in ((["http://relay"], None), ([], 3), (["http://relay"], 3)):
         node.answer = HeartbeatAnswer(state="running", newest_version=newest, relays=relays)
         validator.preload()
-    assert asked == [(3, None)]
+    assert loaded == [(3, None)]
     node.policy_version = 1
     validator.preload()
-    assert asked == [(3, None)], "what it holds serves until another is asked for"
+    assert loaded == [(3, None)], "no other one before a claim needs it"
 
 
-def test_several_claims_are_answered_each_with_its_own_verdict(
-    tiny_folder: Path, worker: Producer, tiny_folders: Any
-) -> None:
-    """Of those not drawn for a whole prefill a few rollouts show other weights too; honest work keeps its logprobs."""
+def test_each_of_several_claims_gets_its_own_verdict(tiny_folder: Path, worker: Producer, tiny_folders: Any) -> None:
+    """A spot check shows other weights too; honest work that passes one keeps its logprobs."""
     validator, node = scripted(tiny_folder, b"")
     asked = [assignment(number) for number in range(5)]
-    files = [worker.submission(one) for one in asked]
+    files = [worker.submission(given) for given in asked]
     files[1] = b"nonsense"
     files[2] = signed(worker, asked[2], [replace(row, reward=1.0) for row in produced(worker, asked[2])])
     files[3] = make_producer(tiny_folders[1], SETTINGS).submission(asked[3])
-    node.files = {one.id: data for one, data in zip(asked, files, strict=True)}
-    node.claims = [claim(one, full=number != 4) for number, one in enumerate(asked)]
-    node.claims += [claim(one, full=False) for one in asked[2:4]]
+    node.files = {given.id: data for given, data in zip(asked, files, strict=True)}
+    node.claims = [claim(given, full=number != 4) for number, given in enumerate(asked)]
+    node.claims += [claim(given, full=False) for given in asked[2:4]]
     assert validator.run(threading.Event()) == "finished"
-    assert node.asked_for == [BATCH] * 2
+    assert node.limits == [BATCH] * 2
     reasons = {0: None, 1: Reason.UNREADABLE, 2: Reason.REWARD, 3: Reason.PROOF, 4: None}
-    assert [(said.submission, said.reason) for said in node.said] == [
+    assert [(verdict.submission, verdict.reason) for verdict in node.verdicts] == [
         (asked[number].id, reasons[number]) for number in (0, 1, 2, 3, 4, 2, 3)
     ]
-    assert [said.spent is None for said in node.said] == [False, *[True] * 6], "only honest work that was seen whole"
+    assert [verdict.spent is None for verdict in node.verdicts] == [False, *[True] * 6], (
+        "of accepted, fully checked work"
+    )
     assert set(node.uploads) == {f"/v1/accepted/{asked[n].id}" for n in (0, 4)}
     for number in (0, 4):
         accepted = read_accepted(node.uploads[f"/v1/accepted/{asked[number].id}"], max_rows=8, max_tokens=4096)
@@ -249,13 +246,12 @@ def test_several_claims_are_answered_each_with_its_own_verdict(
         assert ([row.logprobs for row in accepted.rows] == [row.logprobs for row in own]) == (number == 4)
 
 
-def test_a_claim_that_was_lost_is_let_go(tiny_folder: Path, file: bytes) -> None:
+def test_the_verdict_on_a_lost_claim_is_dropped_and_any_other_refusal_is_an_error(
+    tiny_folder: Path, file: bytes
+) -> None:
     validator, node = scripted(tiny_folder, file, RefusedError("accepted and not claimed", 409))
     assert validator.run(threading.Event()) == "finished"
-    assert node.said == []
-
-
-def test_any_other_refusal_is_an_error(tiny_folder: Path, file: bytes) -> None:
+    assert node.verdicts == []
     validator, _ = scripted(tiny_folder, file, RefusedError("only validator may ask", 403))
     with pytest.raises(RefusedError):
         validator.run(threading.Event())

@@ -1,4 +1,4 @@
-"""What a submission is said to have used of the tolerance, from margins and rewards that are known."""
+"""The tolerance that a submission used, from given margins and rewards."""
 
 import pytest
 import torch
@@ -38,44 +38,44 @@ def case(margins: list[list[float]], rewards: list[float], group_size: int = 4) 
     return empty
 
 
-def found(margins: list[list[float]], rewards: list[float]) -> ToleranceSpent:
+def used_by(margins: list[list[float]], rewards: list[float]) -> ToleranceSpent:
     return spent(case(margins, rewards), CONFIG, EVIDENCE)
 
 
 QUIET = [0.0, 0.0, 0.0]
 
 
-def test_tokens_are_counted_by_how_far_they_miss() -> None:
-    used = found([[0.01, 0.05, 0.0], [0.2, 0.5, 0.9], QUIET, QUIET], [0.0, 0.0, 1.0, 1.0])
+def test_tokens_are_counted_by_margin() -> None:
+    used = used_by([[0.01, 0.05, 0.0], [0.2, 0.5, 0.9], QUIET, QUIET], [0.0, 0.0, 1.0, 1.0])
     assert used.beyond == (5, 3, 2, 1), "limits are 0, 0.1, 0.4 and 0.8"
     assert used.exposure == pytest.approx(12 * 0.5)
     assert (used.proof_exponent_mean, used.distribution) == (1.0, -3.0)
 
 
-def test_misses_in_better_completions_speak_for_choice() -> None:
+def test_mismatches_in_better_completions_are_evidence() -> None:
     missed = [0.0, 0.02, 0.0]
-    up = found([QUIET, QUIET, missed, missed], [0.0, 0.0, 1.0, 1.0])
+    up = used_by([QUIET, QUIET, missed, missed], [0.0, 0.0, 1.0, 1.0])
     assert up.better > 0.2 and up.worse < -1, up
-    down = found([missed, missed, QUIET, QUIET], [0.0, 0.0, 1.0, 1.0])
+    down = used_by([missed, missed, QUIET, QUIET], [0.0, 0.0, 1.0, 1.0])
     assert down.worse == pytest.approx(up.better) and down.better == pytest.approx(up.worse)
-    assert found([missed] * 4, [1.0] * 4).better == 0.0, "equal rewards teach nothing and prove nothing"
+    assert used_by([missed] * 4, [1.0] * 4).better == 0.0, "equal rewards are no evidence"
 
 
-def test_misses_in_groups_of_high_reward_speak_for_choice_of_tasks() -> None:
+def test_mismatches_in_groups_of_high_reward_are_evidence() -> None:
     missed = [0.0, 0.02, 0.02]
-    used = found([missed] * 4 + [QUIET] * 4, [1.0] * 4 + [0.0] * 4)
+    used = used_by([missed] * 4 + [QUIET] * 4, [1.0] * 4 + [0.0] * 4)
     assert used.easier > 0.5 and used.harder < -1
     assert used.better == used.worse == 0.0
 
 
-def test_honest_misses_pay_nothing_on_average_even_where_exposure_follows_the_reward() -> None:
-    """Right completions twice as likely to be moved, per token that can be, is within the tilt."""
+def test_honest_mismatches_are_no_evidence_on_average_even_if_they_correlate_with_the_reward() -> None:
+    """Mismatches twice as likely in right completions are within the tilt."""
     generator = torch.Generator().manual_seed(0)
     paid = []
     for _ in range(400):
         rewards = [0.0, 0.0, 1.0, 1.0]
         chances = torch.tensor([0.05, 0.05, 0.1, 0.1])[:, None].expand(4, 3)
         missed = torch.bernoulli(chances, generator=generator) * 0.02
-        paid.append(found(missed.tolist(), rewards).better)
+        paid.append(used_by(missed.tolist(), rewards).better)
     mean = float(torch.tensor(paid).exp().mean())
     assert mean < 1.1

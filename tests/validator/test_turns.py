@@ -71,7 +71,7 @@ def test_honest_conversations_are_accepted(worker: Producer, validator: Validato
     assert verdict.evidence["margin_max"] < 1e-3
 
 
-def test_the_test_data_has_every_kind_of_end(honest: list[Rollout], worker: Producer) -> None:
+def test_the_test_data_has_every_kind_of_ending(honest: list[Rollout], worker: Producer) -> None:
     more = [row for number in range(1, 12) for row in produced(worker, assignment(number))]
     rows = [*honest, *more]
     assert {len(row.turns) // 2 + 1 for row in rows} == set(range(1, MAX_TURNS + 1))
@@ -79,9 +79,7 @@ def test_the_test_data_has_every_kind_of_end(honest: list[Rollout], worker: Prod
     assert any(row.tokens[-1] in ENDS and len(row.turns) == 2 for row in rows), "the environment fell silent"
 
 
-def test_the_accepted_file_says_whose_tokens_are_whose(
-    worker: Producer, validator: Validator, honest: list[Rollout]
-) -> None:
+def test_the_accepted_file_marks_the_turns(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
     verdict, data = checked(validator, claim(), signed(worker, ASKED, honest))
     assert data is not None, verdict.detail
     rows = read_accepted(data, max_rows=8, max_tokens=512).rows  # prompts included
@@ -104,7 +102,7 @@ def test_results_do_not_depend_on_how_the_prefill_is_packed(
     torch.testing.assert_close(one.logprobs_N, other.logprobs_N, atol=1e-4, rtol=0)
 
 
-def test_the_reward_is_of_the_last_turn_and_of_the_models_length(worker: Producer, honest: list[Rollout]) -> None:
+def test_the_reward_is_for_the_last_turn_and_the_models_tokens(worker: Producer, honest: list[Rollout]) -> None:
     for row in honest:
         plan = worker.plan(ASKED)[row.group]
         task = worker.tasks.train[plan.task_index]
@@ -189,7 +187,7 @@ def of_turns(row: Rollout) -> bool:
     ],
     ids=["all its own", "border later", "border earlier", "handed over", "cut off", "goes on"],
 )
-def test_another_division_of_the_tokens_is_found(
+def test_another_division_of_the_tokens_is_rejected(
     worker: Producer, validator: Validator, honest: list[Rollout], picked: Any, change: Any, full: bool, reason: Reason
 ) -> None:
     number, row = next((n, row) for n, row in enumerate(honest) if picked(row))
@@ -212,7 +210,9 @@ def test_turns_that_do_not_fit_are_unreadable(
     assert judged(validator, ASKED, data).reason is Reason.UNREADABLE
 
 
-def test_more_turns_than_the_run_allows(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
+def test_more_turns_than_the_run_allows_are_rejected(
+    worker: Producer, validator: Validator, honest: list[Rollout]
+) -> None:
     number = next(n for n, row in enumerate(honest) if len(row.tokens) > 2 * MAX_TURNS)
     data = signed(
         worker, ASKED, [replace(r, turns=[1, 1] * MAX_TURNS) if n == number else r for n, r in enumerate(honest)]
@@ -222,7 +222,7 @@ def test_more_turns_than_the_run_allows(worker: Producer, validator: Validator, 
 
 
 @pytest.mark.parametrize("turns", [[3], [-1, 2], [MOST, MOST]])
-def test_turns_that_do_not_fit_are_no_traceback_by_hand(
+def test_turns_that_do_not_fit_are_unreadable_by_hand(
     worker: Producer, honest: list[Rollout], turns: list[int]
 ) -> None:
     data = signed(worker, ASKED, [replace(row, turns=turns) for row in honest])
@@ -230,7 +230,7 @@ def test_turns_that_do_not_fit_are_no_traceback_by_hand(
         read_header(data, config())
 
 
-def test_turns_in_a_run_of_single_turns(talkative_folder: Path, honest: list[Rollout]) -> None:
+def test_turns_in_a_run_of_single_turns_are_rejected(talkative_folder: Path, honest: list[Rollout]) -> None:
     from .support import config as single
 
     settings = single(sampling={"max_tokens": MAX_TOKENS})
@@ -270,7 +270,7 @@ def test_ends_are_checked_turn_by_turn(
     assert finding.detail.startswith(f"{OUTLIERS + 1} ") and finding.detail.endswith(f"rollout {turned}")
 
 
-def test_someone_elses_seed_gives_other_answers(worker: Producer, honest: list[Rollout], turned: int) -> None:
+def test_the_environment_gets_the_rollouts_seed(worker: Producer, honest: list[Rollout], turned: int) -> None:
     """The environment gets the rollout's own seed."""
     row = honest[turned]
     assert worker.conversation is not None
@@ -284,7 +284,7 @@ def test_someone_elses_seed_gives_other_answers(worker: Producer, honest: list[R
 
 
 @pytest.mark.parametrize(("kind", "reason"), [(Producer, None), (CHEATS["forged_tool"], Reason.UNREPEATABLE)])
-def test_an_environment_of_ones_own_travels_and_slashes_nobody(
+def test_a_custom_environment_slashes_nobody(
     talkative_folder: Path, tmp_path: Path, kind: type[Producer], reason: Reason | None
 ) -> None:
     file = tmp_path / "mine.py"

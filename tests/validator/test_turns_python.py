@@ -99,17 +99,17 @@ def test_honest_programs_are_accepted(pair: Any) -> None:
     assert both.verdict().reason is None
 
 
-def test_a_program_that_differs_by_itself_slashes_nobody(pair: Any) -> None:
+def test_a_nondeterministic_program_slashes_nobody(pair: Any) -> None:
     verdict = pair(CLOCK).verdict()
     assert verdict.reason is Reason.UNREPEATABLE and Reason.UNREPEATABLE not in HARD
     assert "another machine may" in verdict.detail and "CPython" in verdict.detail
 
 
-def test_a_forged_answer_of_such_a_program_is_not_accepted_either(pair: Any) -> None:
+def test_a_forged_answer_of_a_nondeterministic_program_is_not_accepted(pair: Any) -> None:
     assert pair(CLOCK, kind=CHEATS["forged_tool"]).verdict().reason is Reason.UNREPEATABLE
 
 
-def test_a_lie_does_not_hide_behind_such_a_program(pair: Any) -> None:
+def test_a_lie_does_not_hide_behind_a_nondeterministic_program(pair: Any) -> None:
     assert pair(CLOCK, SUM, kind=CHEATS["forged_tool"]).verdict().reason is Reason.ENVIRONMENT
 
 
