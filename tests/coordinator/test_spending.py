@@ -9,7 +9,7 @@ import pytest
 
 from shoal.coordinator.trust import bets
 from shoal.evidence import Process
-from shoal.protocol.messages import Replay, ToleranceSpent
+from shoal.protocol.messages import Reason, Replay, ToleranceSpent
 
 from .support import ALICE, BOB, Clock, Harness, config, open_pool, staffed_pool
 
@@ -168,6 +168,12 @@ def test_a_dismissed_workers_unbatched_groups_are_dropped(harness: Harness) -> N
     while submitted(harness, spent(better=6.0)) == "accepted":
         pass
     assert harness.pool.db.groups.count_waiting(max_unchecked=4) == 0
+
+
+def test_a_validators_verdict_alone_dismisses_nobody(harness: Harness) -> None:
+    submitted(harness, spent(better=1.0))
+    harness.rejected(Reason.SPENDING)
+    assert "dismissed" not in harness.kinds() and harness.task()
 
 
 def test_a_verdict_with_impossible_counts_is_refused() -> None:

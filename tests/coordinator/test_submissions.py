@@ -255,7 +255,7 @@ def test_a_dismissed_worker_is_paid_nothing_more_and_its_lie_still_slashes(
     wide.accepted()
     good, lie = wide.upload(), wide.upload()
     wide.claims(VALIDATOR, 2)
-    wide.pool.judgement.trust.evidence.put(ALICE, Process())
+    wide.pool.judgement.trust.evidence.put(ALICE, Process(1, {"better": 50.0}))
     monkeypatch.setattr(wide.pool.judgement.trust, "observe", lambda submission, verdict: "it chooses")
     wide.judge(good.id)
     wide.judge(lie.id, Reason.PROOF)

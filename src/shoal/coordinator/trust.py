@@ -47,6 +47,7 @@ UNCHECKED_SHARE = 0.5  # largest share of a batch's groups from submissions that
 THETAS = (0.1, 0.4, 1.5, 3.0)  # each bet on a frequency is best at an excess of e^theta: 1.1, 1.5, 4.5, 20 times
 STAKES = (0.3, 0.8)  # of bets on averages
 CHOICE_STAKE = 0.8  # of bets on regenerated rollouts
+DISMISSAL_NATS = math.log(1 / ALPHA)  # evidence that dismisses a worker
 UNMEASURED_MEAN = 2 / 3  # assumed honest mean as a share of the limit; limits are 1.5 times the worst honest value
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class Trust:
             return ""
         process = self.evidence.of(submission.worker).after(bets(verdict.spent, self.config))
         self.evidence.put(submission.worker, process)
-        if process.evidence < math.log(1 / ALPHA):
+        if process.evidence < DISMISSAL_NATS:
             return ""
         return (
             f"its {process.observations} submissions together are e^{process.evidence:.0f} times likelier if it chooses"
@@ -123,10 +124,14 @@ class Trust:
         )
 
     def dismiss(self, worker: str, submission: str, why: str) -> bool:
-        """Dismiss a worker; drop its open tasks and unbatched groups. Return False if it was already dismissed."""
-        if not self.db.nodes.move(worker, "dismiss", why, self.db.clock()):
-            return False
+        """Dismiss a worker; drop its open tasks and unbatched groups.
+
+        Return False if it was already dismissed, or if the evidence does not suffice: a validator's verdict alone dismisses
+        nobody.
+        """
         process = self.evidence.of(worker)
+        if process.evidence < DISMISSAL_NATS or not self.db.nodes.move(worker, "dismiss", why, self.db.clock()):
+            return False
         self.db.submissions.drop_all(worker)
         self.db.groups.mark_all_stale(worker)
         self.db.ledger.append(
