@@ -170,16 +170,15 @@ def test_a_worker_without_a_task_reports_what_it_waits_for(tiny_folder: Path) ->
     assert node.activities == ["waiting for weights: no relay answers"]
 
 
-def test_a_refused_upload_costs_only_its_own_task(tiny_folder: Path) -> None:
+def test_an_upload_refused_with_409_costs_only_its_own_task_and_any_other_refusal_is_an_error(
+    tiny_folder: Path,
+) -> None:
     node = ScriptedNode([running(task(0)), running(task(1)), FINISHED])
     node.refusals[task(0).upload_path] = RefusedError("came after its deadline", 409)
     assert work(node, at_version_0(tiny_folder)) == "finished"
     assert list(node.uploads) == [task(1).upload_path]
     assert "generating for step 1" in node.activities, "people count steps from 1"
     assert any("not uploading" in line and "deadline" in line for line in node.activities)
-
-
-def test_any_other_refusal_is_an_error(tiny_folder: Path) -> None:
     node = ScriptedNode([running(task(0))])
     node.refusals[task(0).upload_path] = RefusedError("only worker may ask", 403)
     with pytest.raises(RefusedError):

@@ -60,7 +60,7 @@ def test_the_committed_churn_shows_every_fault_of_every_role() -> None:
 
 @pytest.mark.slow
 def test_a_worker_ten_times_slower_is_credited_and_not_penalised(tmp_path: Path) -> None:
-    """tests/coordinator/test_sizes.py measures, in virtual time, that no step waits for it and how much work is wasted."""
+    """tests/coordinator/test_arrivals.py measures, in virtual time, that no step waits for it and how much is wasted."""
     out = tmp_path / "run"
     swarm = start(out, "--set", "workers.count=3", "--set", "run.steps=30")
     wait_until(lambda: trained_steps(out) >= 1, DEADLINE_S, "a step")

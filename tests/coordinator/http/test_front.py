@@ -32,14 +32,11 @@ from .support import ANYONE, RUN, Site, refused, sending, served, upload, worker
     ("method", "path", "status"),
     [("GET", "/v1/status", 200), ("GET", "/nothing", 404), ("DELETE", "/v1/run", 405), ("POST", "/v1/heartbeat", 401)],
 )
-def test_a_strangers_connection_ends_with_its_answer(site: Site, method: str, path: str, status: int) -> None:
+def test_only_a_members_connection_stays_open_after_its_answer(site: Site, method: str, path: str, status: int) -> None:
     """Otherwise thousands of them stay open, idle, for over a minute each."""
     with sending(site, None, method, path) as connection:
         received = b"".join(iter(lambda: connection.recv(65536), b""))
     assert int(received.split()[1]) == status
-
-
-def test_a_members_connection_stays_open(site: Site) -> None:
     answer = site.clients["worker"].post("/v1/heartbeat", json={})
     assert answer.status_code == 200 and answer.headers.get("connection", "keep-alive") == "keep-alive"
 

@@ -152,15 +152,12 @@ def test_strangers_cannot_make_it_write_anything(site: Site) -> None:
         assert database.execute(count).fetchone() == (before[0] + 1,), "only the admitted key's"
 
 
-def test_a_changed_body_or_path_is_refused(site: Site) -> None:
+def test_a_changed_request_one_for_another_run_and_an_old_one_are_refused(site: Site) -> None:
     auth = SignedAuth(site.identities["validator"], RUN)
     headers = next(auth.auth_flow(httpx.Request("POST", f"{site.url}/v1/claims", content=b"{}"))).headers
     refused(ANYONE.post(f"{site.url}/v1/claims", content=b"[]", headers=headers), 401, "body changed")
     refused(ANYONE.post(f"{site.url}/v1/steps", content=b"{}", headers=headers), 401, "bad signature")
     refused(ANYONE.post(f"{site.url}/v1/claims?a", content=b"{}", headers=headers), 401, "bad signature")
-
-
-def test_a_request_for_another_run_or_from_the_past_is_refused(site: Site) -> None:
     refused(site.client(Identity.generate(), "test-1").post("/v1/heartbeat"), 401, "wrong audience")
     late = SignedAuth(Identity.generate(), RUN, clock=lambda: time.time() - 61)
     refused(ANYONE.post(f"{site.url}/v1/claims", auth=late), 401, "stale")
@@ -196,12 +193,9 @@ def test_the_largest_version_is_accepted(site: Site) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/submissions/x", "/v1/submissions/..%2f..%2fidentity.pem"])
-def test_an_unknown_submission_is_not_found(site: Site, path: str) -> None:
+def test_an_unknown_submission_is_not_found_and_an_invalid_number_is_a_bad_request(site: Site, path: str) -> None:
     refused(site.clients["validator"].get(path), 404, "no submission")
     refused(site.clients["worker"].put(path, content=b"x"), 404, "no submission")
-
-
-def test_a_step_or_entry_that_is_no_number_is_a_bad_request(site: Site) -> None:
     refused(site.clients["learner"].get("/v1/batches/first"), 400, "not a step")
     refused(site.clients["learner"].get("/v1/batches/-1"), 400, "not a step")
     refused(site.clients["worker"].get("/v1/ledger/x"), 400, "is not the number of an entry")
