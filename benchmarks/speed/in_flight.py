@@ -117,7 +117,7 @@ def measured(config: config_module.Config, producer: Producer, submissions: int,
     pool = Pool(config, producer.identity, submissions)
     worker: Any = Worker(pool, producer, compute=compute)  # type: ignore[arg-type]
     newest = (folder, SimpleNamespace(version=0, digest="0" * 64))
-    worker.take_weights(newest)
+    worker.load_newer(newest)
     began_s, before_s = time.perf_counter(), time.process_time()
     worker.run(SimpleNamespace(newest=lambda: newest, last_error=""), threading.Event())
     seconds = time.perf_counter() - began_s

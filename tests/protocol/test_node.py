@@ -140,7 +140,7 @@ def test_heartbeats_are_sent_in_the_background_and_continue_after_refusals(
     node = join(coordinator, tmp_path)
     good = coordinator.answers["/v1/heartbeat"]
     coordinator.answers["/v1/heartbeat"] = httpx.Response(500)
-    with node.heart():
+    with node.heartbeats():
         wait_until(lambda: len(coordinator.beats()) >= 3)
         assert node.answer is None
         coordinator.answers["/v1/heartbeat"] = good

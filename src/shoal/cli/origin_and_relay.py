@@ -138,7 +138,7 @@ async def serve_store(
         guard.servers = frozenset({url})
         log.info("listening at %s%s", here, f", announced as {url}" if url != here else "")
         node = await asyncio.to_thread(Node.join, invite, folder, url=url, stop=stop)
-        with node.heart():
+        with node.heartbeats():
             banning = asyncio.create_task(_ban(node, guard))
             try:
                 return await live(node)

@@ -109,7 +109,7 @@ def run_worker(
 
     node, config, dtype = join(invite, folder, threads, stop, engine)
     compute = OneThread()
-    with node.heart(), opened_engine(engine, config, dtype, threads, compute) as (opened, kind, fingerprint):
+    with node.heartbeats(), opened_engine(engine, config, dtype, threads, compute) as (opened, kind, fingerprint):
         publisher = node.wait_for_key("origin", stop)
         tasks = task_set(node, config, folder)
         producer = (producer_type or Producer)(config, node.invite.run, node.identity, opened, tasks, kind, compute)
@@ -147,7 +147,7 @@ def run_validator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
     from shoal.validator.service import Validator, Witness
 
     node, config, dtype = join(invite, folder, threads, stop)
-    with node.heart():
+    with node.heartbeats():
         publisher = node.wait_for_key("origin", stop)
         tasks = task_set(node, config, folder)
         fingerprint_of, witness = fingerprinter(config, dtype), Witness(node, folder)
@@ -161,7 +161,7 @@ def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
     from shoal.model import numerics
 
     node, config, dtype = join(invite, folder, threads, stop)
-    with node.heart():
+    with node.heartbeats():
         publisher = node.wait_for_key("origin", stop)
 
         def new_engine() -> TorchEngine:
@@ -247,7 +247,7 @@ def _leading(
         yield None, config_module.parse(received["config"]), received["dtype"]
         return
     node, config, dtype = join(invite, folder, threads, stop)
-    with node.heart():
+    with node.heartbeats():
         node.doing("loading the model")
         ranks.broadcast(json.dumps({"config": config.model_dump(exclude_none=True), "dtype": dtype}).encode())
         yield node, config, dtype

@@ -123,7 +123,7 @@ class Fingerprints:
         """Exclude a node from all classes until then. Forget its fingerprints and mismatches."""
         self.connection.change("UPDATE renewals SET outside_s = ? WHERE key = ?", until_s, key)
         self.forget(key)
-        self.forgive(key)
+        self.clear_mismatches(key)
 
     # --- mismatches --------------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Fingerprints:
         count = "SELECT count(*) FROM mismatches WHERE key = ? AND confirmed = ? AND at_s >= ?"
         return int(self.connection.value(count, key, int(confirmed), since_s))
 
-    def forgive(self, key: str) -> None:
+    def clear_mismatches(self, key: str) -> None:
         self.connection.change("DELETE FROM mismatches WHERE key = ?", key)
 
 
@@ -328,7 +328,7 @@ class Checkers:
         if confirmed:
             why = f"{MISMATCHES} inexact submissions within {WINDOW_S:.0f} s"
             self.db.nodes.suspend(submission.worker, why, now_s)
-            self.fingerprints.forgive(submission.worker)
+            self.fingerprints.clear_mismatches(submission.worker)
         else:
             self.fingerprints.exclude(submission.worker, now_s + WINDOW_S)
             self.notify(

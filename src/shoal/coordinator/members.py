@@ -55,7 +55,7 @@ class Members:
         self.checkers = checkers
         self.stakes = stakes
         self._min_stake = max(1, config.requirements.stake)
-        self._beats = Beats(db)
+        self._beats = HeartbeatBuffer(db)
 
     def may_register(self, key: str, invite: InvitePayload, capability: Capability | None = None) -> None:
         """Raise PoolError unless this invite admits this key on a machine of this capability. Change nothing."""
@@ -203,8 +203,8 @@ class Members:
         return "finished" if self.db.is_finished(self.config.run.steps) else "running"
 
 
-class Beats:
-    """Heartbeats, buffered before they are written."""
+class HeartbeatBuffer:
+    """Heartbeats that wait to be written."""
 
     def __init__(self, db: Database, *, immediate_per_s: float = IMMEDIATE_PER_S) -> None:
         self.db = db

@@ -123,14 +123,14 @@ class Caller:
             return response
 
         server = f"the coordinator at {self.invite.url}"
-        response = self.patiently(
+        response = self.retry(
             attempt, server, f"{method} {path}", "is it running and reachable, and nothing else at its address?"
         )
         if response.status_code >= 400:
             raise RefusedError(f"{method} {path}: {_reason(response)}", response.status_code)
         return response
 
-    def patiently(self, attempt: Callable[[], T], server: str, request: str, try_this: str) -> T:
+    def retry(self, attempt: Callable[[], T], server: str, request: str, try_this: str) -> T:
         """Retry an attempt with exponential backoff, for at most `patience_s`. Raise NodeError, StoppedError."""
         deadline_s = time.monotonic() + self.patience_s
         pause_s = 0.1

@@ -1,7 +1,7 @@
 """A member of the pool: every process except the coordinator. It joins, reads the config, and sends heartbeats.
 
     node = Node.join(invite, folder, stop=stop)   loads or creates the key, registers with the invite
-    with node.heart(): ...                        sends a heartbeat per second; `node.answer` is the newest answer
+    with node.heartbeats(): ...                   sends a heartbeat per second; `node.answer` is the newest answer
     node.post("/v1/claims", ...)                  sends a signed request (`calling`), repeated until a deadline
 
 Invariant: a run's description counts only if the coordinator's key signed it, for this run and this protocol.
@@ -214,7 +214,7 @@ class Node(Caller):
                     raise
                 raise AgainError(str(refusal)) from refusal
 
-        return self.patiently(send, "the pool's bucket", f"PUT {path}", BUCKET_HINT)
+        return self.retry(send, "the pool's bucket", f"PUT {path}", BUCKET_HINT)
 
     def fetch_file(self, path: str, *, max_bytes: int) -> bytes:
         """Return the file at `path`; its hash is the one that the coordinator signed. Raise RefusedError, NodeError."""
@@ -234,7 +234,7 @@ class Node(Caller):
                 raise AgainError("the file there has another hash")
             return data
 
-        return self.patiently(fetch, "the pool's bucket", f"GET {path}", BUCKET_HINT)
+        return self.retry(fetch, "the pool's bucket", f"GET {path}", BUCKET_HINT)
 
     # --- heartbeats and what they report -----------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class Node(Caller):
         return self.answer
 
     @contextmanager
-    def heart(self) -> Iterator[None]:
+    def heartbeats(self) -> Iterator[None]:
         """Send a heartbeat per HEARTBEAT_S, or fewer if the coordinator is slow, in the background."""
         stopped = threading.Event()
 

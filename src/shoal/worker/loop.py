@@ -127,7 +127,7 @@ class Worker:
                 self.check_upload(0)
                 self.deliver()
                 if not self.working:
-                    self.take_weights(follower.newest())
+                    self.load_newer(follower.newest())
                 elif len(self.working) == in_flight or self.waits_to_load(follower.newest()):
                     self.wait(BUSY_S)
                     continue
@@ -214,7 +214,7 @@ class Worker:
             self.upload.result()
             self.upload = self.node.finished = None
 
-    def take_weights(self, newest: tuple[Path, Manifest] | None) -> None:
+    def load_newer(self, newest: tuple[Path, Manifest] | None) -> None:
         """Load a newer version. Call it only while nothing is generated."""
         if newest is None or newest[1].version == self.loaded:
             return

@@ -28,7 +28,7 @@ from shoal.cli.launch.watch import STALL_S, Watch
 from shoal.cli.preflight.estimate import Forecast, available_cores, findings, forecast
 from shoal.cli.preflight.machine import check_space, disk_finding, disk_needs, explain, free_bytes, used_bytes
 from shoal.config import Config
-from shoal.coordinator.operating import INVITE_DAYS, INVITES, create_invite
+from shoal.coordinator.folder import INVITE_DAYS, INVITES, create_invite
 from shoal.errors import ShoalError, UserError
 from shoal.files import copy_tree, write_file
 from shoal.protocol.history import PoolWatch, Status

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.coordinator import members
-from shoal.coordinator.members import FLUSH_S, MAX_DOWNLOAD_S, Beats
+from shoal.coordinator.members import FLUSH_S, MAX_DOWNLOAD_S, HeartbeatBuffer
 from shoal.coordinator.nodes import BATCH_ROWS
 from shoal.protocol.messages import Heartbeat, Intake, Stats
 
@@ -22,12 +22,12 @@ def workers(harness: Harness) -> list[str]:
 
 def test_a_small_pools_heartbeat_is_recorded_at_once(harness: Harness) -> None:
     first, *_ = workers(harness)
-    Beats(harness.pool.db).record(harness.node(first), Heartbeat(policy_version=3))
+    HeartbeatBuffer(harness.pool.db).record(harness.node(first), Heartbeat(policy_version=3))
     assert (harness.node(first).seen_s, harness.node(first).version) == (harness.clock.now_s, 3)
 
 
 def test_a_large_pools_heartbeats_are_recorded_together_and_none_is_lost(harness: Harness) -> None:
-    keys, beats = workers(harness), Beats(harness.pool.db, immediate_per_s=0.01)
+    keys, beats = workers(harness), HeartbeatBuffer(harness.pool.db, immediate_per_s=0.01)
     beats.record(harness.node(keys[0]), Heartbeat())  # takes the pool beyond its rate
     begun_s = harness.clock.now_s
     for number, key in enumerate(keys):
@@ -45,7 +45,7 @@ def test_a_large_pools_heartbeats_are_recorded_together_and_none_is_lost(harness
 def test_each_download_is_recorded_once_on_the_coordinators_clock(harness: Harness) -> None:
     harness.publish(0, 1, 2)
     first, second, *_ = workers(harness)
-    beats = Beats(harness.pool.db)
+    beats = HeartbeatBuffer(harness.pool.db)
 
     def take(key: str, version: int | None, ago_s: float, took_s: float = 4.0) -> None:
         intake = Intake(version=version, size_bytes=700, took_s=took_s, ago_s=ago_s)
@@ -68,6 +68,6 @@ def test_each_download_is_recorded_once_on_the_coordinators_clock(harness: Harne
 def test_only_the_newest_downloads_are_kept(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "MAX_DOWNLOADS", 3)
     for version in range(6):
-        members.Beats(harness.pool.db).record_downloads([("a" * 64, version, 0.0, 1.0, 5)])
+        members.HeartbeatBuffer(harness.pool.db).record_downloads([("a" * 64, version, 0.0, 1.0, 5)])
     rows = harness.pool.db.connection.rows("SELECT version FROM transfers ORDER BY version")
     assert rows == [(3,), (4,), (5,)]
