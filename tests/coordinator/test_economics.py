@@ -25,7 +25,7 @@ Plan = Callable[["Life"], np.ndarray]  # which keys lie in their next submission
 
 @dataclass
 class Life:
-    """Of LIVES keys at once: what the liar knows before its next submission."""
+    """What the liars with LIVES keys know before their next submissions."""
 
     number: int
     share: np.ndarray  # of checks
@@ -35,9 +35,9 @@ class Life:
 
 @dataclass(frozen=True)
 class Lie:
-    saved: float  # of a submission's cost
-    found: float  # chance that a whole prefill finds it
-    seen: float  # chance that the prefill of a few rollouts does
+    saved: float  # share of a submission's cost
+    full: float  # probability that a full check rejects it
+    spot: float  # probability that a spot check does
 
 
 ROLLOUTS = 64
@@ -73,12 +73,12 @@ def now_and_then(chance: float) -> Plan:
 
 
 def when_trusted(life: Life) -> np.ndarray:
-    """A patient sybil: honest until it is checked as rarely as possible, then it lies until it is caught."""
+    """Honest until it is checked as rarely as possible; then it lies until it is caught."""
     return life.share <= FLOOR
 
 
 def hit_and_run(hits: int) -> Plan:
-    """Lies as often as it dares right after it is trusted, then works honestly until that is paid."""
+    """Lies `hits` times right after it is trusted, then works honestly until that is paid."""
     taken = np.zeros(LIVES, int)
 
     def plan(life: Life) -> np.ndarray:
@@ -92,7 +92,7 @@ def hit_and_run(hits: int) -> Plan:
 
 
 def when_little_waits(life: Life) -> np.ndarray:
-    """Lies where least is lost."""
+    """Lies when little credit is pending."""
     return (life.share < 1.0) & (life.pending <= DEFAULTS.escrow_checks)
 
 
@@ -126,7 +126,7 @@ def profit(plan: Plan, lie: Lie, floor: float, checks: int) -> tuple[float, floa
         lies = plan(Life(number, chance, rng, waits.sum(0))) & alive
         cost += alive * (1 - lie.saved * lies)
         whole = rng.random(LIVES) < chance
-        caught = lies & (rng.random(LIVES) < np.where(whole, lie.found, lie.seen))
+        caught = lies & (rng.random(LIVES) < np.where(whole, lie.full, lie.spot))
         alive &= ~caught
         waits[:, caught] = 0
         passed = whole & alive
@@ -153,6 +153,6 @@ def test_honest_work_is_paid_in_full() -> None:
 
 
 def test_without_escrow_lies_would_pay() -> None:
-    """As it was: credit at once, and no prefill of a few rollouts. The simulation can tell."""
+    """With credit at once and no spot checks. So the simulation can detect a profitable lie."""
     pay, cost = profit(when_trusted, Lie(1.0, 1.0, 0.0), FLOOR, 0)
     assert pay > cost
