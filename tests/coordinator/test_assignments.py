@@ -123,8 +123,8 @@ def test_a_silent_workers_task_does_not_count_as_in_progress(harness: Harness) -
 @pytest.mark.parametrize("changed", [{"run": "r1"}, {"worker": BOB}, {"number": 1}, {"version": 1}, {"secret": b"t"}])
 def test_any_other_assignment_has_another_nonce(changed: dict[str, object]) -> None:
     names = {"secret": b"s", "run": "r", "worker": ALICE, "number": 0, "version": 0}
-    found = assignment_nonce(**names)  # type: ignore[arg-type]
-    assert found == assignment_nonce(**names) and len(found) == 32  # type: ignore[arg-type]
-    assert found != assignment_nonce(**(names | changed))  # type: ignore[arg-type]
+    nonce = assignment_nonce(**names)  # type: ignore[arg-type]
+    assert nonce == assignment_nonce(**names) and len(nonce) == 32  # type: ignore[arg-type]
+    assert nonce != assignment_nonce(**(names | changed))  # type: ignore[arg-type]
     assert nonce_secret(COORDINATOR) == nonce_secret(Identity(COORDINATOR.private_key))
     assert nonce_secret(COORDINATOR) != nonce_secret(Identity.generate())

@@ -87,7 +87,7 @@ def test_once_half_a_batch_is_unchecked_all_are_checked(harness: Harness) -> Non
     """Batches have four groups; a draw of 0.9 means no full check."""
     harness.pool.judgement.trust.random = lambda: 0.9
     ids = [harness.accepted(useful=useful).id for useful in ((True, False), (True, True), (True, False))]
-    full = [found.full_check for id in ids if (found := harness.pool.db.submissions.get(id))]
+    full = [task.full_check for id in ids if (task := harness.pool.db.submissions.get(id))]
     assert full == [True, False, True], "a newcomer's always is; and so is the next one while two unchecked groups wait"
     assert harness.pool.batches.of_step(0).ready
     rows = harness.pool.db.connection.rows("SELECT checked FROM groups WHERE batch = 0 ORDER BY seq")

@@ -57,7 +57,7 @@ def test_each_download_is_recorded_once_on_the_coordinators_clock(harness: Harne
     harness.clock.now_s += 1
     take(first, 1, 4.0)  # the same download, a second later
     take(first, 2, 0.5)
-    take(first, 1, 0.0)  # said already, by another download
+    take(first, 1, 0.0)  # reported before
     take(second, 77, 0.0)  # there is no such version
     take(second, 2, 1e300, took_s=1e300)
     rows = harness.pool.db.connection.rows("SELECT node, version, from_s, to_s, size_bytes FROM transfers ORDER BY seq")

@@ -36,10 +36,10 @@ def members() -> Nodes:
 
 
 def reachable(start: NodeState) -> set[NodeState]:
-    found = {start}
-    while more := {after for (before, _), after in nodes_module.TABLE.items() if before in found} - found:
-        found |= more
-    return found
+    states = {start}
+    while more := {after for (before, _), after in nodes_module.TABLE.items() if before in states} - states:
+        states |= more
+    return states
 
 
 def test_banned_is_the_only_state_without_a_way_back_to_work() -> None:
@@ -121,9 +121,9 @@ def added(table: Submissions, number: int = 0) -> Submission:
 
 
 def now(table: Submissions, id: str = "w-0") -> Submission:
-    found = table.get(id)
-    assert found is not None
-    return found
+    submission = table.get(id)
+    assert submission is not None
+    return submission
 
 
 def test_settled_submissions_never_change() -> None:

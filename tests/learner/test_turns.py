@@ -11,7 +11,7 @@ from shoal.learner.loss import denominator
 from shoal.store.rollouts import read_accepted
 
 from ..turns import MAX_TOKENS, config
-from ..validator.support import ASKED, checked, claim, make_producer, make_validator
+from ..validator.support import ASSIGNMENT, checked, claim, make_producer, make_validator
 from .support import make_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def groups(talkative_folder, echo) -> list[Group]:
     """The groups that the learner reads from the accepted file."""
     validator = make_validator(talkative_folder, config())
-    verdict, data = checked(validator, claim(), make_producer(talkative_folder, config()).submission(ASKED))
+    verdict, data = checked(validator, claim(), make_producer(talkative_folder, config()).submission(ASSIGNMENT))
     validator.judge.quarantine.close()
     assert data is not None, verdict.detail
     rows = read_accepted(data, max_rows=8, max_tokens=512).rows

@@ -75,8 +75,8 @@ class FakeCoordinator:
         return response if self.signer is None else answered(request, response, self.signer)
 
     def beats(self) -> list[Heartbeat]:
-        found = [r for r in self.requests if r.url.path == "/v1/heartbeat"]
-        return [Heartbeat.model_validate_json(request.content) for request in found]
+        requests = [request for request in self.requests if request.url.path == "/v1/heartbeat"]
+        return [Heartbeat.model_validate_json(request.content) for request in requests]
 
 
 def invite() -> Invite:

@@ -7,7 +7,7 @@ from shoal.validator.service import Validator
 from shoal.worker.produce import Producer
 
 from ..workers import produced
-from .support import ASKED, SETTINGS, make_producer, make_validator
+from .support import ASSIGNMENT, SETTINGS, make_producer, make_validator
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def worker(one_thread: None, tiny_folder: Path) -> Producer:
 @pytest.fixture(scope="module")
 def honest(worker: Producer) -> list[Rollout]:
     """Its rollouts for its assignment."""
-    return produced(worker, ASKED)
+    return produced(worker, ASSIGNMENT)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ def config(**sections: Any) -> Config:
 SETTINGS = config()
 assignment = partial(workers.assignment, step=3, version=2)
 make_producer = partial(workers.make_producer, version=2)
-ASKED = assignment()
+ASSIGNMENT = assignment()
 
 
 @dataclass
@@ -58,8 +58,8 @@ def make_validator(folder: Path, settings: Config, dtype: DtypeName = "float32",
     return validator
 
 
-def claim(asked: Assignment = ASKED, worker: Identity = ALICE, *, full: bool = True) -> Claim:
-    return Claim(assignment=asked, worker=worker.public, lease_s=0.0, full=full)
+def claim(given: Assignment = ASSIGNMENT, worker: Identity = ALICE, *, full: bool = True) -> Claim:
+    return Claim(assignment=given, worker=worker.public, lease_s=0.0, full=full)
 
 
 def checked(validator: Validator, claim: Claim, data: bytes) -> tuple[Verdict, bytes | None]:
@@ -68,12 +68,12 @@ def checked(validator: Validator, claim: Claim, data: bytes) -> tuple[Verdict, b
     return validator.check([claim])[0]
 
 
-def judged(validator: Validator, asked: Assignment, data: bytes, worker: Identity = ALICE) -> Verdict:
-    return checked(validator, claim(asked, worker), data)[0]
+def judged(validator: Validator, given: Assignment, data: bytes, worker: Identity = ALICE) -> Verdict:
+    return checked(validator, claim(given, worker), data)[0]
 
 
-def case_of(judge: Judge, asked: Assignment, data: bytes) -> Case:
+def case_of(judge: Judge, given: Assignment, data: bytes) -> Case:
     """Open a readable file."""
-    case = judge.open(asked, ALICE.public, data)
+    case = judge.open(given, ALICE.public, data)
     assert isinstance(case, Case), case
     return case

@@ -15,7 +15,7 @@ from shoal.validator.checks import ALL, EXACT, FILE
 from shoal.worker.produce import Producer
 
 from ..workers import produced, signed
-from .support import ASKED, config, make_producer
+from .support import ASSIGNMENT, config, make_producer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,11 +49,11 @@ def answers(lines: list[str]) -> dict[str, str]:
 
 
 def test_honest_work_is_accepted_with_a_line_for_each_check(verify, worker: Producer) -> None:  # type: ignore[no-untyped-def]
-    status, lines = verify(worker.submission(ASKED))
+    status, lines = verify(worker.submission(ASSIGNMENT))
     assert (status, lines[-1]) == (ACCEPTED, "accepted")
-    found = answers(lines)
-    assert {check.__name__: found.pop(check.__name__) for check in ALL} == {check.__name__: "yes" for check in ALL}
-    same = set(found) == {
+    results = answers(lines)
+    assert {check.__name__: results.pop(check.__name__) for check in ALL} == {check.__name__: "yes" for check in ALL}
+    same = set(results) == {
         check.__name__ for check in EXACT
     }  # compared bit for bit as well; a difference is not a fault
     assert lines[-2] == (EQUAL if same else UNEQUAL)
@@ -64,33 +64,33 @@ def test_honest_work_is_accepted_with_a_line_for_each_check(verify, worker: Prod
 
 def test_a_cheap_lie_is_named_without_a_prefill(verify, worker: Producer, honest: list[Rollout]) -> None:  # type: ignore[no-untyped-def]
     lied = [replace(row, seed=row.seed + 1) for row in honest]
-    status, lines = verify(signed(worker, ASKED, lied))
+    status, lines = verify(signed(worker, ASSIGNMENT, lied))
     assert status == REJECTED and lines[-1] == NOT_MADE
     assert answers(lines) == {"context": "yes", "derived_tasks": "NO"}
 
 
 def test_a_lie_about_rewards_is_named_after_everything_else(verify, worker: Producer, honest: list[Rollout]) -> None:  # type: ignore[no-untyped-def]
-    status, lines = verify(signed(worker, ASKED, [replace(row, reward=row.reward + 1) for row in honest]))
+    status, lines = verify(signed(worker, ASSIGNMENT, [replace(row, reward=row.reward + 1) for row in honest]))
     assert (status, lines[-1]) == (REJECTED, NOT_MADE)
     assert [name for name, answer in answers(lines).items() if answer == "NO"] == ["rewards"]
     assert any("reward: rollout 0 claims" in line for line in lines)
 
 
 def test_a_lie_about_the_weights_is_rejected(verify, tiny_folder: Path) -> None:  # type: ignore[no-untyped-def]
-    status, lines = verify(make_producer(tiny_folder, config(), QuantizedWeights).submission(ASKED))
+    status, lines = verify(make_producer(tiny_folder, config(), QuantizedWeights).submission(ASSIGNMENT))
     assert (status, lines[-1]) == (REJECTED, NOT_MADE)
     assert answers(lines)["proof"] == "NO" and len(answers(lines)) == len(FILE) + 1
 
 
 @pytest.mark.parametrize("cut", [0, 100, -1])
 def test_a_damaged_file_is_unreadable(verify, worker: Producer, cut: int) -> None:  # type: ignore[no-untyped-def]
-    status, lines = verify(worker.submission(ASKED)[:cut])
+    status, lines = verify(worker.submission(ASSIGNMENT)[:cut])
     assert status == UNREADABLE and len(lines) == 1 and lines[0].startswith("unreadable: ")
 
 
 def test_an_invalid_submission_number_is_checked_like_any(verify, worker: Producer) -> None:  # type: ignore[no-untyped-def]
-    asked = ASKED.model_copy(update={"number": 10**6})
-    status, lines = verify(signed(worker, asked, produced(worker, asked)))
+    given = ASSIGNMENT.model_copy(update={"number": 10**6})
+    status, lines = verify(signed(worker, given, produced(worker, given)))
     assert status == ACCEPTED, lines
 
 
@@ -98,12 +98,12 @@ def test_missing_weights_or_options_are_named(
     run: Path, tiny_folder: Path, worker: Producer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file.parquet"
-    file.write_bytes(worker.submission(ASKED.model_copy(update={"policy_version": 7})))
+    file.write_bytes(worker.submission(ASSIGNMENT.model_copy(update={"policy_version": 7})))
     assert main(["audit", str(file), "--run", str(run)]) == USAGE, "no rejection"
     assert "no longer holds version 7" in capsys.readouterr().err
     assert main(["audit", str(file)]) == USAGE
     assert "--run DIR" in capsys.readouterr().err
-    file.write_bytes(worker.submission(ASKED))
+    file.write_bytes(worker.submission(ASSIGNMENT))
     arguments = ["--run", str(run), "--weights", str(tiny_folder)]
     assert main(["audit", str(file), *arguments]) == DONE
     assert capsys.readouterr().out.endswith("accepted\n")

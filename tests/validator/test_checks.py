@@ -40,7 +40,7 @@ from shoal.worker.produce import Producer
 
 from ..workers import ALICE, BOB, produced, signed
 from .support import (
-    ASKED,
+    ASSIGNMENT,
     EOS,
     GROUP_SIZE,
     MAX_TOKENS,
@@ -62,7 +62,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def verdict_on(worker: Producer, validator: Validator) -> Callable[[list[Rollout]], Verdict]:
     """Return the verdict on these rows, signed by Alice for her assignment."""
-    return lambda rows: judged(validator, ASKED, signed(worker, ASKED, rows))
+    return lambda rows: judged(validator, ASSIGNMENT, signed(worker, ASSIGNMENT, rows))
 
 
 @pytest.fixture
@@ -79,8 +79,8 @@ def with_row(rows: list[Rollout], number: int, **changed: Any) -> list[Rollout]:
 
 @pytest.mark.parametrize("number", range(4))
 def test_honest_work_is_accepted(worker: Producer, validator: Validator, number: int) -> None:
-    asked = assignment(number, step=number)
-    verdict = judged(validator, asked, worker.submission(asked))
+    given = assignment(number, step=number)
+    verdict = judged(validator, given, worker.submission(given))
     assert verdict.reason is None, verdict.detail
     assert verdict.evidence["margin_max"] < 1e-3
 
@@ -98,7 +98,7 @@ def test_honest_work_is_accepted(worker: Producer, validator: Validator, number:
 def test_honest_work_under_other_settings_is_accepted(tiny_folder: Path, sections: dict[str, Any]) -> None:
     settings = config(**sections)
     worker = make_producer(tiny_folder, settings)
-    verdict = judged(make_validator(tiny_folder, settings), ASKED, worker.submission(ASKED))
+    verdict = judged(make_validator(tiny_folder, settings), ASSIGNMENT, worker.submission(ASSIGNMENT))
     assert verdict.reason is None, verdict.detail
 
 
@@ -111,8 +111,8 @@ def test_honest_work_in_another_dtype_uses_at_most_half_of_each_limit(
     worker = make_producer(folder, SETTINGS, dtype=dtypes[0])
     validator = make_validator(folder, SETTINGS, dtype=dtypes[1])
     for number in range(3):
-        asked = assignment(number)
-        [examined] = validator.judge.examine([case_of(validator.judge, asked, worker.submission(asked))])
+        given = assignment(number)
+        [examined] = validator.judge.examine([case_of(validator.judge, given, worker.submission(given))])
         assert examined.finding is None, examined.finding
         rows, prefill = examined.case.rows, examined.case.computed()
         of_rows = toploc.verify_many(list(prefill.hidden_NH.split(prefill.lengths)), [row.proofs for row in rows])
@@ -150,7 +150,9 @@ def test_a_worker_need_not_claim_rewards(
 ) -> None:
     """It claims none if its own grader failed. The accepted file has the validator's rewards."""
     assert verdict_on(with_row(honest, 5, reward=float("nan"))).reason is None
-    _, accepted = checked(validator, claim(), signed(worker, ASKED, [replace(row, reward=math.nan) for row in honest]))
+    _, accepted = checked(
+        validator, claim(), signed(worker, ASSIGNMENT, [replace(row, reward=math.nan) for row in honest])
+    )
     rows = read_accepted(accepted or b"", max_rows=8, max_tokens=1000).rows
     assert [row.reward for row in rows] == pytest.approx([row.reward for row in honest])
 
@@ -172,7 +174,7 @@ def test_a_grade_that_may_differ_on_another_machine_accuses_nobody(
         patch.setattr(validator.judge.graders, "grade", lambda tasks, _: [uncertain] * len(tasks))
         assert verdict_on(claims_one).reason is None
     monkeypatch.setattr(worker.graders, "grade", lambda tasks, _: [uncertain] * len(tasks))
-    assert judged(validator, ASKED, worker.submission(ASKED)).reason is None
+    assert judged(validator, ASSIGNMENT, worker.submission(ASSIGNMENT)).reason is None
 
 
 def test_rewards_of_other_versions_are_not_compared(
@@ -181,8 +183,8 @@ def test_rewards_of_other_versions_are_not_compared(
     """A program may pass its tests in Python 3.12 and not even parse in 3.11."""
     with monkeypatch.context() as patch:
         patch.setattr(graders, "_installed", lambda: "CPython 3.99.0 x86_64")
-        data = signed(worker, ASKED, with_row(honest, 5, reward=1.0))
-    assert judged(validator, ASKED, data).reason is None
+        data = signed(worker, ASSIGNMENT, with_row(honest, 5, reward=1.0))
+    assert judged(validator, ASSIGNMENT, data).reason is None
 
 
 def first_is(name: str, value: float) -> Callable[[Rollout], dict[str, Any]]:
@@ -226,8 +228,8 @@ def test_work_for_another_submission_number_is_rejected(worker: Producer, valida
     """Signed for the prompts of the assignment, or for those of the work."""
     lucky = assignment(17)
     rows, prompts = produced(worker, lucky), [worker.prompt(plan) for plan in worker.plan(lucky)]
-    for data in (signed(worker, ASKED, rows), worker.sign(ASKED, prompts, rows)):
-        assert judged(validator, ASKED, data).reason is Reason.TASKS
+    for data in (signed(worker, ASSIGNMENT, rows), worker.sign(ASSIGNMENT, prompts, rows)):
+        assert judged(validator, ASSIGNMENT, data).reason is Reason.TASKS
 
 
 @pytest.mark.parametrize(
@@ -259,7 +261,7 @@ def test_missing_moved_or_doubled_rows_and_other_seeds_or_targets_are_rejected(
 @pytest.fixture
 def case(validator: Validator, worker: Producer, honest: list[Rollout]) -> Case:
     """Honest work with its prefill."""
-    return validator.judge.prefill([case_of(validator.judge, ASKED, signed(worker, ASKED, honest))])[0]
+    return validator.judge.prefill([case_of(validator.judge, ASSIGNMENT, signed(worker, ASSIGNMENT, honest))])[0]
 
 
 def at(case: Case, rollouts: int = 1, **figures: float) -> Case:
@@ -286,7 +288,7 @@ def test_a_token_near_the_margin_passes_every_check(rules: Rules, case: Case, to
 
 
 @pytest.mark.parametrize(
-    ("margins", "tokens", "found"),
+    ("margins", "tokens", "rejects"),
     [
         ([1.5] * 2, 300, False),
         ([1.5] * 3, 300, True),
@@ -296,16 +298,16 @@ def test_a_token_near_the_margin_passes_every_check(rules: Rules, case: Case, to
     ],
     ids=["two", "three", "one far away", "two of few", "many near"],
 )
-def test_few_and_near_outliers_pass(rules: Rules, case: Case, margins: list[float], tokens: int, found: bool) -> None:
+def test_few_and_near_outliers_pass(rules: Rules, case: Case, margins: list[float], tokens: int, rejects: bool) -> None:
     margins_N = torch.zeros(tokens)
     margins_N[: len(margins)] = torch.tensor(margins) * SETTINGS.validator.sampling_margin
     changed = replace(case, prefill=replace(case.computed(), margins_N=margins_N))
     finding = sampling(rules, changed).finding
-    assert (finding is not None) == found
+    assert (finding is not None) == rejects
 
 
 @pytest.mark.parametrize(
-    ("token", "logprob", "margin", "found"),
+    ("token", "logprob", "margin", "rejects"),
     [
         (EOS, -0.5, 5.0, False),  # likely
         (EOS, -9.0, 0.0, False),  # yielded
@@ -316,23 +318,23 @@ def test_few_and_near_outliers_pass(rules: Rules, case: Case, margins: list[floa
     ],
 )
 def test_an_end_token_must_be_likely_or_yielded(
-    rules: Rules, case: Case, token: int, logprob: float, margin: float, found: bool
+    rules: Rules, case: Case, token: int, logprob: float, margin: float, rejects: bool
 ) -> None:
     assert termination(rules, case).finding is None
     for rollouts in (OUTLIERS, OUTLIERS + 1):
         changed = at(ending(case, token), rollouts, logprobs_N=logprob, margins_N=margin)
         finding = termination(rules, changed).finding
-        assert (finding is not None) == (found and rollouts > OUTLIERS), "numerics may move a few"
+        assert (finding is not None) == (rejects and rollouts > OUTLIERS), "numerics may move a few"
 
 
 @pytest.mark.parametrize(
-    ("token", "margin", "found"), [(USER, 0.0, False), (USER, 0.7, False), (USER, 0.8, True), (EOS, 0.8, False)]
+    ("token", "margin", "rejects"), [(USER, 0.0, False), (USER, 0.7, False), (USER, 0.8, True), (EOS, 0.8, False)]
 )
-def test_a_special_token_must_be_yielded(rules: Rules, case: Case, token: int, margin: float, found: bool) -> None:
+def test_a_special_token_must_be_yielded(rules: Rules, case: Case, token: int, margin: float, rejects: bool) -> None:
     assert special_tokens(rules, case).finding is None
     for rollouts in (OUTLIERS, OUTLIERS + 1):
         finding = special_tokens(rules, at(ending(case, token), rollouts, margins_N=margin)).finding
-        assert (finding is not None) == (found and rollouts > OUTLIERS), "numerics may move a few"
+        assert (finding is not None) == (rejects and rollouts > OUTLIERS), "numerics may move a few"
 
 
 def test_tokens_likelier_than_samples_are_rejected_even_if_their_seeds_yield_them(rules: Rules, case: Case) -> None:
@@ -371,9 +373,9 @@ def test_rows_of_another_worker_are_rejected_as_tasks_whoever_submitted_them_fir
     tiny_folder: Path, honest: list[Rollout]
 ) -> None:
     validator, thief = make_validator(tiny_folder, SETTINGS), make_producer(tiny_folder, SETTINGS, identity=BOB)
-    asked = assignment(worker=BOB)
-    validator.node.owner = ASKED.id  # type: ignore[attr-defined]
-    assert judged(validator, asked, signed(thief, asked, honest), worker=BOB).reason is Reason.TASKS
+    given = assignment(worker=BOB)
+    validator.node.owner = ASSIGNMENT.id  # type: ignore[attr-defined]
+    assert judged(validator, given, signed(thief, given, honest), worker=BOB).reason is Reason.TASKS
     assert FILE.index(derived_tasks) < FILE.index(replayed)
 
 
@@ -382,9 +384,9 @@ def test_only_a_workers_own_earlier_rollouts_are_a_replay(
 ) -> None:
     """Seeds are public, so anyone with the weights can compute her rollouts and upload them for another task."""
     validator = make_validator(tiny_folder, SETTINGS)
-    for owner in (assignment(worker=BOB).id, ASKED.id):
+    for owner in (assignment(worker=BOB).id, ASSIGNMENT.id):
         validator.node.owner = owner  # type: ignore[attr-defined]
-        assert judged(validator, ASKED, signed(worker, ASKED, honest)).reason is None
+        assert judged(validator, ASSIGNMENT, signed(worker, ASSIGNMENT, honest)).reason is None
     outcome = replayed(rules, replace(case, content_owner=assignment(1).id))
     assert outcome.finding is not None and outcome.finding.reason is Reason.REPLAYED
 
@@ -398,7 +400,7 @@ def test_only_a_workers_own_earlier_rollouts_are_a_replay(
         ({"policy_digest": "e" * 64}, "its header names"),
         ({"step": 4, "policy_version": 3}, "its header names"),
         ({"nonce": "e" * 32}, "its header names"),
-        ({"groups": ASKED.groups + 1}, "its header names"),
+        ({"groups": ASSIGNMENT.groups + 1}, "its header names"),
         ({"run": "other-0"}, "other-0"),
     ],
 )
@@ -406,20 +408,20 @@ def test_a_header_with_another_assignment_or_run_is_rejected(
     tiny_folder: Path, validator: Validator, honest: list[Rollout], changed: dict[str, Any], words: str
 ) -> None:
     liar = make_producer(tiny_folder, SETTINGS)
-    prompts = [liar.prompt(plan) for plan in liar.plan(ASKED)]
+    prompts = [liar.prompt(plan) for plan in liar.plan(ASSIGNMENT)]
     liar.run = changed.get("run", liar.run)
-    verdict = judged(validator, ASKED, liar.sign(ASKED.model_copy(update=changed), prompts, honest))
+    verdict = judged(validator, ASSIGNMENT, liar.sign(ASSIGNMENT.model_copy(update=changed), prompts, honest))
     assert verdict.reason is Reason.CONTEXT and words in verdict.detail
 
 
 def test_a_file_signed_for_other_prompts_is_rejected(
     worker: Producer, validator: Validator, honest: list[Rollout]
 ) -> None:
-    prompts = [worker.prompt(plan) for plan in worker.plan(ASKED)]
+    prompts = [worker.prompt(plan) for plan in worker.plan(ASSIGNMENT)]
     for other in (prompts[::-1], prompts[:1], [[*prompts[0], 5], prompts[1]], []):
-        verdict = judged(validator, ASKED, worker.sign(ASKED, other, honest))
+        verdict = judged(validator, ASSIGNMENT, worker.sign(ASSIGNMENT, other, honest))
         assert verdict.reason is Reason.CONTEXT and "other prompts" in verdict.detail
-    assert judged(validator, ASKED, worker.sign(ASKED, prompts, honest)).reason is None
+    assert judged(validator, ASSIGNMENT, worker.sign(ASSIGNMENT, prompts, honest)).reason is None
 
 
 @pytest.mark.parametrize("honestly", [False, True])
@@ -427,17 +429,17 @@ def test_a_file_signed_by_another_is_rejected_as_signature(
     worker: Producer, validator: Validator, honest: list[Rollout], honestly: bool
 ) -> None:
     """Bob signs, and names himself or Alice as the signer. Otherwise she could be slashed for his file."""
-    theirs = judged(validator, assignment(worker=BOB), signed(worker, ASKED, honest), worker=BOB)
+    theirs = judged(validator, assignment(worker=BOB), signed(worker, ASSIGNMENT, honest), worker=BOB)
     assert theirs.reason is Reason.SIGNATURE
 
     class Impostor(type(BOB)):  # type: ignore[misc]
         public = ALICE.public
 
     header = rollout_file.read_submission(
-        signed(worker, ASKED, honest), max_rows=len(honest), max_tokens=SETTINGS.sampling.max_tokens
+        signed(worker, ASSIGNMENT, honest), max_rows=len(honest), max_tokens=SETTINGS.sampling.max_tokens
     ).header
     signer = BOB if honestly else Impostor(BOB.private_key)
-    verdict = judged(validator, ASKED, rollout_file.write_submission(header, honest, signer))
+    verdict = judged(validator, ASSIGNMENT, rollout_file.write_submission(header, honest, signer))
     assert verdict.reason is Reason.SIGNATURE and (BOB.public[:16] in verdict.detail) == honestly
 
 
@@ -451,20 +453,22 @@ FIGURES = dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize(("kind", "found"), [("vllm/cpu", False), ("", True), ("vllm/cuda", True)])
-def test_each_engine_has_its_own_limits(tiny_folder: Path, kind: str, found: bool) -> None:
+@pytest.mark.parametrize(("kind", "rejects"), [("vllm/cpu", False), ("", True), ("vllm/cuda", True)])
+def test_each_engine_has_its_own_limits(tiny_folder: Path, kind: str, rejects: bool) -> None:
     settings = config(validator={"limits": {"vllm/cpu": WIDE}, "sampling_margin_mean": 1e6})
     judge = make_validator(tiny_folder, settings).judge
     worker: Any = make_producer(tiny_folder, settings)
     worker.kind = kind
-    data = Producer.sign(worker, ASKED, [worker.prompt(plan) for plan in worker.plan(ASKED)], produced(worker, ASKED))
-    case = judge.prefill([case_of(judge, ASKED, data)])[0]
+    data = Producer.sign(
+        worker, ASSIGNMENT, [worker.prompt(plan) for plan in worker.plan(ASSIGNMENT)], produced(worker, ASSIGNMENT)
+    )
+    case = judge.prefill([case_of(judge, ASSIGNMENT, data)])[0]
     assert case.header.engine == kind
     prefill = case.computed()
     off = replace(prefill, margins_N=prefill.margins_N + 2 * MARGIN, logprobs_N=prefill.logprobs_N - 0.5)
     case = replace(case, prefill=off)
     for check in (sampling, logprobs):
-        assert (check(judge.rules, case).finding is not None) == found, check.__name__
+        assert (check(judge.rules, case).finding is not None) == rejects, check.__name__
     assert termination(judge.rules, case) and special_tokens(judge.rules, case)
     beyond = spent(judge.grade(case), settings, FIGURES).beyond[-1]
-    assert (beyond > 0) == found, "the tests over many submissions use the same unit"
+    assert (beyond > 0) == rejects, "the tests over many submissions use the same unit"

@@ -57,9 +57,9 @@ def test_honest_sampling_stays_below_the_limit(seed: int) -> None:
 
 def test_honest_submissions_exceed_x_for_at_most_a_share_of_e_to_the_minus_x() -> None:
     scaled = [logits(20, seed) for seed in range(400)]
-    found = torch.tensor([evidence(scaled_NV, drawn(scaled_NV, seed)) for seed, scaled_NV in enumerate(scaled)])
+    nats = torch.tensor([evidence(scaled_NV, drawn(scaled_NV, seed)) for seed, scaled_NV in enumerate(scaled)])
     for x in (1.0, 2.0, 3.0):
-        assert float((found > x).float().mean()) <= math.exp(-x)
+        assert float((nats > x).float().mean()) <= math.exp(-x)
 
 
 def top_k(scaled_NV: Tensor, k: int) -> Tensor:

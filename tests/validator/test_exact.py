@@ -23,7 +23,7 @@ from shoal.worker.produce import Producer
 
 from ..model.exactness import NEEDS_EXACT
 from ..workers import ALICE, RUN, produced, signed
-from .support import ASKED, ValidatorsNode, case_of, claim, config
+from .support import ASSIGNMENT, ValidatorsNode, case_of, claim, config
 
 pytestmark = [NEEDS_EXACT, pytest.mark.usefixtures("one_thread")]
 ONE, TWO = "1" * 64, "2" * 64
@@ -43,7 +43,7 @@ def worker(one_thread: None, tiny_folder: Path) -> Producer:
 
 @pytest.fixture(scope="module")
 def rows(worker: Producer) -> list[Rollout]:
-    return produced(worker, ASKED)
+    return produced(worker, ASSIGNMENT)
 
 
 def make(folder: Path, settings: Any = SETTINGS, own: Callable[[Any], str] = lambda model: ONE) -> Validator:
@@ -63,9 +63,9 @@ def validator(one_thread: None, tiny_folder: Path) -> Iterator[Validator]:
 
 def judged(validator: Validator, worker: Producer, rows: list[Rollout], fingerprint: str = ONE) -> Verdict:
     """The verdict on these rows by a worker that reports this fingerprint."""
-    asked: Claim = claim(ASKED).model_copy(update={"fingerprint": fingerprint})
-    validator.node.files[ASKED.id] = signed(worker, ASKED, rows)  # type: ignore[attr-defined]
-    return validator.check([asked])[0][0]
+    given: Claim = claim(ASSIGNMENT).model_copy(update={"fingerprint": fingerprint})
+    validator.node.files[ASSIGNMENT.id] = signed(worker, ASSIGNMENT, rows)  # type: ignore[attr-defined]
+    return validator.check([given])[0][0]
 
 
 # --- bitwise equality ------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_a_validator_reloads_its_weights_for_inexact_work_only_rarely(
 @pytest.fixture
 def computed(validator: Validator, worker: Producer, rows: list[Rollout]) -> Case:
     """Honest work and its prefill."""
-    return validator.judge.prefill([case_of(validator.judge, ASKED, signed(worker, ASKED, rows))])[0]
+    return validator.judge.prefill([case_of(validator.judge, ASSIGNMENT, signed(worker, ASSIGNMENT, rows))])[0]
 
 
 def flipped(proof: bytes) -> bytes:
@@ -144,8 +144,8 @@ def test_a_token_within_the_limits_is_inexact(validator: Validator, computed: Ca
     margins_N[5] = 1e-6
     near = replace(computed, exact=True, prefill=replace(computed.computed(), margins_N=margins_N))
     assert sampling(validator.judge.rules, near).finding is None
-    found = exact_tokens(validator.judge.rules, near).finding
-    assert found is not None and found.reason is Reason.INEXACT and "token 5 of rollout 0" in found.detail
+    finding = exact_tokens(validator.judge.rules, near).finding
+    assert finding is not None and finding.reason is Reason.INEXACT and "token 5 of rollout 0" in finding.detail
     assert replay(near).mismatched == 1
 
 
@@ -183,7 +183,7 @@ def test_a_faked_fingerprint_is_inexact_not_slashed(validator: Validator, tiny_f
     other = exact_producer(tiny_folder)
     with torch.no_grad():
         other.engine.model.base_model.layers[0].mlp.down_proj.weight.mul_(1 + 2**-20)  # type: ignore[attr-defined]
-    rows = produced(other, ASKED)
+    rows = produced(other, ASSIGNMENT)
     assert judged(validator, other, rows, TWO).reason is None, "accepted without the claim"
     verdict = judged(validator, other, rows, ONE)
     assert verdict.reason is Reason.INEXACT and verdict.replay is not None
@@ -207,7 +207,7 @@ def test_a_changed_library_is_inexact_not_slashed_and_changes_the_fingerprint(
         return torch.bmm(torch.softmax(scores, -1).flip(-1), value.flip(1)), sums
 
     monkeypatch.setattr(exact, "attention", other_order)
-    rows = produced(updated, ASKED)
+    rows = produced(updated, ASSIGNMENT)
     changed = fingerprint(updated.engine.model)  # type: ignore[attr-defined]
     monkeypatch.undo()
     assert changed != before
@@ -221,12 +221,12 @@ def test_a_flipped_bit_in_a_workers_weight_is_inexact_until_it_reloads(
 ) -> None:
     faulty = exact_producer(tiny_folder)
     flip_(faulty.engine.model, 14)  # type: ignore[attr-defined]
-    verdict = judged(validator, faulty, produced(faulty, ASKED))
+    verdict = judged(validator, faulty, produced(faulty, ASSIGNMENT))
     assert verdict.reason is Reason.INEXACT
     assert fingerprint(faulty.engine.model) != fingerprint(worker.engine.model)  # type: ignore[attr-defined]
     faulty.load(tiny_folder, 2)
     assert fingerprint(faulty.engine.model) == fingerprint(worker.engine.model)  # type: ignore[attr-defined]
-    assert judged(validator, faulty, produced(faulty, ASKED)).reason is None
+    assert judged(validator, faulty, produced(faulty, ASSIGNMENT)).reason is None
 
 
 @pytest.mark.parametrize("bit", [14, 30])
@@ -235,9 +235,9 @@ def test_a_flipped_bit_in_a_validators_weight_costs_no_worker(
 ) -> None:
     """With bit 14 honest work is inexact; with bit 30 (of the exponent) it looks like a lie."""
     flip_(validator.judge.model, bit)
-    [case] = [validator.judge.open(ASKED, ALICE.public, signed(worker, ASKED, rows))]
-    found = validator.judge.examine([replace(case, exact=True)])[0].finding  # type: ignore[type-var]
-    assert found is not None and (found.reason in HARD) == (bit == 30)
+    [case] = [validator.judge.open(ASSIGNMENT, ALICE.public, signed(worker, ASSIGNMENT, rows))]
+    finding = validator.judge.examine([replace(case, exact=True)])[0].finding  # type: ignore[type-var]
+    assert finding is not None and (finding.reason in HARD) == (bit == 30)
     verdict = judged(validator, worker, rows)
     assert verdict.reason is None, "it reloads its weights before it rejects"
     assert "this machine's memory" in caplog.text

@@ -21,7 +21,7 @@ from ..conftest import tiny_tokenizer
 from ..turns import Echo
 from ..turns import config as turns_config
 from ..workers import produced, signed
-from .support import ASKED, case_of, checked, claim, config, make_producer, make_validator
+from .support import ASSIGNMENT, case_of, checked, claim, config, make_producer, make_validator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,7 +52,7 @@ def worker(programs: Config, tiny_folder: Path) -> Producer:
 
 @pytest.fixture(scope="module")
 def honest(worker: Producer) -> list[Rollout]:
-    return produced(worker, ASKED)
+    return produced(worker, ASSIGNMENT)
 
 
 @pytest.fixture
@@ -83,9 +83,9 @@ def test_programs_that_a_worker_wrote_are_detected_before_they_reach_their_limit
     monkeypatch.setattr(validator.judge, "choose", lambda numbers, k: [6, 7])
     sizes = prefilled(validator.judge, monkeypatch)
     rows = [*map(made_up, honest[:4]), *honest[4:]]
-    verdict, accepted = checked(validator, claim(full=False), signed(worker, ASKED, rows))
+    verdict, accepted = checked(validator, claim(full=False), signed(worker, ASSIGNMENT, rows))
     assert verdict.reason in HARD and accepted is None
-    assert verdict.reason not in (Reason.REWARD, Reason.ENVIRONMENT), "the prefill found it"
+    assert verdict.reason not in (Reason.REWARD, Reason.ENVIRONMENT), "by the prefill"
     assert sizes == [2, 8, 8], "the last one with reloaded weights"
 
 
@@ -94,7 +94,7 @@ def test_programs_that_end_in_time_cost_no_prefill(
 ) -> None:
     monkeypatch.setattr("shoal.validator.judge.MIN_GRADING_S", 600.0)
     sizes = prefilled(validator.judge, monkeypatch)
-    verdict, accepted = checked(validator, claim(full=False), signed(worker, ASKED, honest))
+    verdict, accepted = checked(validator, claim(full=False), signed(worker, ASSIGNMENT, honest))
     assert verdict.reason is None and accepted is not None and sizes == [2]
     assert validator.judge.budget.left_s == math.inf, "the limit ends with the submission"
 
@@ -124,13 +124,13 @@ def test_slow_programs_of_the_runs_own_model_are_blamed_on_nobody(
         replace(row, reward=1.0) if row.group == 1 else row for row in honest
     ]  # the worker had time to grade them
     for full in (True, False):
-        verdict, accepted = checked(validator, claim(full=full), signed(worker, ASKED, claimed))
+        verdict, accepted = checked(validator, claim(full=full), signed(worker, ASSIGNMENT, claimed))
         assert verdict.reason is None and accepted is not None
         first, second = verdict.groups
         assert first.outcomes.grader_error == 0 and second.outcomes.grader_error == 4
         assert "time that the claim leaves" in second.error and verdict.spent is None
     monkeypatch.undo()
-    verdict, _ = checked(validator, claim(), signed(worker, ASKED, honest))
+    verdict, _ = checked(validator, claim(), signed(worker, ASSIGNMENT, honest))
     assert verdict.spent is not None, "otherwise it is an observation"
 
 
@@ -139,7 +139,7 @@ def test_one_slow_submission_takes_no_time_from_the_others(
 ) -> None:
     judge = validator.judge
     judge.grading_s = 6.0
-    case = case_of(judge, ASKED, signed(worker, ASKED, honest))
+    case = case_of(judge, ASSIGNMENT, signed(worker, ASSIGNMENT, honest))
     clock = Ticking()
     judge.budget.clock = clock
     shares: list[float] = []
@@ -170,7 +170,7 @@ def test_before_a_prefill_grading_may_take_as_long_as_the_prefill(
 ) -> None:
     judge = validator.judge
     judge.grading_s = 1e6
-    case, clock = case_of(judge, ASKED, signed(worker, ASKED, honest)), Ticking()
+    case, clock = case_of(judge, ASSIGNMENT, signed(worker, ASSIGNMENT, honest)), Ticking()
     judge.budget.clock = clock
     prefill = judge.prefill
 
@@ -201,7 +201,7 @@ def test_answers_that_cannot_be_repeated_in_time_are_rejected_softly(
     talkative_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make_producer(talkative_folder, turns_config())
-    data = made.submission(ASKED)
+    data = made.submission(ASSIGNMENT)
     validator = make_validator(talkative_folder, turns_config())
     with validator.judge as judge:
         assert checked(validator, claim(), data)[0].reason is None

@@ -21,7 +21,7 @@ from shoal.validator.verdict import group_results
 from shoal.worker.produce import Producer
 
 from ..workers import VALIDATOR, produced, signed
-from .support import ASKED, SETTINGS, assignment, case_of, make_producer
+from .support import ASSIGNMENT, SETTINGS, assignment, case_of, make_producer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,15 +102,15 @@ def test_hand_written_answers_fail_the_spot_check(
 ) -> None:
     """Null proofs, or proofs copied from another rollout, for tokens that no model generated."""
     written = [replace(row, tokens=[5, 1], logprobs=[-1.0, -1.0], proofs=[bytes(PROOF_BYTES)]) for row in honest]
-    assert reasons(judge.examine([case_of(judge, ASKED, signed(worker, ASKED, written))], cheaply=[True])) == [
-        Reason.PROOF
-    ]
+    assert reasons(
+        judge.examine([case_of(judge, ASSIGNMENT, signed(worker, ASSIGNMENT, written))], cheaply=[True])
+    ) == [Reason.PROOF]
     sizes: list[int] = []
     prefill = judge.prefill
     monkeypatch.setattr(judge, "prefill", lambda cases: sizes.extend(len(c.rows) for c in cases) or prefill(cases))
     copied = [replace(row, proofs=honest[0].proofs[:1]) for row in written]
-    found = reasons(judge.examine([case_of(judge, ASKED, signed(worker, ASKED, copied))], cheaply=[True]))
-    assert found == [Reason.PROOF] and sizes == [2, 8], "a spot check first, and a whole one before it counts"
+    results = reasons(judge.examine([case_of(judge, ASSIGNMENT, signed(worker, ASSIGNMENT, copied))], cheaply=[True]))
+    assert results == [Reason.PROOF] and sizes == [2, 8], "a spot check first, and a whole one before it counts"
 
 
 def test_a_spot_check_prefills_two_rollouts_drawn_after_the_upload(
@@ -119,7 +119,7 @@ def test_a_spot_check_prefills_two_rollouts_drawn_after_the_upload(
     """One false rollout of eight passes unless it is drawn."""
     other = make_false(honest[6])
     rows = [*honest[:6], other, honest[7]]
-    case = case_of(judge, ASKED, signed(worker, ASKED, rows))
+    case = case_of(judge, ASSIGNMENT, signed(worker, ASSIGNMENT, rows))
     draws: list[tuple[int, int]] = []
 
     def drawn(*numbers: int) -> list[Reason | None]:
@@ -168,9 +168,9 @@ def test_cheap_lies_are_rejected_without_a_prefill(
         ([replace(first, proofs=[]), *honest[1:]], Reason.BOUNDS),
     ]:
         for cheaply in (None, [True]):
-            assert reasons(judge.examine([case_of(judge, ASKED, signed(worker, ASKED, rows))], cheaply=cheaply)) == [
-                reason
-            ]
+            assert reasons(
+                judge.examine([case_of(judge, ASSIGNMENT, signed(worker, ASSIGNMENT, rows))], cheaply=cheaply)
+            ) == [reason]
 
 
 def test_completions_that_the_runs_model_did_not_write_are_never_graded(

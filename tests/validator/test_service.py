@@ -27,7 +27,7 @@ from ..store.support import never
 from ..store.test_pages import BOMBS
 from ..workers import ALICE, GROUPS, RUN, VALIDATOR, produced, signed
 from .support import (
-    ASKED,
+    ASSIGNMENT,
     GROUP_SIZE,
     MAX_TOKENS,
     SETTINGS,
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def file(worker: Producer, honest: list[Rollout]) -> bytes:
-    return signed(worker, ASKED, honest)
+    return signed(worker, ASSIGNMENT, honest)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_an_honest_file_is_decoded_in_the_child_alone(
 ) -> None:
     for decoder in ("ParquetFile", "read_table"):
         monkeypatch.setattr(pq, decoder, never)
-    assert judged(validator, ASKED, file).reason is None
+    assert judged(validator, ASSIGNMENT, file).reason is None
 
 
 @pytest.mark.parametrize("data", [b"", b"PAR1", random.Random(0).randbytes(5_000), b"PAR1" + b"\x00" * 99 + b"PAR1"])
@@ -96,7 +96,7 @@ def test_a_file_with_too_many_rows_no_rows_or_too_long_rows_is_unreadable(
 ) -> None:
     longer = [Rollout(**vars(row) | {"tokens": row.tokens + [5] * MAX_TOKENS}) for row in honest]
     for rows, words in (([*honest * 8, honest[0]], "65 rows"), ([], ""), (longer, "")):
-        verdict, _ = checked(modelless, claim(), signed(worker, ASKED, rows))
+        verdict, _ = checked(modelless, claim(), signed(worker, ASSIGNMENT, rows))
         assert verdict.reason is Reason.UNREADABLE and words in verdict.detail
 
 
@@ -109,21 +109,21 @@ def test_the_accepted_file_has_the_validators_own_results(
     validator = make_validator(tiny_folder, SETTINGS)
     claimed = [Rollout(**vars(row) | {"logprobs": [p - 0.01 for p in row.logprobs]}) for row in honest]
     claimed = [Rollout(**vars(row) | {"reward": row.reward + 0.00005}) for row in claimed]
-    verdict, data = checked(validator, claim(), signed(worker, ASKED, claimed))
+    verdict, data = checked(validator, claim(), signed(worker, ASSIGNMENT, claimed))
     assert verdict.reason is None and data is not None
     accepted = read_accepted(data, max_rows=GROUPS * GROUP_SIZE, max_tokens=SETTINGS.learner.row_tokens)
     for row, true in zip(accepted.rows, honest, strict=True):
         assert (row.group, row.task, row.tokens) == (true.group, true.task, true.tokens)
         assert row.logprobs == pytest.approx(true.logprobs, abs=1e-4)
         assert row.reward == pytest.approx(true.reward, abs=1e-6)
-        assert row.prompt == worker.prompt(worker.plan(ASKED)[row.group])
+        assert row.prompt == worker.prompt(worker.plan(ASSIGNMENT)[row.group])
     header = accepted.header
     assert (header.run, header.step, header.policy_version, header.policy_digest, header.submission) == (
         RUN,
-        ASKED.step,
-        ASKED.policy_version,
-        ASKED.policy_digest,
-        ASKED.number,
+        ASSIGNMENT.step,
+        ASSIGNMENT.policy_version,
+        ASSIGNMENT.policy_digest,
+        ASSIGNMENT.number,
     )
     assert (header.worker, header.signer) == (ALICE.public, VALIDATOR.public)
 
@@ -143,7 +143,7 @@ def test_the_verdict_describes_every_group(tiny_folder: Path, honest: list[Rollo
 def test_a_group_with_equal_rewards_is_not_useful(tiny_folder: Path) -> None:
     settings = config(tasks={"length_targets": []})  # without targets all rewards of a random model are 0
     worker = make_producer(tiny_folder, settings)
-    verdict, data = checked(make_validator(tiny_folder, settings), claim(), worker.submission(ASKED))
+    verdict, data = checked(make_validator(tiny_folder, settings), claim(), worker.submission(ASSIGNMENT))
     assert [group.useful for group in verdict.groups] == [False, False]
     assert data is not None
 
@@ -186,7 +186,7 @@ class ScriptedNode(ValidatorsNode):
 
 def scripted(tiny_folder: Path, upload: bytes, refusal: RefusedError | None = None) -> tuple[Validator, ScriptedNode]:
     validator = make_validator(tiny_folder, SETTINGS)
-    node = ScriptedNode(policy_version=2, files={ASKED.id: upload})
+    node = ScriptedNode(policy_version=2, files={ASSIGNMENT.id: upload})
     node.claims, node.limits, node.verdicts, node.refusal = [claim()], [], [], refusal
     validator.node = node  # type: ignore[assignment]
     return validator, node
@@ -220,28 +220,28 @@ def test_before_the_first_claim_the_newest_version_is_loaded(
 def test_each_of_several_claims_gets_its_own_verdict(tiny_folder: Path, worker: Producer, tiny_folders: Any) -> None:
     """A spot check shows other weights too; honest work that passes one keeps its logprobs."""
     validator, node = scripted(tiny_folder, b"")
-    asked = [assignment(number) for number in range(5)]
-    files = [worker.submission(given) for given in asked]
+    given = [assignment(number) for number in range(5)]
+    files = [worker.submission(given) for given in given]
     files[1] = b"nonsense"
-    files[2] = signed(worker, asked[2], [replace(row, reward=1.0) for row in produced(worker, asked[2])])
-    files[3] = make_producer(tiny_folders[1], SETTINGS).submission(asked[3])
-    node.files = {given.id: data for given, data in zip(asked, files, strict=True)}
-    node.claims = [claim(given, full=number != 4) for number, given in enumerate(asked)]
-    node.claims += [claim(given, full=False) for given in asked[2:4]]
+    files[2] = signed(worker, given[2], [replace(row, reward=1.0) for row in produced(worker, given[2])])
+    files[3] = make_producer(tiny_folders[1], SETTINGS).submission(given[3])
+    node.files = {given.id: data for given, data in zip(given, files, strict=True)}
+    node.claims = [claim(given, full=number != 4) for number, given in enumerate(given)]
+    node.claims += [claim(given, full=False) for given in given[2:4]]
     assert validator.run(threading.Event()) == "finished"
     assert node.limits == [BATCH] * 2
     reasons = {0: None, 1: Reason.UNREADABLE, 2: Reason.REWARD, 3: Reason.PROOF, 4: None}
     assert [(verdict.submission, verdict.reason) for verdict in node.verdicts] == [
-        (asked[number].id, reasons[number]) for number in (0, 1, 2, 3, 4, 2, 3)
+        (given[number].id, reasons[number]) for number in (0, 1, 2, 3, 4, 2, 3)
     ]
     assert [verdict.spent is None for verdict in node.verdicts] == [False, *[True] * 6], (
         "of accepted, fully checked work"
     )
-    assert set(node.uploads) == {f"/v1/accepted/{asked[n].id}" for n in (0, 4)}
+    assert set(node.uploads) == {f"/v1/accepted/{given[n].id}" for n in (0, 4)}
     for number in (0, 4):
-        accepted = read_accepted(node.uploads[f"/v1/accepted/{asked[number].id}"], max_rows=8, max_tokens=4096)
+        accepted = read_accepted(node.uploads[f"/v1/accepted/{given[number].id}"], max_rows=8, max_tokens=4096)
         assert accepted.header.submission == number
-        own = produced(worker, asked[number])
+        own = produced(worker, given[number])
         assert [row.tokens for row in accepted.rows] == [row.tokens for row in own]
         assert ([row.logprobs for row in accepted.rows] == [row.logprobs for row in own]) == (number == 4)
 

@@ -1,4 +1,4 @@
-"""Rollouts in several turns: honest ones are accepted, and whoever changes what the environment said is found out."""
+"""Rollouts in several turns: honest ones are accepted; a changed answer of the environment is rejected."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ from shoal.worker.produce import Producer
 
 from ..turns import ENDS, EOS, MAX_TOKENS, MAX_TURNS, USER, config
 from ..workers import ALICE, produced, signed
-from .support import ASKED, assignment, case_of, checked, claim, judged, make_producer, make_validator
+from .support import ASSIGNMENT, assignment, case_of, checked, claim, judged, make_producer, make_validator
 
 pytestmark = pytest.mark.usefixtures("one_thread", "echo")
 
@@ -39,7 +39,7 @@ def validator(talkative_folder: Path, echo: None) -> Validator:
 
 @pytest.fixture(scope="module")
 def honest(worker: Producer) -> list[Rollout]:
-    return produced(worker, ASKED)
+    return produced(worker, ASSIGNMENT)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def verdict_on(
     """`full`: False where the change leaves proofs behind that a prefill of the row would find first."""
     validator.judge.choose = lambda of, k: [n for n in of if n != number][:k]  # a spot check of other rows
     rows = [replace(row, **changed) if n == number else row for n, row in enumerate(honest)]
-    return checked(validator, claim(full=full), signed(worker, ASKED, rows))[0]
+    return checked(validator, claim(full=full), signed(worker, ASSIGNMENT, rows))[0]
 
 
 # --- honest ----------------------------------------------------------------------------------------------------------
@@ -62,11 +62,11 @@ def verdict_on(
 
 @pytest.mark.parametrize("number", range(4))
 def test_honest_conversations_are_accepted(worker: Producer, validator: Validator, number: int) -> None:
-    asked = assignment(number, step=number)
-    data = worker.submission(asked)
+    given = assignment(number, step=number)
+    data = worker.submission(given)
     rows = read_submission(data, max_rows=8, max_tokens=MAX_TOKENS).rows
     assert any(row.turns for row in rows) and any(USER in row.tokens for row in rows), "a special token is among them"
-    verdict = judged(validator, asked, data)
+    verdict = judged(validator, given, data)
     assert verdict.reason is None, verdict.detail
     assert verdict.evidence["margin_max"] < 1e-3
 
@@ -80,7 +80,7 @@ def test_the_test_data_has_every_kind_of_ending(honest: list[Rollout], worker: P
 
 
 def test_the_accepted_file_marks_the_turns(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
-    verdict, data = checked(validator, claim(), signed(worker, ASKED, honest))
+    verdict, data = checked(validator, claim(), signed(worker, ASSIGNMENT, honest))
     assert data is not None, verdict.detail
     rows = read_accepted(data, max_rows=8, max_tokens=512).rows  # prompts included
     assert [(row.tokens, row.turns) for row in rows] == [(row.tokens, row.turns) for row in honest]
@@ -94,17 +94,17 @@ def test_the_accepted_file_marks_the_turns(worker: Producer, validator: Validato
 def test_results_do_not_depend_on_how_the_prefill_is_packed(
     talkative_folder: Path, worker: Producer, validator: Validator, honest: list[Rollout]
 ) -> None:
-    data = signed(worker, ASKED, honest)
+    data = signed(worker, ASSIGNMENT, honest)
     narrow = make_validator(talkative_folder, config())
     narrow.judge.row_tokens = 16
-    one, other = (v.judge.prefill([case_of(v.judge, ASKED, data)])[0].computed() for v in (validator, narrow))
+    one, other = (v.judge.prefill([case_of(v.judge, ASSIGNMENT, data)])[0].computed() for v in (validator, narrow))
     assert one.lengths == other.lengths
     torch.testing.assert_close(one.logprobs_N, other.logprobs_N, atol=1e-4, rtol=0)
 
 
 def test_the_reward_is_for_the_last_turn_and_the_models_tokens(worker: Producer, honest: list[Rollout]) -> None:
     for row in honest:
-        plan = worker.plan(ASKED)[row.group]
+        plan = worker.plan(ASSIGNMENT)[row.group]
         task = worker.tasks.train[plan.task_index]
         last = worker.tokenizer.decode(row.tokens[sum(row.turns) :], skip_special_tokens=True)
         [grade] = worker.graders.grade([task], [last])
@@ -125,10 +125,10 @@ def test_graders_read_the_last_turn_alone(
             return [Grade(0.0) for _ in texts]
 
     monkeypatch.setattr(worker, "graders", Reader())
-    assert [row.turns for row in produced(worker, ASKED)] == [row.turns for row in honest] and read == last
+    assert [row.turns for row in produced(worker, ASSIGNMENT)] == [row.turns for row in honest] and read == last
     read.clear()
     monkeypatch.setattr(validator.judge, "graders", Reader())
-    validator.judge.grade(case_of(validator.judge, ASKED, signed(worker, ASKED, honest)))
+    validator.judge.grade(case_of(validator.judge, ASSIGNMENT, signed(worker, ASSIGNMENT, honest)))
     assert read == last
 
 
@@ -206,8 +206,8 @@ MOST = 2**31 - 1
 def test_turns_that_do_not_fit_are_unreadable(
     worker: Producer, validator: Validator, honest: list[Rollout], turned: int, turns: list[int]
 ) -> None:
-    data = signed(worker, ASKED, [replace(r, turns=turns) if n == turned else r for n, r in enumerate(honest)])
-    assert judged(validator, ASKED, data).reason is Reason.UNREADABLE
+    data = signed(worker, ASSIGNMENT, [replace(r, turns=turns) if n == turned else r for n, r in enumerate(honest)])
+    assert judged(validator, ASSIGNMENT, data).reason is Reason.UNREADABLE
 
 
 def test_more_turns_than_the_run_allows_are_rejected(
@@ -215,9 +215,9 @@ def test_more_turns_than_the_run_allows_are_rejected(
 ) -> None:
     number = next(n for n, row in enumerate(honest) if len(row.tokens) > 2 * MAX_TURNS)
     data = signed(
-        worker, ASKED, [replace(r, turns=[1, 1] * MAX_TURNS) if n == number else r for n, r in enumerate(honest)]
+        worker, ASSIGNMENT, [replace(r, turns=[1, 1] * MAX_TURNS) if n == number else r for n, r in enumerate(honest)]
     )
-    verdict = judged(validator, ASKED, data)
+    verdict = judged(validator, ASSIGNMENT, data)
     assert verdict.reason is Reason.BOUNDS and f"rollout {number}: {MAX_TURNS + 1} turns" in verdict.detail
 
 
@@ -225,7 +225,7 @@ def test_more_turns_than_the_run_allows_are_rejected(
 def test_turns_that_do_not_fit_are_unreadable_by_hand(
     worker: Producer, honest: list[Rollout], turns: list[int]
 ) -> None:
-    data = signed(worker, ASKED, [replace(row, turns=turns) for row in honest])
+    data = signed(worker, ASSIGNMENT, [replace(row, turns=turns) for row in honest])
     with pytest.raises(RolloutFileError, match="do not fit"):
         read_header(data, config())
 
@@ -235,7 +235,7 @@ def test_turns_in_a_run_of_single_turns_are_rejected(talkative_folder: Path, hon
 
     settings = single(sampling={"max_tokens": MAX_TOKENS})
     plain = make_producer(talkative_folder, settings)
-    rows = produced(plain, ASKED)
+    rows = produced(plain, ASSIGNMENT)
     row = next(row for row in rows if len(row.tokens) > 3)
     changed = [
         replace(r, turns=[1, 1], logprobs=r.logprobs[1:], proofs=r.proofs[: -(-(len(r.tokens) - 1) // 32)])
@@ -243,7 +243,7 @@ def test_turns_in_a_run_of_single_turns_are_rejected(talkative_folder: Path, hon
         else r
         for r in rows
     ]
-    verdict = judged(make_validator(talkative_folder, settings), ASKED, signed(plain, ASKED, changed))
+    verdict = judged(make_validator(talkative_folder, settings), ASSIGNMENT, signed(plain, ASSIGNMENT, changed))
     assert verdict.reason is Reason.BOUNDS
 
 
@@ -255,7 +255,7 @@ def test_ends_are_checked_turn_by_turn(
 ) -> None:
     """End tokens that their seeds do not yield, one of a middle turn; what the environment writes may hold any token."""
     judge = validator.judge
-    case = judge.prefill([case_of(judge, ASKED, signed(worker, ASKED, honest))])[0]
+    case = judge.prefill([case_of(judge, ASSIGNMENT, signed(worker, ASSIGNMENT, honest))])[0]
     assert endings(judge.rules, case).finding is None and special_tokens(judge.rules, case).finding is None
     before = sum(len(row.logprobs) for row in honest[:turned])
     at = before + honest[turned].turns[0] - 1
@@ -274,7 +274,7 @@ def test_the_environment_gets_the_rollouts_seed(worker: Producer, honest: list[R
     """The environment gets the rollout's own seed."""
     row = honest[turned]
     assert worker.conversation is not None
-    task = worker.tasks.train[worker.plan(ASKED)[row.group].task_index]
+    task = worker.tasks.train[worker.plan(ASSIGNMENT)[row.group].task_index]
     assert worker.conversation.find_fault(task, row.seed, row.tokens, row.turns) is None
     assert worker.conversation.find_fault(task, row.seed + 1, row.tokens, row.turns) is not None
     assert ALICE.public == worker.identity.public
@@ -296,9 +296,9 @@ def test_a_custom_environment_slashes_nobody(
     settings = config(f"{file}:Short")
     honest, validator = make_producer(talkative_folder, settings, kind), make_validator(talkative_folder, settings)
     try:
-        data = honest.submission(ASKED)
+        data = honest.submission(ASSIGNMENT)
         assert any(row.turns for row in read_submission(data, max_rows=8, max_tokens=MAX_TOKENS).rows)
-        verdict = judged(validator, ASKED, data)
+        verdict = judged(validator, ASSIGNMENT, data)
     finally:
         close(honest.environments)
         close(validator.judge.environments)

@@ -17,7 +17,7 @@ from shoal.tasks.user_code import program_limits
 from shoal.worker.produce import Producer
 
 from ..turns import MAX_TOKENS, USER, config
-from .support import ASKED, judged, make_producer, make_validator
+from .support import ASSIGNMENT, judged, make_producer, make_validator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,10 +74,10 @@ class Pair:
         return tool
 
     def verdict(self) -> Verdict:
-        data = self.worker.submission(ASKED)
+        data = self.worker.submission(ASSIGNMENT)
         self.rows = read_submission(data, max_rows=8, max_tokens=MAX_TOKENS).rows
         assert any(row.turns for row in self.rows)
-        return judged(self.validator, ASKED, data)
+        return judged(self.validator, ASSIGNMENT, data)
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from shoal.shardcast.manifest import version_name
 from shoal.store.folder import Folder
 from shoal.worker.produce import Producer
 
-from ...validator.support import ASKED, SETTINGS, make_producer
+from ...validator.support import ASSIGNMENT, SETTINGS, make_producer
 from ...workers import ALICE, RUN, produced, signed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-VERSION = ASKED.policy_version
+VERSION = ASSIGNMENT.policy_version
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def worker(tiny_folder: Path) -> Producer:
 
 @pytest.fixture(scope="module")
 def honest(worker: Producer) -> bytes:
-    return worker.submission(ASKED)
+    return worker.submission(ASSIGNMENT)
 
 
 @pytest.fixture
@@ -52,27 +52,27 @@ def slashed(run: Any, data: bytes, reason: str = "proof") -> AuditState:
     digests = ["00" * 32] * VERSION + [weights.hexdigest()]
     state.records = [SimpleNamespace(before=digests[0], after=after, computed=computed) for after in digests[1:]]  # type: ignore[misc]
     body = {"worker": ALICE.public, "reason": reason, "version": VERSION, "file": run.store.put("submissions", data)}
-    state.rejected[ASKED.id] = Rejected(body, SETTINGS)
+    state.rejected[ASSIGNMENT.id] = Rejected(body, SETTINGS)
     return state
 
 
 def test_a_slash_for_an_honest_file_is_a_broken_link(run: Any, honest: bytes) -> None:
     with pytest.raises(BrokenError, match="was slashed for proof; a validator would accept it") as broken:
         judge_rejections(run, slashed(run, honest), limit=4)
-    assert broken.value.link == f"rejection of {ASKED.id}"
+    assert broken.value.link == f"rejection of {ASSIGNMENT.id}"
 
 
 def test_a_slash_for_a_soft_fault_is_a_broken_link(run: Any, worker: Producer) -> None:
-    rows = produced(worker, ASKED)
+    rows = produced(worker, ASSIGNMENT)
     rows[0] = replace(rows[0], logprobs=[7.0] * len(rows[0].logprobs))
     with pytest.raises(BrokenError, match=r"a validator would reject it softly \(bounds\)"):
-        judge_rejections(run, slashed(run, signed(worker, ASKED, rows)), limit=4)
+        judge_rejections(run, slashed(run, signed(worker, ASSIGNMENT, rows)), limit=4)
 
 
 def test_a_slash_for_a_lie_holds(run: Any, worker: Producer) -> None:
-    rows = produced(worker, ASKED)
+    rows = produced(worker, ASSIGNMENT)
     rows[0] = replace(rows[0], proofs=rows[1].proofs)
-    state = slashed(run, signed(worker, ASKED, rows), "sampling")  # this machine would give another hard reason
+    state = slashed(run, signed(worker, ASSIGNMENT, rows), "sampling")  # this machine would give another hard reason
     assert judge_rejections(run, state, limit=4) == "hard rejections: 1 of 1 judged again"
     assert not state.unproven
 
