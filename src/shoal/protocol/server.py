@@ -45,7 +45,7 @@ IDENTITY = web.AppKey("identity", Identity)  # signs the answers of an applicati
 
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Read = Callable[[], Awaitable[bytes]]  # returns the next piece of a body, b"" at its end
-Answer = BaseModel | bytes | web.StreamResponse  # bytes: a file; only `large` requests bound its readers
+Answer = BaseModel | bytes | web.StreamResponse  # bytes: a file, which does not count against its reader's rate
 
 
 @dataclass(frozen=True)
