@@ -124,6 +124,7 @@ class ShardFile:
 
 
 PARTS: tuple[Part, ...] = ("delta", "full")
+PARALLEL = 2  # concurrent shards per owner
 MAX_QUERIED = 8  # servers that a relay queries each round
 VERSION_TIMEOUT_S = 3600.0  # for one part of a version
 FORGET_SILENT_S = 10.0  # after the last answer of a silent server
@@ -147,19 +148,17 @@ class Relay:
         store: ShardStore,
         access: Access,
         *,
-        parallel: int = 2,
         poll_s: float = 0.2,
         longest_pause_s: float = 5.0,
         stall_s: float = 15.0,
     ) -> None:
-        """`upstream` may be a function, called each round. `parallel`: concurrent shards per owner. A version without
-        progress for `stall_s` is retried next round, unless there is a newer one. Raise FetchError for a bad URL."""
+        """`upstream` may be a function, called each round. A version without progress for `stall_s` is retried next round,
+        unless there is a newer one. Raise FetchError for a bad URL."""
         for url in () if callable(upstream) else upstream:
             split_server(url)
         self.upstream: Callable[[], Sequence[str]] = upstream if callable(upstream) else lambda: upstream
         self.store, self.access = store, access
-        self.parallel, self.stall_s = parallel, stall_s
-        self.poll_s, self.longest_pause_s = poll_s, longest_pause_s
+        self.poll_s, self.longest_pause_s, self.stall_s = poll_s, longest_pause_s, stall_s
         self.status = RelayStatus()
         self.store.lock()
         self.store.recover()
@@ -332,7 +331,7 @@ class Relay:
             part,
             [[entry for entry in entries if owners_of(entry, ids)[0] == owner] for owner in ids],
             lambda shard: ShardFile(self.store, version, part, shard),
-            parallel=self.parallel,
+            parallel=PARALLEL,
             deadline_s=time.monotonic() + VERSION_TIMEOUT_S,
             stall_s=self.stall_s,
             order=self.place.order,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -48,20 +48,12 @@ _LOCKS: dict[tuple[int, Path], FileLock] = {}  # by process and store: a forked 
 
 
 class ShardStore:
-    def __init__(
-        self,
-        path: Path,
-        *,
-        keep: int = KEEP,
-        lease_s: float = 60.0,
-        public: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, path: Path, *, keep: int = KEEP, lease_s: float = 60.0, public: bool = True) -> None:
         """Keep the newest `keep` versions and the versions that they are deltas of. Also keep up to `keep` versions that
         were read within `lease_s`, the newest ones; without that bound, readers could fill the disk. `public`: every user
         of this machine may read the store, whatever the umask."""
         self.path, self.file_mode = path, FILE_MODE if public else None
-        self.keep, self.lease_s, self._clock = keep, lease_s, clock
+        self.keep, self.lease_s = keep, lease_s
         self._requested_s: dict[int, float] = {}
         self._via: tuple[str, ...] | None = None
         self.newest: SignedNewest | None = None  # the origin's latest statement that this store has
@@ -122,7 +114,7 @@ class ShardStore:
 
     def lease(self, version: int) -> None:
         """Renew the lease of a version that a reader requests."""
-        self._requested_s[version] = self._clock()
+        self._requested_s[version] = time.monotonic()
 
     def versions(self) -> list[int]:
         """Return the listed versions, newest first."""
@@ -166,7 +158,7 @@ class ShardStore:
     def wanted(self, held: Mapping[int, Manifest]) -> set[int]:
         """Return the versions to keep: the newest, leased ones, and their parents."""
         wanted: set[int] = set()
-        now_s, leases = self._clock(), self.keep
+        now_s, leases = time.monotonic(), self.keep
         for place, version in enumerate(sorted(held, reverse=True)):
             leased = leases > 0 and now_s - self._requested_s.get(version, -inf) < self.lease_s
             if place < self.keep or leased:
