@@ -66,45 +66,45 @@ def sample(submission: int) -> WorkerSample:
     )  # fmt: skip
 
 
-def news(cursor: int, **what: list[Any]) -> History:
-    return History.model_validate({"cursor": cursor, "metrics": [], "evaluations": [], "samples": []} | what)
+def new_history(cursor: int, **changes: list[Any]) -> History:
+    return History.model_validate({"cursor": cursor, "metrics": [], "evaluations": [], "samples": []} | changes)
 
 
 def test_the_files_hold_the_whole_run_so_far(record: RunRecord, tmp_path: Path) -> None:
     assert lines(tmp_path / "metrics.jsonl") == []
-    assert record.take(news(2, metrics=steps(1), evaluations=[evaluation(0)]))
-    assert record.take(news(5, metrics=steps(3)[1:], evaluations=[evaluation(3, final=True)]))
-    assert not record.take(news(5))
+    assert record.add_history(new_history(2, metrics=steps(1), evaluations=[evaluation(0)]))
+    assert record.add_history(new_history(5, metrics=steps(3)[1:], evaluations=[evaluation(3, final=True)]))
+    assert not record.add_history(new_history(5))
     assert lines(tmp_path / "metrics.jsonl") == steps(3)
     assert [line["version"] for line in lines(tmp_path / "evaluations.jsonl")] == [0, 3]
 
 
 def test_the_newest_sample_completions_are_kept(record: RunRecord, tmp_path: Path) -> None:
-    record.take(news(3, samples=[sample(n) for n in range(3)]))
-    record.take(news(4, samples=[sample(n) for n in range(3, MAX_SAMPLES + 3)]))
+    record.add_history(new_history(3, samples=[sample(n) for n in range(3)]))
+    record.add_history(new_history(4, samples=[sample(n) for n in range(3, MAX_SAMPLES + 3)]))
     kept = [line["submission"][-6:] for line in lines(tmp_path / "rollouts.jsonl")]
     assert (len(kept), kept[0], kept[-1]) == (MAX_SAMPLES, "000003", f"{MAX_SAMPLES + 2:06d}")
 
 
 def test_the_tracker_gets_only_the_newest_samples(record: RunRecord) -> None:
     record.tracker = memory = Memory()
-    record.take(news(1, samples=[sample(n) for n in range(20)]))
-    record.take(news(2, samples=[sample(20)]))
+    record.add_history(new_history(1, samples=[sample(n) for n in range(20)]))
+    record.add_history(new_history(2, samples=[sample(20)]))
     assert [number for _, number in memory.samples] == [f"{n:06d}" for n in range(12, 21)]
 
 
 def test_a_step_that_is_reported_again_replaces_its_line(record: RunRecord, tmp_path: Path) -> None:
-    record.take(news(2, metrics=steps(2)))
+    record.add_history(new_history(2, metrics=steps(2)))
     changed = {"step": 1.0, "time_s": 20.0, "reward/mean": 0.9}
-    record.take(news(3, metrics=[changed]))
+    record.add_history(new_history(3, metrics=[changed]))
     assert lines(tmp_path / "metrics.jsonl") == [steps(2)[0], changed]
 
 
 def test_the_tracker_gets_each_step_and_evaluation_once_at_its_version(record: RunRecord) -> None:
     record.tracker = memory = Memory()
-    record.take(news(2, metrics=steps(1), evaluations=[evaluation(0)]))
+    record.add_history(new_history(2, metrics=steps(1), evaluations=[evaluation(0)]))
     for cursor in (4, 6):
-        record.take(news(cursor, metrics=steps(2), evaluations=[evaluation(0), evaluation(2)]))
+        record.add_history(new_history(cursor, metrics=steps(2), evaluations=[evaluation(0), evaluation(2)]))
     record.close()
     assert memory.logged == [
         (1, {"reward/mean": 0.0}),
@@ -120,7 +120,7 @@ def test_a_failing_tracker_is_reported_once_and_the_files_are_complete(
 ) -> None:
     record.tracker = Memory(good=1)
     for n in range(5):
-        record.take(news(n, metrics=steps(n)))
+        record.add_history(new_history(n, metrics=steps(n)))
     record.close()
     (line,) = messages
     assert "Memory failed: ConnectionError: no route to host. Training continues" in line

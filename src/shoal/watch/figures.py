@@ -1,4 +1,4 @@
-"""What the terminal, the page and pictures derive from a run, each figure computed once; and how they format it.
+"""What the terminal, the page and pictures derive from a run and how they format it, each computed in one place.
 
 Invariant: any number that a node reports formats to a short text, and text from other machines loses its control characters.
 """
@@ -53,7 +53,7 @@ def is_silent(node: NodeStatus, status: Status, *, running: bool) -> bool:
 
 
 def node_condition(node: NodeStatus, status: Status, *, running: bool) -> tuple[str, Tone]:
-    """Return a node's state in a word, and how alarming it is."""
+    """Return a node's condition in a word, and how serious it is."""
     if node.evicted:
         return ("slashed" if node.name in status.slashed and node.role == "worker" else "evicted"), "bad"
     if is_silent(node, status, running=running):
@@ -66,7 +66,7 @@ def node_condition(node: NodeStatus, status: Status, *, running: bool) -> tuple[
 
 
 def activity(node: NodeStatus) -> str:
-    """Return what a node says it is doing, as it says it: the caller cleans the text."""
+    """Return what a node reports that it is doing. The caller cleans the text."""
     doing = node.stats.doing
     return f"waiting for {doing}" if node.stats.waiting and doing else doing
 

@@ -78,7 +78,7 @@ def trained_steps(folder: Path) -> int:
 
 
 class RunRecord:
-    """Writes the files in `folder`; `say` prints a line for the user."""
+    """Write the files in `folder`; `say` prints a line for the user."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder = folder
@@ -90,31 +90,31 @@ class RunRecord:
             if not (folder / name).exists():
                 self._write(name, [])
 
-    def keep(self, news: History, work: Sequence[Line], state: RunState | None) -> None:
+    def write(self, history: History, work: Sequence[Line], state: RunState | None) -> None:
         """Write everything new since the last call. Raise OSError if a file cannot be written."""
-        self.take(news)
+        self.add_history(history)
         self.add_work(work)
         if state is not None:
             self.write_state(state)
 
-    def take(self, news: History) -> bool:
+    def add_history(self, new: History) -> bool:
         """Write new history. Return whether there was any. Raise OSError if a file cannot be written."""
-        if not self.history.add(news):
+        if not self.history.add(new):
             return False
-        if news.metrics:
+        if new.metrics:
             self._write(METRICS, [json.dumps(step) for step in self.history.metrics])
-        if news.evaluations:
+        if new.evaluations:
             self._write(EVALUATIONS, [evaluation.model_dump_json() for evaluation in self.history.evaluations])
-        if news.samples:
+        if new.samples:
             self._write(ROLLOUTS, [sample.model_dump_json() for sample in self.history.samples])
-        for step in news.metrics:
+        for step in new.metrics:
             values = {name: value for name, value in step.items() if name not in NOT_TRACKED}
             self._track("step", int(step["step"]) + 1, values)
-        for evaluation in news.evaluations:
+        for evaluation in new.evaluations:
             accuracies = {"heldout/greedy": evaluation.greedy, "heldout/sampled": evaluation.sampled}
             values = {name: value for name, value in accuracies.items() if value is not None}
             self._track("final" if evaluation.final else "evaluation", evaluation.version, values)
-        self._track_samples(news.samples)
+        self._track_samples(new.samples)
         return True
 
     def work(self) -> Iterator[Line]:
@@ -132,9 +132,9 @@ class RunRecord:
 
     def write_state(self, state: RunState) -> None:
         path = self.folder / STATE
-        new = path.with_suffix(".new")
-        new.write_text(state.model_dump_json())  # no fsync: it is rewritten within seconds
-        new.replace(path)
+        temporary = path.with_suffix(".new")
+        temporary.write_text(state.model_dump_json())  # no fsync: it is rewritten within seconds
+        temporary.replace(path)
 
     def close(self) -> None:
         """Flush the tracker."""

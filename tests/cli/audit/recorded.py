@@ -228,7 +228,7 @@ class Recorded:
         self.pool.judgement.checkers.replays.set_doubt("d" * 16 + "-000000", VALIDATOR.public, "inexact", "{}")
         (self.folder / "config.toml").write_text(config_module.dumps(self.config))
         record = RunRecord(self.folder, lambda line: None)
-        record.take(self.pool.db.history.after(0))
+        record.add_history(self.pool.db.history.after(0))
         record.add_work(Work(self.pool.db.connection, []).new())
         status = read_status(self.pool.db, self.config, RUN, [])
         record.write_state(RunState(status=status, config=config_text(self.config), under_way=[], ended=True))

@@ -119,7 +119,7 @@ class ServedRun:
         if start_s >= self._state_due_s:
             state = self._state()
             self._state_due_s = time.monotonic() + (time.monotonic() - start_s) / STATE_SHARE
-        await asyncio.to_thread(record.keep, entries, work, state)
+        await asyncio.to_thread(record.write, entries, work, state)
         if self._report_is_due():
             self._catch_up()
             await asyncio.to_thread(self._report, self.coordinator.status())
@@ -148,7 +148,7 @@ class ServedRun:
         )
 
     def _catch_up(self) -> None:
-        while self.record.take(self.coordinator.pool.db.history.after(self.record.history.cursor)):
+        while self.record.add_history(self.coordinator.pool.db.history.after(self.record.history.cursor)):
             pass
         while work := self.work.new():
             self.record.add_work(work)

@@ -17,11 +17,11 @@ from shoal.watch.page.overview import MAX_POINTS, buckets
 from shoal.watch.record import Line
 from shoal.watch.run import Run
 
-SHOWN = 3_000  # newest submissions and downloads in a timeline
-LANES = 40  # busiest nodes shown per role
+MAX_BARS = 3_000  # newest submissions and downloads in a timeline
+MAX_LANES = 40  # busiest nodes shown per role
 ORDER = ("learner", "origin", "relay", "worker", "validator", "evaluator")
-QUEUE = 50  # oldest waiting submissions shown
-REJECTED = 100  # newest rejections shown
+MAX_QUEUE = 50  # oldest waiting submissions shown
+MAX_REJECTED = 100  # newest rejections shown
 RECENT = 256  # newest verdicts in the wait statistics
 Bar = dict[str, Any]
 
@@ -69,11 +69,11 @@ def validation(run: Run) -> dict[str, Any]:
         states[line["state"]] = states.get(line["state"], 0) + 1
     judged = [line for line in settled if line["judged_s"] and line["uploaded_s"]][-RECENT:]
     waits = sorted(line["judged_s"] - line["uploaded_s"] for line in judged)
-    rejected = [line for line in settled if line["state"] == "rejected"][: -REJECTED - 1 : -1]
+    rejected = [line for line in settled if line["state"] == "rejected"][: -MAX_REJECTED - 1 : -1]
     return {
         "states": states,
         "wait_s": {"median": _quantile(waits, 0.5), "p95": _quantile(waits, 0.95), "of": len(waits)},
-        "queue": [_submission_row(line) for line in under_way if line["state"] != "open"][:QUEUE],
+        "queue": [_submission_row(line) for line in under_way if line["state"] != "open"][:MAX_QUEUE],
         "rejected": [_submission_row(line) | _rejection(line) for line in rejected],
     }
 
@@ -102,7 +102,7 @@ def timeline(run: Run, from_s: float, to_s: float) -> dict[str, Any]:
     work = run.work()
     all_work = [*submissions(work), *run.under_way()]
     during = [line for line in all_work if line["assigned_s"] <= to_s and (_ended_s(line) or to_s) >= from_s]
-    shown = sorted(during, key=lambda line: int(line["submission"]))[-SHOWN:]
+    shown = sorted(during, key=lambda line: int(line["submission"]))[-MAX_BARS:]
     lanes: dict[tuple[str, str], list[Bar]] = {("learner", "learner"): _learner(run.history.metrics, from_s, to_s)}
     for line in shown:
         if line["uploaded_s"] is not None or line["state"] == "open":  # otherwise its end was not recorded
@@ -120,21 +120,21 @@ def timeline(run: Run, from_s: float, to_s: float) -> dict[str, Any]:
     downloads = [
         line for line in work if line["kind"] == "download" and line["to_s"] >= from_s and line["from_s"] <= to_s
     ]
-    for line in downloads[-SHOWN:]:
+    for line in downloads[-MAX_BARS:]:
         bar = {"kind": "receive"} | {name: line[name] for name in ("from_s", "to_s", "version", "bytes")}
         lanes.setdefault((line["role"], clean(line["node"])), []).append(bar)
     names = sorted(lanes, key=lambda lane: (-len(lanes[lane]), lane[1]))
-    kept = [name for role in ORDER for name in [lane for lane in names if lane[0] == role][:LANES]]
+    kept = [name for role in ORDER for name in [lane for lane in names if lane[0] == role][:MAX_LANES]]
     kept.sort(key=lambda lane: (ORDER.index(lane[0]), lane[1]))
     versions = [line for line in work if line["kind"] == "version" and from_s <= line["at_s"] <= to_s]
     return {
         "from_s": from_s,
         "to_s": to_s,
-        "cut_s": shown[0]["assigned_s"] if len(during) > SHOWN else None,
+        "cut_s": shown[0]["assigned_s"] if len(during) > MAX_BARS else None,
         "left_out": len(names) - len(kept),
         "lanes": [{"role": role, "name": name, "bars": lanes[role, name]} for role, name in kept],
         "published": [
-            {name: line[name] for name in ("version", "at_s", "bytes")} for line in versions[: -SHOWN - 1 : -1]
+            {name: line[name] for name in ("version", "at_s", "bytes")} for line in versions[: -MAX_BARS - 1 : -1]
         ],
     }
 

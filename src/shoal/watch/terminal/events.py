@@ -42,7 +42,7 @@ class OpenStep:
 
 
 class Events:
-    """Turns successive statuses into lines of text."""
+    """Turn successive statuses into lines of text."""
 
     def __init__(self) -> None:
         self._steps = 0

@@ -34,7 +34,7 @@ class Terminal(Console):
 
 
 class LiveView:
-    """Redraws the screen in a terminal; elsewhere prints new events."""
+    """Redraw the screen in a terminal; elsewhere print new events."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

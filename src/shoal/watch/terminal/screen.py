@@ -241,7 +241,7 @@ def _verdicts(status: Status, cells: int) -> Text:
         Text(f"verdicts  {accepted} accepted, {format_rejections(rejected, status.reject_reasons)}"),
         *([Text(format_exactness(status.exact))] if status.exact.submissions else []),
         Text("slashed  ").append(slashed or "none", style="bold red" if slashed else ""),
-        *([Text(f"tasks that never came  {sum(missed.values())} ({format_counts(missed, 'of ')})")] if missed else []),
+        *([Text(f"missed tasks  {sum(missed.values())} ({format_counts(missed, 'of ')})")] if missed else []),
     ]
     return _flow(items, cells)
 
