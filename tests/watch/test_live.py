@@ -108,7 +108,7 @@ def test_in_a_terminal_the_screen_is_redrawn_below_messages() -> None:
     text = out.getvalue()
     assert "stopping" in text and "soon ?[2J" in text and "\x1b[2J" not in text
     assert "joined:" not in text
-    assert text.rindex("step 30 of 30") > text.index("stopping") > text.index("step 3 of 30")
+    assert text.rindex("30 of 30 steps") > text.index("stopping") > text.index("3 of 30 steps")
     assert text.endswith("\x1b[?25h")  # shows the cursor again
 
 
