@@ -133,29 +133,22 @@ class Walk:
         reason = rejection.reason
         with checking(f"submission file of {id}"):
             data = self.run.store.get("submissions", body["file"])
-        if (fault := self._file_fault(id, data, body)) and reason not in BAD_FILE:
-            raise ValueError(f"rejects {id} as {reason}, but the worker did not sign this file for the task: {fault}")
-        if not fault and reason in BAD_FILE:
-            self.state.unproven[f"rejections as {reason} of files that are whole and signed for their task"] += 1
-        if reason is Reason.REPLAYED and not fault:
-            self._check_replayed(id, rejection)
-        self.state.rejected[id] = rejection
-        self.pay.rejected(id, rejection)
-
-    def _file_fault(self, id: str, data: bytes, body: dict[str, Any]) -> str:
-        """Return why this is not a file that the worker signed for this task; "" if it is."""
+        content, fault = "", ""
         try:
             header = self._reader().read(data).header
             self._check_header(id, header, body, signer=body["worker"])
+            content = header.content
         except (RolloutFileError, ValueError) as error:
-            return str(error)
-        return ""
-
-    def _check_replayed(self, id: str, rejection: Rejected) -> None:
-        content = self._reader().read(self.run.store.get("submissions", rejection.body["file"])).header.content
-        earlier = [each.content for each in self.state.accepted.values() if each.worker == rejection.worker]
-        if content not in earlier:
+            fault = str(error)
+        if fault and reason not in BAD_FILE:
+            raise ValueError(f"rejects {id} as {reason}, but the worker did not sign this file for the task: {fault}")
+        if not fault and reason in BAD_FILE:
+            self.state.unproven[f"rejections as {reason} of files that are whole and signed for their task"] += 1
+        contents = (each.content for each in self.state.accepted.values() if each.worker == rejection.worker)
+        if reason is Reason.REPLAYED and content not in contents:
             raise ValueError(f"rejects {id} as replayed, and no accepted file of its worker has the same rollouts")
+        self.state.rejected[id] = rejection
+        self.pay.rejected(id, rejection)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
