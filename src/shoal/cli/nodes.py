@@ -69,9 +69,7 @@ def add_commands(commands: Commands) -> None:
         if serves:
             store = "folder of published versions; must lie outside of PATH"
             add("--store", type=Path, default=Path("shardcast"), help=store)
-            listen = (
-                "address to listen at and to announce; port 0: any free one (default: the config's, or 127.0.0.1:0)"
-            )
+            listen = "address to listen at and announce; port 0: any free one (default: the config's, or 127.0.0.1:0)"
             add("--listen", type=_listen, metavar="HOST:PORT", help=listen)
             url = "with --join: the URL to announce, if a proxy stands in front"
             add("--url", type=_url, default="", help=url)

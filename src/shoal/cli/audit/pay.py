@@ -96,9 +96,7 @@ class Pay:
 
     def __init__(self, state: AuditState) -> None:
         self.state = state
-        self.observed: dict[
-            str, list[tuple[str, Config]]
-        ] = {}  # worker -> submissions that may be evidence of spending
+        self.observed: dict[str, list[tuple[str, Config]]] = {}  # worker -> submissions that may show spending
         self.dismissals: list[tuple[str, dict[str, Any], list[tuple[str, Config]]]] = []  # link, body, observations
         self._dismissed: set[str] = set()  # workers that were not readmitted since
         self._lost: set[str] = set()  # submissions that may only be forfeited
