@@ -20,7 +20,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -194,12 +194,8 @@ def binds() -> list[str]:
     prefix = Path(os.path.realpath(sys.base_prefix))
     bases = dict.fromkeys(("base", "platbase", "installed_base", "installed_platbase"), str(prefix))  # not the venv's
     library = [sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")]
-    return outermost([executable(), str(prefix / "lib"), *map(os.path.realpath, library), *SYSTEM])
-
-
-def outermost(paths: Sequence[str]) -> list[str]:
-    """Return the paths that exist, without those inside another."""
-    real = sorted({path for path in paths if Path(path).exists() and not Path(path).is_symlink()})
+    paths = {executable(), str(prefix / "lib"), *map(os.path.realpath, library), *SYSTEM}
+    real = sorted(path for path in paths if Path(path).exists() and not Path(path).is_symlink())
     return [path for path in real if not any(path.startswith(other + "/") for other in real)]
 
 

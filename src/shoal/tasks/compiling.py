@@ -147,7 +147,6 @@ class Portion:
     train: Indices
     heldout: Indices
     merged: int
-    ambiguous: int  # tasks that share their question with another task
     dropped: int = 0  # training tasks whose question is held out
 
 
@@ -159,7 +158,7 @@ def compile_tasks(section: TaskSection, folder: Path) -> Built:
     if built is None or is_new:
         folder.mkdir(parents=True, exist_ok=True)
         manifest, notes = _compile(section, TaskStore(folder))
-        built = Built(asked=config_hash, digest=TaskStore(folder).put(manifest.encode()), notes=notes)
+        built = Built(asked=config_hash, digest=TaskStore(folder).put(manifest.model_dump_json().encode()), notes=notes)
     if section.digest and section.digest != built.digest:
         raise TasksNotFoundError(
             f"tasks.digest is {section.digest}, but the sources give {built.digest}: a file of tasks or rewards has "
@@ -245,8 +244,6 @@ def _split(spool: Spool, number: int, readers: Sequence[SourceReader], share: in
     first, *others = readers
     start, middle, end = np.searchsorted(spool.parts, [2 * number, 2 * number + 1, 2 * number + 2])
     train, separate = np.arange(start, middle), np.arange(middle, end)
-    keys = spool.keys[start:end]
-    same = (keys[1:] == keys[:-1]) & (spool.parts[start:end][1:] == spool.parts[start:end][:-1])
     return Portion(
         first.source,
         first.schemas,
@@ -254,7 +251,6 @@ def _split(spool: Spool, number: int, readers: Sequence[SourceReader], share: in
         train if others else train[share:],
         separate[:share] if others else train[:share],
         merged=int(spool.merged[2 * number : 2 * number + 2].sum()),
-        ambiguous=int(same.sum()),
     )
 
 
@@ -341,10 +337,9 @@ def _note(portion: Portion) -> str:
 
 
 def _counts(portion: Portion) -> str:
-    """Return the counts of merged, ambiguous, dropped and left-out rows, to append to a message."""
+    """Return the counts of merged, dropped and left-out rows, to append to a message."""
     counts = {
         "equal rows merged": portion.merged,
-        "rows share their question with another row, but not the rest": portion.ambiguous,
         "training rows dropped because their question is held out": portion.dropped,
         **{f"rows left out: {reason}": count for reason, count in sorted(portion.left_out.items())},
     }

@@ -64,9 +64,6 @@ class TaskManifest(TaskPart):
     heldout: list[TaskChunk] = Field(max_length=MAX_CHUNKS)  # of all sources
     files: dict[str, Sha256] = Field(default={}, max_length=MAX_FILES)  # of user code, by name
 
-    def encode(self) -> bytes:
-        return self.model_dump_json().encode()
-
     @classmethod
     def decode(cls, data: bytes) -> "TaskManifest":
         try:
