@@ -150,7 +150,7 @@ def test_the_nonces_of_each_site_take_bounded_memory(monkeypatch):
     assert sum(map(len, nonces._seen.values())) <= 100
 
 
-def test_an_unread_answer_counts_as_a_request_under_way(tmp_path, monkeypatch):
+def test_an_unread_answer_counts_as_a_request_in_progress(tmp_path, monkeypatch):
     monkeypatch.setattr(pace, "AT_ONCE", 1)
     with served(tmp_path / "meet", terms()) as host:
         site = RemoteTrainee(host, "site-a", tmp_path)
@@ -162,7 +162,7 @@ def test_an_unread_answer_counts_as_a_request_under_way(tmp_path, monkeypatch):
             unread.sendall(f"GET /v1/state/0/0 HTTP/1.1\r\n{head}\r\n".encode())
             unread.recv(1)
             answer = httpx.get(url, auth=SignedAuth(site.remote.node.identity, RUN))
-            assert answer.status_code == 429 and "1 requests by this node are under way" in answer.text
+            assert answer.status_code == 429 and "1 requests by this node are in progress" in answer.text
         site.remote.take()  # retries until the other request has ended
 
 

@@ -108,7 +108,7 @@ def test_activation_checkpointing_computes_each_block_twice(tiny_folder, monkeyp
     calls = {}
     for again in (False, True):
         policy = make_policy(tiny_folder, activation_checkpointing=again)
-        block, calls[again] = policy.scorer.layers[0], 0
+        block, calls[again] = policy.model.model.layers[0], 0
         forward = block.self_attn.forward
 
         def counted(*args: Any, again: bool = again, forward: Any = forward, **kwargs: Any) -> Any:
