@@ -28,7 +28,7 @@ class NewFile:
         self.path, self.mode = path, mode
         self.temporary = temporary(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.temporary.unlink(missing_ok=True)  # so that readers of the old file notice its end
+        self.temporary.unlink(missing_ok=True)  # processes that still read the old file see that it has no links left
         self._fd = self._open()
 
     def write(self, offset_bytes: int, data: bytes | memoryview) -> None:
@@ -38,7 +38,7 @@ class NewFile:
         return os.pread(self._fd, size_bytes, offset_bytes)
 
     def truncate(self) -> None:
-        """Discard the content and start a new file, so that readers of the old file notice its end."""
+        """Discard the content. Start a new file: processes that still read the old one see that it has no links left."""
         fd, self._fd = self._fd, -1
         os.close(fd)
         self.temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Every lie about an environment's answers is found, and is a hard reason; the honest control is accepted."""
+"""Every lie about an environment's answers is found, and rejected for a hard reason; the honest control is accepted."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +55,7 @@ def finding(judge: Judge, data: bytes) -> Finding | None:
 
 
 @pytest.mark.parametrize("name", list(REASONS))
-def test_a_lie_is_found_for_its_reason(talkative_folder: Path, judge: Judge, name: str) -> None:
+def test_each_lie_is_rejected_for_the_expected_reason(talkative_folder: Path, judge: Judge, name: str) -> None:
     result = finding(judge, attacker(name, talkative_folder).submission(ASSIGNMENT))
     assert (result and result.reason) == REASONS[name], result
     assert result is None or result.reason in HARD
@@ -80,6 +80,6 @@ def test_the_forged_answer_contains_the_tasks_own_answer(talkative_folder: Path)
         assert text == f"?he answer is {task.answer}."  # the tiny tokenizer has no capitals
 
 
-def test_lies_about_tools_are_in_the_matrix_of_runs_with_an_environment() -> None:
+def test_only_runs_with_an_environment_are_attacked_with_lies_about_tools() -> None:
     assert set(attacks_on(config())) == set(ATTACKS) | set(TOOL_ATTACKS)
     assert attacks_on(workers.config()) == ATTACKS

@@ -1,4 +1,4 @@
-"""A worker uploads one submission while it generates others, without a choice between them; and a worker that drains."""
+"""A worker that uploads one submission while it generates others cannot choose among them; and a worker that drains."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_during_an_upload_a_worker_gets_one_more_task(proven: Harness) -> None:
 
 
 def test_only_the_announced_file_is_accepted(proven: Harness) -> None:
-    """Its content cannot depend on the later task. Another file costs the task."""
+    """Its content cannot depend on the later task. If it uploads another file, its task expires."""
     first = proven.task()
     beat(proven, first.id)
     with pytest.raises(PoolError, match="not the file that was announced"):
@@ -105,7 +105,7 @@ def test_a_draining_worker_finishes_its_tasks_and_leaves_without_penalty(proven:
 
 
 def test_a_worker_killed_while_it_drained_returns_to_the_same_task(proven: Harness) -> None:
-    """It did nothing wrong, and gains nothing: another task before an upload would let it choose."""
+    """It did nothing wrong, so it is not punished. It gets no other task, because then it could choose which to upload."""
     first = proven.task()
     proven.pool.members.drain(ALICE)
     proven.join(ALICE)  # its next start
@@ -114,7 +114,7 @@ def test_a_worker_killed_while_it_drained_returns_to_the_same_task(proven: Harne
     assert proven.task().number == first.number + 1, "the operator need not readmit it"
 
 
-def test_a_returning_worker_keeps_its_rest_and_its_suspension(proven: Harness) -> None:
+def test_leaving_and_returning_ends_neither_a_rest_nor_a_suspension(proven: Harness) -> None:
     first = proven.task()
     beat(proven, first.id)
     with pytest.raises(PoolError, match="not the file that was announced"):
@@ -129,7 +129,7 @@ def test_a_returning_worker_keeps_its_rest_and_its_suspension(proven: Harness) -
     assert proven.node().state == "suspended"
 
 
-def test_a_worker_that_left_may_return_but_not_out_of_a_suspension(proven: Harness) -> None:
+def test_a_worker_that_left_may_return_but_its_suspension_continues(proven: Harness) -> None:
     proven.pool.members.drain(ALICE)
     assert proven.beat(ALICE).state == "left"
     proven.join(ALICE)
@@ -201,7 +201,7 @@ def test_submissions_are_uploaded_in_order(several: Harness) -> None:
     with pytest.raises(PoolError, match=f"{second} comes after {first}, which has to be uploaded first"):
         several.pool.assignments.uploaded(ALICE, second, FILE)
     several.pool.assignments.uploaded(ALICE, first, FILE)
-    several.pool.assignments.uploaded(ALICE, second, "8" * 64)  # it was not announced: it was not the oldest
+    several.pool.assignments.uploaded(ALICE, second, "8" * 64)  # any file: none was announced, as it was not the oldest
 
 
 def test_a_restarted_worker_gets_all_its_tasks_again_in_order(several: Harness) -> None:
@@ -210,7 +210,7 @@ def test_a_restarted_worker_gets_all_its_tasks_again_in_order(several: Harness) 
 
 
 @pytest.mark.parametrize("uploads", [False, True], ids=["tasks", "an upload with the tasks behind it"])
-def test_tasks_lost_at_once_count_once(several: Harness, uploads: bool) -> None:
+def test_tasks_lost_together_count_once(several: Harness, uploads: bool) -> None:
     """It died while it worked on them, or during an upload, and returned with newer weights."""
     held = take(several, 3)
     if uploads:

@@ -85,7 +85,7 @@ def test_each_run_has_its_own_seed_and_a_score_is_their_mean(tmp_path: Path) -> 
     assert [(call["seed"], call["temperature"]) for call in calls(tmp_path / "out")] == [("0", "0.6"), ("1", "0.6")]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children of a process that was killed")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux's kernel ends the children of a killed process")
 def test_kill_9_leaves_no_child_behind(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from shoal.evals import harness\n"

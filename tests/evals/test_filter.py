@@ -108,7 +108,7 @@ def test_each_task_has_its_pass_rate_and_outcomes(tiny_folder: Path, tmp_path: P
     assert all(result.n == 4 and result.source == "arithmetic" and result.tokens > 0 for result in results)
 
 
-def test_the_manifest_lists_the_tasks_within_the_band_bounds_included(tiny_folder: Path, tmp_path: Path) -> None:
+def test_the_manifest_lists_the_tasks_within_the_band_including_its_bounds(tiny_folder: Path, tmp_path: Path) -> None:
     measured = rates(tiny_folder, tmp_path)
     results = measure(measured, scripted(tiny_folder, measured))
     write_filter(tmp_path, results, BAND, measured.settings)
@@ -181,7 +181,7 @@ sys.exit(main(sys.argv[2:]))
 
 
 @pytest.mark.parametrize("where", [pytest.param("generate", marks=pytest.mark.slow), "append"])
-def test_a_killed_filter_continues_to_the_same_files(
+def test_a_filter_that_was_killed_and_repeated_writes_the_same_files(
     one_thread: None, tiny_folder: Path, tmp_path: Path, where: str
 ) -> None:
     config = tmp_path / "sums.toml"
@@ -354,7 +354,7 @@ def test_a_histogram_of_many_completions_has_ten_bins() -> None:
     assert list(bins.values()) == [2, 1, 0, 0, 0, 0, 0, 0, 0, 1] and next(iter(bins)) == "0.0 to 0.1"
 
 
-def test_an_invalid_band_on_the_command_line_is_one_line(
+def test_an_invalid_band_on_the_command_line_is_a_usage_error(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "sums.toml"

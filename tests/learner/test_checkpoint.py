@@ -1,4 +1,4 @@
-"""A run resumed from a checkpoint equals the uninterrupted one, bit for bit on the CPU (promise 2)."""
+"""A run resumed from a checkpoint equals the uninterrupted one, bit for bit on the CPU."""
 
 import errno
 import json
@@ -101,7 +101,7 @@ def test_a_checkpoint_has_the_progress_from_when_it_was_begun(tiny_folder, tmp_p
     assert resumed.model.lm_head.weight is resumed.model.model.embed_tokens.weight
 
 
-def test_restoring_resets_a_policy_that_trained_on_and_the_random_state(tiny_folder, tmp_path):
+def test_restoring_undoes_later_training_and_resets_the_random_state(tiny_folder, tmp_path):
     policy = fresh(tiny_folder)
     train(policy, 0, 1)
     torch.manual_seed(1)

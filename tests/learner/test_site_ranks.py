@@ -1,6 +1,7 @@
 """Two sites of several ranks each, real processes under torchrun, train like two sites of one rank.
 
-Weights are compared as in `test_ranks`. More adapters than weights differ by rounding, because half of them start at 0.
+Weights are compared as in `test_ranks`. Rounding changes a larger share of the adapters than of the
+weights, because half of the adapters start at 0.
 """
 
 import asyncio

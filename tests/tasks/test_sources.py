@@ -193,7 +193,7 @@ def test_a_bad_file_is_refused_and_named(tmp_path: Path, content: bytes, message
         ({"split": "tset"}, r"no split 'tset'; there are test, train: set split or heldout_split"),
         ({"heldout_split": "validation"}, r"no split 'validation'; there are test, train"),
         ({"fields": {"question": "text"}}, r"row 1: no column text: there are question, answer; correct `fields`"),
-        ({"fields": {"qestion": "text"}}, r"row 1: fields names 'qestion'; the fields are question, answer, tests"),
+        ({"fields": {"qestion": "text"}}, r"row 1: `fields` has no key 'qestion'; its keys are question, answer"),
         ({"fields": {"question": "question.text"}}, r"row 1: column question.text is not JSON"),
         ({"reward": "mine.py:exact"}, r"no reward file at mine.py, from .*; correct the source's reward"),
         ({"environment": "mine.py:Echo"}, r"no environment file at mine.py, from .*; correct the source's environment"),
@@ -329,7 +329,7 @@ def test_a_config_split_or_file_that_the_hub_lacks_is_named(
     with pytest.raises(TasksNotFoundError, match=message):
         tasks.load(from_hub(name, **more))
     hub["files"].clear()
-    with pytest.raises(TasksNotFoundError, match=r'; most data sets have one at revision = "refs/convert/parq'):
+    with pytest.raises(TasksNotFoundError, match=r'; set revision = "refs/convert/parquet", where'):
         tasks.load(from_hub("openai/gsm8k"))
 
 

@@ -1,4 +1,6 @@
-"""Programs between turns: a forged answer is slashed, an answer that honest machines may differ in is rejected softly."""
+"""Programs that run between turns. A forged answer is rejected for a hard reason, an answer in which honest machines may
+differ for a soft one.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,10 +30,10 @@ ENDLESS = "while True: pass"
 
 
 class Scripted(Python):
-    """The tool on programs of the test, chosen by what the random model says, which writes none itself."""
+    """The Python tool, but it runs the test's programs: the random model writes none, so its text only selects one."""
 
     programs = (SUM,)
-    slow = False  # a machine that misses the time limit
+    slow = False  # on a machine that is too slow for the time limit
 
     def program(self, turns: Sequence[str]) -> list[str]:
         number = len(turns[-1])

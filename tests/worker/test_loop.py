@@ -99,7 +99,7 @@ def test_a_worker_works_until_the_run_ends_or_it_is_evicted(tiny_folder: Path, l
     assert work(node, at_version_0(tiny_folder)) == last.state
     assert list(node.uploads) == [task(0).upload_path, task(1).upload_path]
     files = [read_submission(data, max_rows=6, max_tokens=6) for data in node.uploads.values()]
-    assert [file.header.submission for file in files] == [0, 1], "each file is of its task"
+    assert [file.header.submission for file in files] == [0, 1], "each file belongs to its task"
     assert node.tokens == sum(len(row.tokens) for file in files for row in file.rows)
 
 
@@ -126,7 +126,7 @@ def test_weights_are_loaded_between_submissions(tiny_folders: tuple[Path, Path])
 
 
 def test_a_task_of_other_weights_is_not_started(tiny_folder: Path) -> None:
-    """As after a coordinator was restored to older state: a version was published again, with other weights."""
+    """A coordinator restored from a backup may publish a version again, with other weights."""
     node = ScriptedNode([running(task(0)), running(task(0)), FINISHED])
     follower = at_version_0(tiny_folder, digest="e" * 64)
     assert work(node, follower) == "finished"
@@ -253,7 +253,7 @@ class Paced(Producer):
 
 
 class Pool(ScriptedNode):
-    """Assigns `tasks` tasks, and keeps which ones the worker reports to work on."""
+    """Assigns `tasks` tasks, and records which ones the worker says it is working on."""
 
     def __init__(self, tasks: int, when: dict[int, Callable[[], None]]) -> None:
         """`when`: calls by the number of the request, from 1."""
@@ -352,7 +352,7 @@ def test_work_of_the_old_fingerprint_arrives_before_the_new_one(tiny_folder: Pat
 # --- jobs of other threads run in one --------------------------------------------------------------------------------
 
 
-def test_jobs_of_other_threads_run_in_one_and_raise_in_theirs() -> None:
+def test_jobs_run_in_one_thread_and_raise_in_the_thread_that_submitted_them() -> None:
     compute = OneThread()
     with ThreadPoolExecutor(2) as threads, compute:
         jobs = [threads.submit(lambda job=job: compute(job)) for job in (threading.get_ident, lambda: 1 // 0)]  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """The command line: arguments in, exit status out. `main` maps each command's name to its module.
 
 training, nodes, serve, evals, check   the commands; pool/ and audit/ are groups of their own
-roles, origin_and_relay   how the processes of a pool start: those that compute; those that watch and serve
-launch/            `shoal run`: every role on one machine      preflight/   will it run here, how long
+roles              start a role that computes                  origin_and_relay   start the origin or a relay
+launch/            `shoal run`: every role on one machine      preflight/         will it run here, how long
 """
 
 from shoal.cli.main import main

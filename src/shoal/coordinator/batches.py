@@ -141,7 +141,7 @@ class Learning:
 def score_metrics(db: Database, step: int) -> dict[str, float]:
     """Return metrics of rewards, sources and lengths of the groups accepted while a step was open.
 
-    Empty if leftover groups of the previous step filled this one at once.
+    Empty if none was: groups left over from the previous step may fill this step's batch at once.
     """
     rewards = db.groups.rewards_during(step)
     if rewards is None:

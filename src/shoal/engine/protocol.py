@@ -140,7 +140,7 @@ class Calls:
             with self.changed:
                 self.open -= 1
                 for draft in own:
-                    draft.cancelled = True  # if the call was interrupted
+                    draft.cancelled = True  # matters only if the call was interrupted
         for draft in own:
             if draft.error:
                 raise draft.error

@@ -1,5 +1,6 @@
-"""The learner at one of several sites (DiLoCo, arXiv 2311.08105). A step is a round of the sites' meeting: each site trains
-on its share of the step's batch, and one outer step over all sites makes the next policy version, bitwise equal everywhere.
+"""The learner at one of several sites (DiLoCo, arXiv 2311.08105). A step is a round of the meeting, the server that
+averages the sites' results (`diloco/meeting`). Each site trains on its share of the step's batch, and one outer step over
+all sites makes the next policy version, bitwise equal everywhere.
 
     deal    the meeting names the n sites that share the batch: group i goes to site i mod n
     train   `learner.optimizer_steps_per_step` updates on this site's share
@@ -11,7 +12,7 @@ Under torchrun a site has several ranks. The leader alone talks to the meeting a
 gathered to it in float32, and its result is scattered back.
 Invariant: when a step starts, a site's masters are the agreed ones. Work that a site offers too late is dropped, with the
 reason in the log and in the meeting's `rounds.jsonl`. All ranks of a site make the same calls and get the same outcome.
-Left out: publishing while sites train on.
+Left out: publishing while the sites continue to train.
 """
 
 import json
@@ -147,7 +148,7 @@ class SiteLearner(Learner):
         """Train until the last step or until `stop`. Return "finished" or "stopped"."""
         progress = self.checkpoints.restore()
         try:
-            self.take_over(progress, "it comes back" if progress.step else "it joins")
+            self.take_over(progress, "the site comes back" if progress.step else "the site joins")
             while progress.step < self.config.run.steps:
                 synced_s = self.place.spent.synced_s
                 batch = self.incoming.wait(progress.step, stop)

@@ -3,7 +3,7 @@
 Invariants: a URL is http(s)://HOST[:PORT] and nothing else, so signed paths are the same on both sides. The coordinator's
 key, in the invite, is the root of a node's trust. That key signs the payload (role and name), which is used once. A run's id
 ends in that key (`run_id`), so no other pool can have it: a signature for one run is invalid in every other.
-Every node imports it at its start, so it imports nothing heavy.
+Every node imports this module when it starts, so this module imports nothing heavy.
 """
 
 import base64
@@ -23,7 +23,8 @@ from shoal.protocol.messages import InvitePayload, Role
 PREFIX = "shoal1."
 DOMAIN = "invite"
 FILE = "coordinator.json"
-FOREIGN = re.compile(r"[\s?#@]")  # of a query, a fragment or a user; urlsplit drops some of these silently
+# White space, and what starts a query or a fragment or ends a user name. urlsplit drops some of these silently.
+FOREIGN = re.compile(r"[\s?#@]")
 
 
 class AddressError(UserError):

@@ -158,7 +158,7 @@ def verify_head(method: str, target: str, headers: Mapping[str, str], *, audienc
 
 
 def signature_base(method: str, path: str, query: str, digest: str, audience: str, parameters: str) -> bytes:
-    """Return the bytes that are signed (RFC 9421, section 2.5); each part must be checked visible ASCII."""
+    """Return the bytes that are signed (RFC 9421, section 2.5); the parts must already be checked to be visible ASCII."""
     lines = (
         f'"@method": {method}',
         f'"@path": {path}',
@@ -208,7 +208,7 @@ def _check_time(created_s: int, now_s: float) -> None:
     age_s = now_s - created_s
     if age_s > MAX_AGE_S:
         raise SignatureError(
-            "stale", f"signed {age_s:.0f} s ago, at most {MAX_AGE_S} s is served: check the clock (NTP)"
+            "stale", f"signed {age_s:.0f} s ago, more than the allowed {MAX_AGE_S} s: check the clock (NTP)"
         )
     if age_s < -MAX_AGE_S:
         raise SignatureError("future", f"signed {-age_s:.0f} s ahead of this clock: check the clock (NTP)")

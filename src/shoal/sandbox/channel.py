@@ -6,7 +6,7 @@ for N, T and F), then that many bytes or values. Tags: N None, T True, F False, 
 C complex, S text, B bytes, L list, U tuple, E set, Z frozenset, M dict.
 Invariant: `unpack` returns builtins only, so no method that a program overrides is ever called outside. The frame bounds
 the size of a value, DEPTH its nesting. This file runs on both sides, so it imports only modules that the server preloads.
-Left out: object identity, generators, objects of other classes. `process.py` limits the size of frames outside.
+Left out: object identity, generators, objects of other classes. Outside, `process.py` limits the size of frames.
 """
 
 import os

@@ -37,7 +37,7 @@ def main(config: dict[str, Any]) -> None:
 
 
 def drop_root(config: dict[str, Any]) -> None:
-    """Change from root to a plain user for good. Expose the needed files in folders that only root may enter."""
+    """Become a plain user for good. First expose needed files that lie in folders that only root may enter."""
     own = [config["bwrap"]] if config["tier"] == "bubblewrap" else []
     expose([path for path in (*config["binds"], *own) if not reachable(path)])
     os.setgroups([])

@@ -134,7 +134,7 @@ def _refuse_stray_link(path: Path, folder: Path) -> None:
         raise PublishError(f"{path} is a link to {target}, outside of {folder}; put a copy in its place")
 
 
-STATE_S = 5.0  # between two statements of the same version
+STATE_S = 5.0  # between two signed statements of the newest version, as long as it stays the same
 
 
 def shard_bytes(size_bytes: int, wanted_bytes: int | None) -> int:

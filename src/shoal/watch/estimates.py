@@ -60,7 +60,7 @@ def mean_over_questions(values: Sequence[float], lowest: float = 0.0) -> Estimat
     """Return the mean of one value per question, each in [lowest, 1], with its interval.
 
     If all values are 0 or 1, the interval is Wilson's; otherwise it is the percentile bootstrap over questions (Efron 1979).
-    Equal values cannot be resampled: they get ± z²/(n + z²), which is Wilson's interval at 0 and at 1.
+    Resampling equal values shows no spread, so they get ± z²/(n + z²), as in Wilson's interval for a share of 0 or 1.
     """
     n = len(values)
     mean = math.fsum(values) / n

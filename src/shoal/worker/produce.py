@@ -100,7 +100,7 @@ class Producer:
         return self.engine.generate(prompts, [plan.seeds for plan in plans], self.sampling, self.responder(plans))
 
     def responder(self, plans: Sequence[GroupPlan]) -> Respond:
-        """Return a function that answers the completions of these groups for their environments."""
+        """Return the engine's `Respond` function for these groups: it returns what a task's environment answers."""
 
         def respond(group: int, number: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
             return self.reply(plans[group], plans[group].seeds[number], tokens, turns)

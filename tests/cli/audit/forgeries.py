@@ -202,7 +202,7 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
     "keep lost pay": (lambda run: run.drop(run.find("forfeited")), "neither paid nor forfeited"),
     "pay twice": (
         lambda run: run.add("credited", dict(all_credited(run, ALICE)[0])),
-        "not accepted and unsettled work",
+        "not an accepted, unsettled submission",
     ),
     "pay and forfeit": (
         lambda run: run.add("forfeited", dict(all_credited(run, BOB)[0])),
@@ -210,14 +210,14 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
     ),
     "pay another": (
         lambda run: all_credited(run, ALICE)[0].update(worker=BOB.public),
-        "not accepted and unsettled work",
+        "not an accepted, unsettled submission",
     ),
-    "pay a stranger": (pay_a_stranger, "not accepted and unsettled work"),
+    "pay a stranger": (pay_a_stranger, "not an accepted, unsettled submission"),
     "pay for nothing": (
         lambda run: run.add("credited", {"worker": ALICE.public, "submissions": [], "tokens": 0}),
         "names no submission",
     ),
-    "pay for rejected": (pay_for_rejected, "not accepted and unsettled work"),
+    "pay for rejected": (pay_for_rejected, "not an accepted, unsettled submission"),
     "pay more": (lambda run: all_credited(run, ALICE)[0].update(tokens=999), "the validators counted"),
     "pay the slashed": (lambda run: run.change_kind("credited", run.find("forfeited")), "which its worker lost"),
     "slash with another's file": (slash_with_anothers_file, "says worker"),
@@ -238,14 +238,14 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
     "slash as replayed": (slash_as_replayed, "no accepted file of its worker has the same rollouts"),
     "slash for a soft reason": (lambda run: slash(run, run.file(BOB, 5), "bounds"), "without a hard rejection"),
     "slash with other facts": (lambda run: run.find("slashed").update(file="ab" * 32), "with other facts"),
-    "slash nobody": (slash_nobody, "slashes nobody for"),
+    "slash nobody": (slash_nobody, "nobody is slashed for"),
     "slash another": (lambda run: run.find("slashed").update(worker=BOB.public), "without a hard rejection"),
     "reject with another's file": (
         lambda run: reject(run, run.file(BOB, 5) | {"file": run.find("rejected", reason="bounds")["file"]}, "bounds"),
         "says step 1, the ledger 2",
     ),
     "dismiss without rejection": (dismiss_without_rejection, "without a rejection of .* for spending"),
-    "dismiss nobody": (lambda run: reject(run, run.file(BOB, 5), "spending"), "dismisses nobody for"),
+    "dismiss nobody": (lambda run: reject(run, run.file(BOB, 5), "spending"), "nobody is dismissed for"),
     "ban": (lambda run: run.set_node(BOB, state="banned"), "table nodes: bob: banned, and no entry slashes it"),
     "readmit": (lambda run: run.set_node(MALLORY, state="active"), "table nodes: mallory: slashed, and not banned"),
     "dismiss in the table": (

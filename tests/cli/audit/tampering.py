@@ -1,4 +1,4 @@
-"""What an attacker can do to a run's folder without its members' keys: one change each, and the link that it breaks.
+"""Changes that an attacker can make to a run's folder without its members' keys, and what the audit must then name.
 
 Every column of every table is changed; rows and ledger entries are deleted, doubled and swapped; the ledger is cut off. Each
 kind of file gets a flipped bit, is cut short, made longer, deleted, and swapped with another of its kind.
@@ -17,7 +17,7 @@ from shoal.ledger.chain import Entry
 DATABASE = "coordinator/pool.sqlite"
 Change = Callable[[Path, Random], None]
 
-# By kind of file: its glob pattern, and a pattern of the link that names a change.
+# By kind of file: its glob pattern, and a pattern for what the audit names when such a file was changed.
 FILES = {
     "submission": ("coordinator/store/submissions/*.parquet", "submission file of|store file submissions"),
     "accepted": ("coordinator/store/accepted/*.parquet", "accepted file of|store file accepted"),

@@ -26,7 +26,7 @@ def start(out: Path, *more: str) -> subprocess.Popen[str]:
 
 
 def refused(*arguments: object) -> tuple[int, str]:
-    """Start a run that must not start. Return its exit status and output."""
+    """Try to start a run that must be refused. Return its exit status and output."""
     done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     return done.returncode, done.stdout + done.stderr
 

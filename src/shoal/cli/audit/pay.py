@@ -1,8 +1,11 @@
-"""What the walk along the ledger collects, and the rules of pay and punishment: what each entry needs before it.
+"""The state that an audit collects from the ledger's entries, and the rules of pay and punishment.
+
+An entry of one of these kinds must come after:
 
     slashed      a hard rejection of the same submission, with the same facts
-    dismissed    a rejection for spending, and evidence above the run's limit (`audit.check_members` computes it again)
-    credited     accepted work that is not settled yet, and is covered by later checks or after the last step
+    dismissed    a rejection with the reason "spending", and evidence above the run's limit
+                 (`audit.check_members` computes the evidence again)
+    credited     accepted work that is not settled yet; before the last step is trained, later checks must cover it
     forfeited    accepted work of a worker that was slashed or dismissed
 
 Invariants, if no error is raised: accepted work is paid as soon as later checks cover it, and all of it by the run's end,
@@ -23,7 +26,7 @@ from shoal.evidence import ALPHA
 from shoal.ledger.chain import Entry
 from shoal.protocol.messages import HARD, Reason, StepRecord
 
-# An entry of these kinds may require further entries, such as a slash: before the next entry of these kinds.
+# An entry of these kinds may require another entry, such as a slash, which must come before the next one of these kinds.
 NEXT = ("accepted", "rejected", "trained")
 
 
@@ -137,10 +140,10 @@ class Pay:
     def rejected(self, id: str, rejection: Rejected) -> None:
         worker = rejection.worker
         if rejection.reason in HARD:
-            self._required = self._link, lambda: "" if worker in self.state.slashed else f"slashes nobody for {id}"
+            self._required = self._link, lambda: "" if worker in self.state.slashed else f"nobody is slashed for {id}"
         if rejection.reason is Reason.SPENDING and worker not in self._dismissed:
             self.observed.setdefault(worker, []).append((id, self.state.config))
-            self._required = self._link, lambda: "" if worker in self._dismissed else f"dismisses nobody for {id}"
+            self._required = self._link, lambda: "" if worker in self._dismissed else f"nobody is dismissed for {id}"
 
     def _unpaid(self, worker: str) -> str:
         if worker in self.state.slashed:
@@ -198,7 +201,7 @@ class Pay:
         for id in body["submissions"]:
             submission = self.state.accepted.get(id)
             if submission is None or submission.worker != body["worker"] or id in self.state.credit:
-                raise ValueError(f"{id} is not accepted and unsettled work of {body['worker'][:16]}")
+                raise ValueError(f"{id} is not an accepted, unsettled submission of {body['worker'][:16]}")
             self.state.credit[id] = how
             tokens += submission.tokens
         if tokens != body["tokens"]:

@@ -244,7 +244,7 @@ class TextSite(PolicySite):
         """Enter the meeting, and set the progress from which to continue. Raise MeetingError."""
         places = self._saved_places()
         placed = progress.place is not None or bool(places)
-        why = "it comes back" if placed else "it joins"
+        why = "the site comes back" if placed else "the site joins"
         self.round, accepted = self.enter(about, why, placed=placed)
         progress.step, progress.place = self.round * self.inner_steps, places.get(str(accepted), progress.place)
 

@@ -4,8 +4,8 @@
 
 A conversation ends when the environment ends it, after `sampling.max_turns` turns of the model, when the token limit leaves
 no room for the answer and one more token, or with a turn that is cut off.
-Invariants: if the environment's answers depend on their arguments alone, so does `reply`. `find_fault` never calls an answer
-a lie that an honest machine could give. The model's output is decoded for the environment, but never tokenized again.
+Invariants: if `Environment.respond` depends on its arguments alone, so does `reply`. `find_fault` never calls an answer a
+lie if an honest machine could give it. The model's output is decoded for the environment, but never tokenized again.
 Worker, validator and evaluator use this code.
 """
 

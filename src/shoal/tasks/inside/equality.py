@@ -5,10 +5,10 @@ Invariants: gold and answer are parsed in the same way. Each is one answer: a li
 members. Text never becomes Python: the library turns digits into numbers through sympy's `eval`, where an audit hook allows
 only numbers and symbols. The hook refuses files, processes and sockets too.
 
-Equal are: numbers, exactly if both are whole or fractions, else to six decimals and four significant digits; expressions
-that simplify to the same; sets in any order, tuples in the same order; intervals with the same ends; `x = 5` and 5; 50 %, 50
-and 0.5. Units, degrees and currency are dropped, so 5 cm equals 5 m. Case is ignored. Numbers of more than `MAX_DIGITS`
-digits are not computed and equal only the same text.
+These count as equal: two whole numbers or fractions if they are exactly equal, other numbers if they agree to six decimals
+and four significant digits; expressions that simplify to the same; sets in any order, tuples in the same order; intervals
+with the same ends; `x = 5` and 5; 50 %, 50 and 0.5. Units, degrees and currency are dropped, so 5 cm equals 5 m. Case is
+ignored. Numbers of more than `MAX_DIGITS` digits are not computed and equal only the same text.
 """
 
 import itertools

@@ -119,7 +119,7 @@ class SourceReader:
 def schema_of_fields(fields: dict[str, str], columns: list[str]) -> RowSchema:
     """Return a schema that reads the columns named in the config. Raise RowError for unknown fields."""
     if unknown := sorted(set(fields) - set(FIELDS)):
-        raise RowError(f"fields names {unknown[0]!r}; the fields are {', '.join(FIELDS)}")
+        raise RowError(f"`fields` has no key {unknown[0]!r}; its keys are {', '.join(FIELDS)}")
     paths = {name: name for name in ("question", "answer") if name in columns} | fields
     if "question" not in paths:
         raise RowError(
@@ -232,7 +232,7 @@ def _of_config(names: Sequence[str], config: str, source: SourceSection) -> list
         )
     if not names:
         raise TasksNotFoundError(
-            f"data set {source.hub} holds no {', '.join(SUFFIXES)} file; most data sets have one at revision = "
-            '"refs/convert/parquet", or convert it and set path'
+            f"data set {source.hub} holds no {', '.join(SUFFIXES)} file; set revision = "
+            '"refs/convert/parquet", where most data sets have one, or convert it and set path'
         )
     return list(names)

@@ -124,7 +124,7 @@ class Events:
         self._steps = max(self._steps, len(history.metrics))
 
     def _learner_sites(self, history: RunHistory) -> Iterator[str]:
-        """Report which sites count, when that changes."""
+        """Report which sites' results are used, whenever that changes."""
         summary = sites_summary(sites) if (sites := site_rows(history.metrics)) else []
         if summary != self._sites:
             self._sites = summary
