@@ -195,9 +195,9 @@ def invite(arguments: argparse.Namespace) -> None:
 
 
 def steer(event: Literal["ban", "drain", "readmit"], outcome: str, arguments: argparse.Namespace) -> None:
-    from shoal.coordinator import operating
+    from shoal.coordinator.folder import apply_event
 
-    operating.apply_event(arguments.dir, arguments.name, event)
+    apply_event(arguments.dir, arguments.name, event)
     say(f"{arguments.name} {outcome}")
 
 
