@@ -37,7 +37,7 @@ class UnknownVersionError(RequestError):
 
 
 class NoSlotError(RequestError):
-    """No version can be loaded now: all slots are in use, or the first one is still loading."""
+    """No version can be loaded now: all slots are in use, or the first version is still loading."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=503, kind="server_error", retry_s=2)

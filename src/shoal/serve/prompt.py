@@ -1,6 +1,6 @@
 """Render messages to prompt tokens with the model's chat template, optionally formatted as in the run's training.
 
-Invariant: the tokens depend on (messages, version) alone, so a verifier can recompute them.
+Invariant: the tokens depend only on the messages and the version, so a verifier can recompute them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ def check_length(loaded: LoadedModel, count: int) -> None:
 
 
 def as_trained(config: Config, messages: Sequence[Message], target: int) -> list[Message]:
-    """Add the run's system prompt, its template around each user message, and the target length to the last one."""
+    """Add the run's system prompt, put user messages into its template, and add the target length to the last one."""
     section = config.tasks
     rendered: list[Message] = []
     if section.system and not any(message["role"] == "system" for message in messages):

@@ -4,10 +4,10 @@
     verify   a Reply and a loaded model -> one finding per question
 
 A verified reply is what these weights, this prompt and this seed yield. Verification does not show that the text is true,
-that the server did not try several seeds and pick one, or that the run published these weights under this version:
-`shoal audit --model` names weights that you trust.
+that the server did not try several seeds and pick one, or that the run published these weights under this version.
+To check against weights that you trust, name them with `shoal audit --model`.
 Invariant: nothing in a Reply is trusted; everything is recomputed from messages, seed and weights. Within one exactness
-class the bits must be equal; elsewhere they must stay within the validator's limits.
+class the results must be bitwise equal; across classes they must agree within the validator's limits.
 Left out: a signature; a reply file does not show who served it.
 """
 
@@ -129,7 +129,7 @@ class ReplyVerdict:
 
 
 def build(generation: Generation, finish: str, text: str, messages: Sequence[Any]) -> Reply:
-    """Build the reply file of a finished generation that kept its states, in milliseconds. Raise ReplyError."""
+    """Build the reply file of a finished generation that kept its states; takes milliseconds. Raise ReplyError."""
     ask, loaded = generation.request, generation.loaded
     if not generation.states:
         raise ReplyError("nothing was generated, so there is nothing to prove")
@@ -160,7 +160,7 @@ def verify(
 ) -> ReplyVerdict:
     """Recompute the whole reply with a forward pass over prompt and reply. Do not call it in the event loop.
 
-    `config` is the run's, for its limits. `client_left` is polled; if it returns true, raise ClientGoneError.
+    `config` is the run's config, for its limits. `client_left` is polled; if it returns true, raise ClientGoneError.
     """
 
     def check() -> None:
@@ -213,7 +213,7 @@ def _check_prompt(reply: Reply, loaded: LoadedModel) -> ReplyFinding:
 
 
 def _check_text(reply: Reply, loaded: LoadedModel, check: Callable[[], None]) -> tuple[ReplyFinding, ReplyFinding]:
-    """Decode the tokens as the server does: compare the text, and where and why it ends."""
+    """Decode the tokens as the server does. Compare the text, where it ends, and why."""
     decoder = Detokenizer(loaded.tokenizer, reply.stops, loaded.eos_ids, reply.max_tokens)
     same = detokenize(decoder, reply.tokens, check) == reply.text
     text = ReplyFinding("Do the tokens give this text?", same, "" if same else "the text was changed")

@@ -2,8 +2,8 @@
 
     /health  /metrics  /v1/...  and, if enabled, the chat page
 
-Invariant: it listens before the model is loaded and answers 503 until then. If the scheduler or the loader fails, the
-process exits with that error; it never answers from a broken state.
+Invariant: the server listens before the model is loaded and answers 503 until then. If the scheduler or the loader
+fails, the process exits with that error; the server never answers from a broken state.
 Left out: TLS (put a proxy in front, see docs/operate.md), several processes.
 """
 
@@ -69,7 +69,7 @@ class Metrics:
             self._first.observe(now_s - generation.submitted_s)
 
     def watch(self, scheduler: ServeScheduler, versions: Versions) -> None:
-        """Read the state of scheduler and versions at each scrape."""
+        """Read the state of the scheduler and the versions at each scrape."""
         self.scheduler, self.versions = scheduler, versions
         self.registry.register(self)
 
@@ -92,7 +92,7 @@ class Metrics:
 PATIENCE = Patience(slowest_Bps=1.0)  # replies stream slowly: disconnect only a client that reads nothing
 PER_ADDRESS, CONNECTIONS = 256, 2000
 POLL_S = 0.2
-JOIN_S = 1.0  # how long threads get to end
+JOIN_S = 1.0  # how long to wait for threads to end
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 log = logging.getLogger("serve")
@@ -113,7 +113,7 @@ class Settings:
 
 
 def engine_of(source: ModelSource) -> Callable[[], TorchEngine]:
-    """Return a factory of engines with the run's numerics, or the best for this machine. Raise DeviceError or ShoalError."""
+    """Return a factory of engines with the run's numerics, or this machine's best. Raise DeviceError or ShoalError."""
     section = source.config.model if source.config else None
     device = section.device if section else "cpu"
     compute_dtype, _ = dtype.pick(section.dtype if section else "auto", device)
@@ -122,7 +122,7 @@ def engine_of(source: ModelSource) -> Callable[[], TorchEngine]:
 
 
 class Service:
-    """The state behind the routes; `app` builds them."""
+    """The state behind the routes, which `app` builds."""
 
     def __init__(self, source: ModelSource, settings: Settings, new_engine: Callable[[], TorchEngine]) -> None:
         self.source, self.settings = source, settings
@@ -132,7 +132,7 @@ class Service:
         metrics.watch(self.scheduler, self.versions)
         self.metrics = metrics
         self.threads = FairThreadPool("prepare", 2)  # tokenizing, rendering, building proofs
-        self.bodies = FairSemaphore(16, per_caller=2)  # large request bodies in memory, of up to 4 MiB
+        self.bodies = FairSemaphore(16, per_caller=2)  # large request bodies in memory, up to 4 MiB each
         self.replies: Replies | None = None
         self._closing: list[Callable[[], None]] = [self.threads.close]
         self._following: asyncio.Task[None] | None = None
@@ -214,7 +214,7 @@ async def _mark_active(request: web.Request, handler: Any) -> web.StreamResponse
 def serve_forever(source: ModelSource, settings: Settings, stop: threading.Event, say: Callable[[str], None]) -> bool:
     """Serve until `stop` is set. Raise the error that ended the server, or OSError if the port is taken.
 
-    Return whether all its threads have ended. A forward pass cannot be interrupted, but all data is stored by then.
+    Return whether all the server's threads have ended; one may still be in a forward pass, but all data is stored.
     """
     before = set(threading.enumerate())
     service = Service(source, settings, engine_of(source))
@@ -230,7 +230,7 @@ async def _serve(service: Service, stop: threading.Event, say: Callable[[str], N
     settings = service.settings
     settings.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     listener = Listener(settings.host, settings.port, PATIENCE, per_address=PER_ADDRESS, total=CONNECTIONS)
-    # With `handler_cancellation`, a client that disconnects frees its rows.
+    # With `handler_cancellation`, a client's rows are freed when it disconnects.
     runner = await started(service.app(), listener, logger=log, handler_cancellation=True)
     try:
         url = f"http://{settings.host}:{listener.getsockname()[1]}"

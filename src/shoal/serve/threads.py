@@ -1,12 +1,12 @@
-"""Run work that would block the event loop in threads, shared fairly among callers.
+"""Threads, shared fairly among callers, for work that would block the event loop.
 
-    FairSemaphore     slots for callers in turn; each caller holds at most `per_caller` of them
+    FairSemaphore     gives slots to callers in turn; each caller holds at most `per_caller` of them
     FairThreadPool    a thread pool; the calls of one caller run one after another
-    read_body         reads a request's body, with a bound on the large bodies in memory
+    read_body         reads a request's body, limiting how many large bodies are in memory
 
 Invariant: a call keeps its slot until its thread ends, even if its client disconnects. A call whose client disconnected
 before its turn never runs.
-Left out: interrupting a running call. A long call polls whether it should stop.
+Left out: interrupting a running call. A long call must itself poll whether to stop.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from shoal.serve.versions import LoadedModel
 from shoal.watch.page.guard import json_body
 
 WAIT_S = 30.0  # for a slot
-MAX_WAITING = 256  # calls of one caller
+MAX_WAITING = 256  # waiting calls per caller
 RETRY_S = 5
 SMALL_BYTES = 64 << 10  # smaller bodies need no slot: the connection limit bounds their memory
 
@@ -76,7 +76,7 @@ class FairSemaphore:
             queue = self._queues.pop(caller)
             turn = queue.popleft()
             if queue:
-                self._queues[caller] = queue  # after all other callers
+                self._queues[caller] = queue  # its next turn comes after all other callers
             if not turn.done():
                 self._held[caller] += 1
                 turn.set_result(None)

@@ -8,9 +8,9 @@ A source is a model, the folder of a run (live or finished), or a folder of fetc
     weights             v000003, v000004, ...: what `shoal fetch URL --out weights --follow` keeps
     bundled:tiny, PATH  one model
 
-Invariant: a version in use is never evicted or overwritten. An offer's folder holds complete weights when it is listed; a
-live run may remove it later. One version is loaded at a time, and at most `max_loaded` (two or more) are in memory. If a
-version is removed before it is loaded, only that request fails.
+Invariant: a version in use is never evicted or overwritten. When an offer is listed, its folder holds complete weights;
+a live run may remove the folder later. One version is loaded at a time, and at most `max_loaded` (two or more) are in
+memory. If a version is removed before it is loaded, only the request for it fails.
 """
 
 import asyncio
@@ -120,7 +120,7 @@ def digest(folder: Path) -> str:
 POLL_S = 1.0
 MAX_LOADED = 3  # versions in memory
 MAX_WAITING = 8  # requests that may wait for a version to load
-DEFAULT_POSITIONS = 4096  # for a model whose config states none
+DEFAULT_POSITIONS = 4096  # context length of a model whose config does not state one
 
 
 @dataclass

@@ -8,7 +8,8 @@
     server     HTTP, with guard and connections           fetch/      downloads from servers into a folder
     alone      the API for use without a pool
 
-Usable alone: it imports only `errors` and `files` of Shoal. docs/shardcast.md says how it works and what it costs.
+This package can be used alone: of Shoal it imports only `errors` and `files`. docs/shardcast.md says how it works and
+what it costs.
 Paper: INTELLECT-2 (arXiv 2505.07291), section on SHARDCAST.
 """
 

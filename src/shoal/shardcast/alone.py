@@ -66,8 +66,8 @@ def watch(
     timeout_s: float = DAY_S,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Iterator[tuple[Path, Manifest]]:
-    """Yield each new version forever, never an older one after a newer. Report a fetch that fails or exceeds `timeout_s` to
-    `progress`, and retry."""
+    """Yield each new version, forever, and never an older one after a newer one. Report a fetch that fails or exceeds
+    `timeout_s` to `progress`, and retry."""
     client = Client(urls, Access(public_key), out, wait_s=DAY_S, timeout_s=timeout_s)
     last: Manifest | None = None
     while True:
@@ -106,8 +106,9 @@ def fetch_with(client: Client, version: int | None, progress: Callable[[Progress
 async def serve_origin(
     path: Path, origin: Origin, listen: tuple[str, int], stop: threading.Event, say: Callable[[dict[str, object]], None]
 ) -> None:
-    """Publish and serve `path` until `stop`: a file or folder as one version, or each version folder (v000007) in it,
-    including later ones. Raise what `Origin.publish` raises."""
+    """Publish and serve `path` until `stop` is set. If `path` is empty or has version folders (v000007), publish each,
+    including those added later; otherwise publish `path`, a file or folder, as one version. Raise what `Origin.publish`
+    raises."""
     check_apart(path, origin.store.path)
 
     async def live() -> None:
@@ -134,7 +135,7 @@ async def serve_origin(
 async def serve_relay(
     relay: Relay, listen: tuple[str, int], stop: threading.Event, say: Callable[[dict[str, object]], None]
 ) -> None:
-    """Mirror and serve until `stop`. Report each version that becomes complete, and each new error."""
+    """Mirror and serve until `stop` is set. Report each version that becomes complete, and each new error."""
 
     async def live() -> None:
         task = asyncio.ensure_future(relay.mirror())

@@ -1,11 +1,12 @@
 """The listening socket of a server: it limits open connections and resets idle or stalled ones.
 
 Invariant: every accepted connection counts until it is closed, and a server accepts no more than its file limit allows. A
-connection over its address's limit, or the total, is closed unread. At the total limit the oldest connection without a
-request is reset too, so idle clients cannot lock others out. A client that sends no request within `headers_s`, or does not
-read the response, is reset even in the middle of a `sendfile`. Only time in which this process ran counts: an overloaded or
-frozen server blames no client for its own delay. Malformed requests (answered with 400) and clients that disconnect early
-are not logged: aiohttp would log a traceback with the request, hundreds of kilobytes each.
+connection over its address's limit, or over the total limit, is closed unread. At the total limit the oldest connection
+without a request is reset too, so idle clients cannot lock others out. A client that sends no request within
+`headers_s`, or does not read the response, is reset even in the middle of a `sendfile`. Only time in which this process
+was running counts: an overloaded or frozen server blames no client for its own delay. Malformed requests (answered with
+400) and clients that disconnect early are not logged: aiohttp would log a traceback with the request, hundreds of
+kilobytes each.
 Left out: limits across processes; slow-reader detection on systems other than Linux.
 Source: BBR, draft-ietf-ccwg-bbr; `struct tcp_info` of Linux, include/uapi/linux/tcp.h.
 """
@@ -174,7 +175,7 @@ class Listener(socket.socket):
             accepted.close()
             raise ConnectionAbortedError("too many connections")  # asyncio ignores it, as if the client had left
         connection = ClientConnection(self, peer, accepted.detach())
-        prefer_bbr(connection)  # a route's setting would override the inherited one
+        prefer_bbr(connection)  # again, as a route's setting overrides what it inherited from the listener
         if earlier := self.open.get(peer):
             self.forget(earlier)
         self.open[peer] = connection
@@ -249,7 +250,7 @@ LISTENER = web.AppKey("listener", Listener)
 async def started(
     application: web.Application, listener: Listener, *, shutdown_s: float = 1.0, backlog: int = BACKLOG, **more: Any
 ) -> web.AppRunner:
-    """Serve the application on this listener until the runner's `cleanup`, which gives requests `shutdown_s`."""
+    """Serve the application on this listener until the runner's `cleanup`, which lets requests run for `shutdown_s`."""
     application[LISTENER] = listener
     application.cleanup_ctx.append(listener.watching)
     runner = web.AppRunner(
@@ -274,7 +275,7 @@ def prefer_bbr(connection: socket.socket) -> str:
 
 
 def network(address: str) -> str:
-    """Identify a client by its IPv4 address, or by the /64 of its IPv6 address, since anyone has 2**64 of these."""
+    """Identify a client by its IPv4 address, or by the /64 of its IPv6 address, all of which it may own."""
     try:
         ip = ip_address(address.partition("%")[0])
     except ValueError:
@@ -285,7 +286,7 @@ def network(address: str) -> str:
 
 
 def _progress(connection: socket.socket) -> int | None:
-    """Return the bytes acknowledged so far; None if all sent bytes are, or if the system does not say."""
+    """Return the bytes acknowledged so far; None if nothing is unacknowledged, or if the system does not say."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         unacked, acked_bytes, unsent_bytes = TCP_INFO.unpack_from(info)

@@ -5,7 +5,7 @@ in both versions is encoded as the changed words of each tensor. Any other file 
 
     delta    MAGIC, one kind per file of the new version, then the bodies of the files that are not SAME
     file     TENSORS: blake3 of the safetensors header, the pieces of all its tensors     WHOLE: its bytes, in pieces
-    piece    at most PIECE_WORDS words of one tensor, after a kind (not in a WHOLE file)
+    piece    at most PIECE_WORDS words of one tensor, preceded by a kind (except in a WHOLE file)
              SAME: nothing     WHOLE: the new words
              CHANGES: the number of changed words, a gap for each (words of four bytes), a step for each
     words    byte plane by byte plane, lowest first: length, bytes
@@ -17,8 +17,8 @@ four bytes, kinds have one; all are little-endian.
 
 Invariant: paths, sizes and headers come from the caller and the old version, never from the delta, and no length in a delta
 can make the reader allocate more. A malformed delta causes DeltaError or wrong words, so the caller must verify the files
-that `apply` writes against the manifest. `encode` reads each new file once, except unchanged files without tensors. `apply`
-reads and writes each file once for a whole chain of deltas.
+that `apply` writes against the manifest. `encode` reads each new file once, but an unchanged file without tensors
+twice. `apply` reads and writes each file once for a whole chain of deltas.
 Left out: merging the deltas of several versions into one (readers fetch the chain), renamed files (sent whole), and grouping
 words by exponent, which makes smaller deltas but takes more CPU time (benchmarks/weights/deltas.py compares encodings).
 Source: docs/shardcast.md has the measurements; the paper sends whole checkpoints.
@@ -51,7 +51,7 @@ Places = NDArray[np.int64]
 
 
 class DeltaError(Exception):
-    """This delta cannot be applied, and why."""
+    """This delta cannot be applied; the message says why."""
 
 
 class Kind(IntEnum):
@@ -209,8 +209,8 @@ def encode(
 
 
 def passes(chain: Iterable[Link]) -> list[list[Link]]:
-    """Split a chain of deltas into runs that `apply` can merge: all produce files of the same names and sizes, and none
-    changes tensors of a file that another sends whole. Raise DeltaError."""
+    """Split a chain of deltas into runs that `apply` can merge: in a run all produce files of the same names and sizes,
+    and none changes tensors of a file that another one sends whole. Raise DeltaError."""
     runs: list[list[Link]] = []
     kinds: list[Kind] = []  # of the files in the last run
     for link in chain:
@@ -312,7 +312,7 @@ def _write_changed(readers: Sequence[Reader], source: BufferedReader, target: _T
     if any(reader.take(len(header_hash)) != header_hash for reader in readers):
         raise DeltaError(f"the delta was made against another version: the header of {source.name} differs")
     for piece in pieces(*layout.tensors):
-        words: Words | None = None  # None: as in the file
+        words: Words | None = None  # None: no delta changes this piece
         for reader in readers:
             kind = reader.piece_kind()
             if kind is Kind.WHOLE:

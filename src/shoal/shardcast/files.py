@@ -51,7 +51,7 @@ class Layout:
 
 
 def as_one_tensor(name: str, size_bytes: int) -> StoredTensor:
-    """Treat any other file as one tensor of bytes."""
+    """Treat a file that is not safetensors as one tensor of bytes."""
     return StoredTensor(name, 0, size_bytes, 1)
 
 
@@ -151,7 +151,7 @@ class StreamFiles:
 
 
 class Cutter:
-    """Hash the shards of a byte string that comes in pieces. With `create`, write each shard to the file it returns."""
+    """Hash the shards of a byte string that comes in pieces. With `create`, write each to the file that `create` returns."""
 
     def __init__(self, shard_size_bytes: int, create: Callable[[int], NewFile] | None = None) -> None:
         self.shard_size_bytes = shard_size_bytes

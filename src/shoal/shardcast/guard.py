@@ -3,8 +3,8 @@
     grant   signed by the pool: this key may read this run's weights until a time. Every reader gets one.
     pass    grant~visit.signature: signed by the key in the grant, for one server at one time.
 
-Invariant: every request except /healthz needs a pass. Its grant is signed by `pool_key` for this
-audience, and a reader who is not banned signed it for this server's URL within `PASS_S`. So a relay cannot use its readers'
+Invariant: every request except /healthz needs a pass, signed less than `PASS_S` ago for this server's URL by a reader
+who is not banned, and containing a grant that `pool_key` signed for this audience. So a relay cannot use its readers'
 passes elsewhere. A ban also resets the reader's connections.
 Left out: a nonce (a pass replayed to the same server within a minute reveals nothing new), and a rate limit
 per reader (`connections` limits each address).
@@ -33,7 +33,7 @@ GRANT_DOMAIN = b"shoal shardcast reader token 1\n"
 VISIT_DOMAIN = b"shoal shardcast visit 1\n"
 MAX_PASS_CHARS = 4096
 PASS_S = 60.0  # clocks of honest machines differ by less, as for signed requests
-RENEW_S = 20.0  # a reader reuses a pass this long
+RENEW_S = 20.0  # a reader reuses a pass for this long
 MAX_KNOWN = 4096  # cached verified passes, so that not every shard costs a signature check
 
 _SIGNED = re.compile(r"([A-Za-z0-9_-]+)\.([0-9a-f]{128})")

@@ -182,7 +182,7 @@ class SignedManifest(_Record):
         if ending is None or not body.startswith(_BEGINNING + b'"'):
             raise ManifestError("malformed signed manifest: not a text with a key and a signature")
         try:
-            # a string: it starts with a quote
+            # This is a string, because it starts with a quote.
             text = json.loads(body[len(_BEGINNING) : ending.start()].decode("ascii"))
             text.encode("ascii")  # escapes may decode to other characters
             return cls(manifest=text, key=ending[1].decode(), signature=ending[2].decode())
@@ -277,7 +277,7 @@ def first_problem(error: ValidationError) -> str:
 
 # Domain separation: nothing else that this key signs is a valid statement.
 STATEMENT_DOMAIN = b"shoal shardcast newest 2\n"
-CURRENT_S = 3600.0  # statements within this of the reader's clock count as current
+CURRENT_S = 3600.0  # statements no further than this from the reader's clock count as current
 
 
 MAX_SERIAL = 10**18

@@ -1,11 +1,11 @@
 """The relay: mirror the newest upstream versions into a store, and serve shards while they arrive.
 
 `upstream` may list origins and relays in any order. Each server publishes its path from the origin in versions.json. The
-servers nearest to the origin are this relay's parents, those at its own distance its siblings; those downstream of it are
-never used, so there are no loops. Siblings share the parents' uplink: each shard has one owner among them (rendezvous
-hashing), which fetches it from a parent; the others fetch it from the owner while it is still arriving. So each byte leaves
-the origin about once, however many relays there are. With several parents, relays spread over them (`by_preference`) and
-use another one if the preferred one fails.
+servers nearest to the origin are this relay's parents, and those as far from the origin as this relay are its siblings.
+Servers downstream of this relay are never used, so there are no loops. Siblings share the parents' uplink: each shard
+has one owner among them (rendezvous hashing), which fetches it from a parent; the others fetch it from the owner while
+it is still arriving. So each byte leaves the origin about once, however many relays there are. With several parents,
+relays spread over them (`by_preference`) and use another one if the preferred one fails.
 
     origin ──shard 1──▶ relay A ──shard 1──▶ relay B         owner of shard 1: A
            ──shard 2──▶ relay B ──shard 2──▶ relay A         owner of shard 2: B
@@ -90,8 +90,9 @@ class Place:
 
 
 def owners_of(shard: ShardEntry, ids: Sequence[str]) -> list[str]:
-    """Return the siblings in the order in which they own this shard, that is, fetch it from a parent (rendezvous hashing).
-    Any two ids have the same order on every relay, so siblings never wait for each other, even if some do not know all."""
+    """Return the ids in the order in which they own this shard, that is, fetch it from a parent (rendezvous hashing).
+    Any two ids have the same order on every relay, so siblings never wait for each other, even if some do not know all
+    the others."""
     return sorted(ids, key=lambda id: blake3(f"{shard.hash} {id}".encode()).digest())
 
 
@@ -196,9 +197,9 @@ class Relay:
         self._pass_on(listings.values())
         self._leave_outdated()
         listed = {version for listing in listings.values() for version in listing.versions}
-        # Only the newest of each source, so that a server with a bogus list cannot displace the others.
+        # Only the newest versions of each source, so that a server with a bogus list cannot displace the others.
         newest = {version for listing in listings.values() for version in listing.versions[: self.store.keep]}
-        needed: set[int] = set()  # parents of the versions before
+        needed: set[int] = set()  # parents of the versions handled before
         place = 0
         for version in sorted({*listed, *self._held}, reverse=True):
             if version not in needed and (place >= self.store.keep or version not in newest | self._held.keys()):
@@ -217,7 +218,7 @@ class Relay:
             except (FetchError, OSError) as error:
                 self._note(error)  # try an older version
                 if listings and version not in listed:
-                    self._drop(version)  # incomplete, and no longer upstream
+                    self._drop(version)  # incomplete, and no longer listed upstream
         return bool(listings)
 
     async def _listings(self, sources: Sources) -> dict[Source, Listing]:

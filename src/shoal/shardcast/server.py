@@ -6,7 +6,7 @@ Invariant: only versions.json and the manifest and shards of stored versions can
 A client can read from a relay that is still mirroring. A shard that is still arriving is sent as it grows; if it stops
 arriving, the connection is closed, so the reader sees a truncated body. A request for a shard that has not started to arrive
 waits up to `wait_s` and then gets 503 with Retry-After.
-nginx can serve the same folder, without shards that are still arriving.
+nginx can serve the same folder, except shards that are still arriving.
 Left out: HTTP/2, compression (weights do not compress), access control (guard.py) and connection limits (connections.py).
 Paper: INTELLECT-2, SHARDCAST: relays are plain HTTP servers, and serve shards before the version is whole.
 """
@@ -63,7 +63,7 @@ class Shelf:
 
     def __init__(self, store: ShardStore, wait_s: float) -> None:
         self.store, self.wait_s = store, wait_s
-        # Cached, because every request needs one.
+        # Cached, because every request needs a path.
         self.manifest_path = lru_cache(MAX_PARSED)(store.manifest_path)
         self.shard_path = lru_cache(MAX_PATHS)(store.shard_path)
         self.served_bytes = 0  # in complete bodies
@@ -119,7 +119,7 @@ def app(store: ShardStore | Path, *, wait_s: float = 10.0, guard: Guard | None =
     version = f"/{{version:{VERSION_PATTERN}}}"
     application.add_routes(
         [
-            web.get(f"{version}/{{part:full|delta}}/{{index:[0-9]{{5}}}}.shard", _shard),  # first: most frequent
+            web.get(f"{version}/{{part:full|delta}}/{{index:[0-9]{{5}}}}.shard", _shard),  # first: requested most
             web.get(f"{version}/manifest.json", _manifest),
             web.get("/versions.json", _versions),
             web.get("/healthz", _health),
@@ -140,7 +140,7 @@ async def serve(
     shutdown_s: float = 1.0,
 ) -> tuple[web.AppRunner, int]:
     """Start serving. Return the runner and the port (port 0 picks a free one). The runner's `cleanup` stops serving; it
-    gives running requests `shutdown_s`."""
+    gives running requests `shutdown_s` to finish."""
     guard = application.get(GUARD)
     listener = Listener(
         host,
@@ -297,8 +297,8 @@ def _range(byte_range: ByteRange, size_bytes: int) -> tuple[int, int]:
 
 
 def _parse_range(request: web.BaseRequest) -> ByteRange:
-    """Parse the Range header. Return None, the whole body, for anything but a single range in a GET request: RFC 9110 (14.2)
-    lets a server ignore other ranges, and requires it for other methods and malformed ranges."""
+    """Parse the Range header. Return None (the whole body) for anything but a single range in a GET request: RFC 9110
+    (14.2) lets a server ignore other ranges, and requires it for other methods and malformed ranges."""
     match = RANGE.fullmatch(request.headers.get("Range", "").strip())
     if request.method != "GET" or "If-Range" in request.headers or match is None:
         return None

@@ -5,10 +5,10 @@
     v000007/full/00000.shard     shards of the content, if the version is an anchor
     v000007/delta/00000.shard    shards of the delta, if it has one
 
-Invariant: a shard under its final name is complete and never changes. While it arrives it has a temporary name, from which
-the server can read, too. A manifest is replaced only by a later one, or by one with other shards of the same content.
-versions.json lists the newest MAX_VERSIONS folders that have a manifest, so it can be rebuilt after a crash. The writing
-process holds the store's lock.
+Invariant: a shard under its final name is complete and never changes. While it arrives it has a temporary name, under
+which the server can already read it. A manifest is replaced only by a later one, or by one with other shards of the
+same content. versions.json lists the newest MAX_VERSIONS folders that have a manifest, so it can be rebuilt after a
+crash. The writing process holds the store's lock.
 The origin or relay (its only writer) and the server (a reader) share one `Store` in one process.
 Left out: object storage, and several writers of one store.
 Paper: INTELLECT-2, SHARDCAST (relays keep the last five versions).
@@ -44,7 +44,7 @@ from shoal.shardcast.manifest import (
 
 KEEP = 5  # newest versions, plus those that their deltas need; like INTELLECT-2's relays
 FILE_MODE, FOLDER_MODE = 0o644, 0o755  # of a public store, so that another user's nginx can serve it
-_LOCKS: dict[tuple[int, Path], FileLock] = {}  # by process and store: a forked child has no lock of its parent
+_LOCKS: dict[tuple[int, Path], FileLock] = {}  # by process and store: a forked child does not hold its parent's locks
 
 
 class ShardStore:
@@ -79,7 +79,7 @@ class ShardStore:
 
     @cached_property
     def id(self) -> str:
-        """The store's permanent random id, from which relays learn who fetches from whom."""
+        """The store's permanent random id, by which relays recognize who fetches from whom."""
         path = self.path / "id"
         if not path.is_file():
             self._make_folder(self.path)
@@ -87,7 +87,7 @@ class ShardStore:
         return path.read_text()
 
     def reached_via(self, path: Sequence[str]) -> None:
-        """Set the path in versions.json: the ids of the stores from the origin to this one, exclusive."""
+        """Set the path in versions.json: the ids of the stores from the origin to the one before this."""
         if tuple(path) != self._via:
             self._via = tuple(path)
             self._list(self.versions())
@@ -146,8 +146,8 @@ class ShardStore:
         self._list(self._on_disk())
 
     def retain(self, held: Mapping[int, Manifest]) -> None:
-        """Remove all versions but those `wanted`. `held`: the manifests of all stored versions. Readers keep files that are
-        already open."""
+        """Remove all versions except those that `wanted` returns. `held`: the manifests of all stored versions. Readers
+        keep files that are already open."""
         wanted = self.wanted(held)
         self._list([version for version in sorted(held, reverse=True) if version in wanted])
         for version in self._on_disk():
@@ -156,7 +156,7 @@ class ShardStore:
                 self._requested_s.pop(version, None)
 
     def wanted(self, held: Mapping[int, Manifest]) -> set[int]:
-        """Return the versions to keep: the newest, leased ones, and their parents."""
+        """Return the versions to keep: the newest ones, leased ones, and the parents of both."""
         wanted: set[int] = set()
         now_s, leases = time.monotonic(), self.keep
         for place, version in enumerate(sorted(held, reverse=True)):
@@ -212,7 +212,7 @@ class ShardStore:
         try:
             return Listing.model_validate_json((self.path / "versions.json").read_bytes()).newest
         except (FileNotFoundError, ValueError):
-            return None  # it is rebuilt
+            return None  # versions.json is rebuilt
 
     def _on_disk(self) -> list[int]:
         names = (folder.parent.name for folder in self.path.glob("v*/manifest.json"))

@@ -127,7 +127,7 @@ def _column(array: pa.Array) -> Column:
 
 
 def content_digest(columns: Columns) -> str:
-    """Return the BLAKE3 digest of the rows' values, column by column: the Parquet layout does not matter."""
+    """Return the BLAKE3 digest of the rows' values, column by column, so that the Parquet layout does not matter."""
     digest = blake3()
     for name, column in columns.items():
         digest.update(f"{name}\n{len(column)}\n".encode())
@@ -178,7 +178,7 @@ def pack(columns: Columns) -> bytes:
 
 
 def unpack(data: bytes, rows: int, schema: pa.Schema, limits: FileLimits) -> Columns:
-    """Return the columns in untrusted bytes that `pack` should have made. Raise RolloutFileError if it cannot have."""
+    """Return the columns that untrusted bytes hold. Raise RolloutFileError if `pack` cannot have made these bytes."""
     if not 0 < rows <= limits.max_rows:
         raise RolloutFileError(f"{rows} rows; between 1 and {limits.max_rows} are allowed")
     columns: Columns = {}

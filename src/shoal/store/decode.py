@@ -1,12 +1,12 @@
-"""Decode Parquet to columns after checking every size in the file; and the child process that does so.
+"""Decode Parquet to columns after checking every size in the file. This module also runs as a child process.
 
 A column chunk is a sequence of pages. Each page is a small Thrift header, with two sizes, a count of values and encodings,
 and then the compressed bytes. The footer and the headers may contradict each other, and Parquet readers trust the headers:
 a page of 100 compressed bytes may claim gigabytes. So every header is checked here first.
 
-Invariant: nothing is decompressed before the footer and all page headers were checked. The pages of a chunk fill it exactly,
-hold as many values as the footer says, use the allowed encodings, and decompress to no more bytes than these values need.
-Signatures are not checked here.
+Invariant: nothing is decompressed before the footer and all page headers have been checked. The pages of a chunk fill
+it exactly, hold as many values as the footer says, use the allowed encodings, and decompress to no more bytes than
+these values need. Signatures are not checked here.
 
 A damaged file may still crash or stall pyarrow or exhaust memory, so `quarantine` runs this module as a child process. The
 child writes one line of JSON when it is ready. Then it reads files from stdin, each prefixed with its size in 8 bytes. For
@@ -50,7 +50,7 @@ PLAIN, RLE = 0, 3  # Encoding
 MAX_PAGES = 10_000  # in one file; an honest file has about one per MiB
 MAX_PAGE_HEADER_BYTES = 1_024
 LEVEL_BYTES = 4  # a value's repetition and definition levels take at most two runs of two bytes
-PAGE_OVERHEAD_BYTES = 64  # the sizes of the levels, and some text beyond the mean
+PAGE_OVERHEAD_BYTES = 64  # the sizes of the levels, and room for text longer than the mean
 
 TRUE, FALSE, I32, STRUCT = 1, 2, 5, 12  # Thrift's compact types; our writer's headers contain no others
 Fields = dict[int, Any]
@@ -105,7 +105,7 @@ def _check_rows(file: pq.ParquetFile, schema: pa.Schema, limits: FileLimits) -> 
 
 
 def _check_columns(data: bytes, file: pq.ParquetFile, schema: pa.Schema, limits: FileLimits) -> None:
-    """Bound the values of each column, then each page."""
+    """Check the number of values and the encodings of each column, then each page."""
     row_groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
     pages_left = MAX_PAGES
     for number, field in enumerate(schema):
@@ -239,7 +239,7 @@ def _int32(data: memoryview, at: int) -> tuple[int, int]:
 def main(max_rows: int, max_tokens: int, memory_bytes: int, alarm_s: float) -> None:
     """Decode files from stdin until it is closed.
 
-    memory_bytes: memory for one file, in addition to the imports. After alarm_s on one file the process ends.
+    memory_bytes: memory for one file, in addition to what the imports use. After alarm_s on one file the process ends.
     """
     import pyarrow.compute  # noqa: F401  pyarrow imports it at first use, which would count against a file's memory
 

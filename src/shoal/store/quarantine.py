@@ -2,7 +2,7 @@
 
 Invariant: a file that crashes, stalls or exhausts its reader is refused like any other bad file, and costs the caller only
 the child. The child decodes the file. The parent takes plain arrays from the child, checks their sizes, and verifies the
-signature over them itself. The child ends with its parent and, while it reads, after twice the time limit.
+signature over them itself. The child ends when its parent does and, while it reads, after twice the time limit.
 Called by the validator.
 Left out: a sandbox (this guards against crashes, not against code execution by a file); a memory limit on systems other
 than Linux; reads by several threads at once.

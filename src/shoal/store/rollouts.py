@@ -1,7 +1,7 @@
 """The two kinds of rollout file, as Parquet with a strict schema: a worker's submission and a validator's accepted file.
 
-    submission  signed by the worker: what it claims to have generated
-    accepted    signed by a validator: what it recomputed, and all that the learner reads
+    submission  signed by the worker: what the worker claims to have generated
+    accepted    signed by a validator: what the validator recomputed, and everything that the learner reads
 
 A file has one row per rollout, groups in order. `turns` tells which tokens an environment wrote (see `model/turns`);
 logprobs and proofs cover the other tokens. The metadata holds a JSON header and its ed25519 signature. The header holds a
@@ -42,7 +42,7 @@ SCHEMA_VERSION = 9
 
 
 class Header(BaseModel):
-    """Which work a rollout file holds. `signer` is the worker of a submission, or the validator of an accepted file."""
+    """The work that a rollout file holds. `signer` is a submission's worker, or an accepted file's validator."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -183,6 +183,6 @@ def _checked_header(decoded: Decoded, limits: FileLimits, *, domain: str) -> Hea
     if not verify(header.signer, decoded.header.encode(), decoded.signature, domain=domain):
         raise BadSignatureError(f"not signed by {header.signer[:16]}")
     for turns, n_tokens in zip(to_list(decoded.columns["turns"]), lengths["tokens"].tolist(), strict=True):
-        if not fit(turns, n_tokens):  # using them could allocate for billions of tokens
+        if not fit(turns, n_tokens):  # such turns could allocate memory for billions of tokens
             raise RolloutFileError(f"turns of {turns[:8]} do not fit {n_tokens} tokens")
     return header

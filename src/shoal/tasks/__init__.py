@@ -22,7 +22,8 @@ __all__ = ["Grade", "GradeError", "Graders", "Task", "TaskSet", "TasksNotFoundEr
 
 
 def load(section: TaskSection, folder: Path | None = None) -> TaskSet:
-    """Return the task set of a config, built from its sources in `folder`. Without `folder` it is deleted with the set.
+    """Return the task set of a config, built from its sources in `folder`. Without `folder` the tasks are deleted with
+    the set.
 
     Raise TasksNotFoundError if a source is not readable, has too few tasks, or does not give `section.digest`.
     """

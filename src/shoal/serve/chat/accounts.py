@@ -5,7 +5,7 @@
 Invariant: the database holds only hashes of passwords and tokens. Each login creates a new token; a session ends by logout,
 age, or idleness. Wrong passwords are rate-limited by address and by name. A browser that has logged in before has a device
 token with its own limit, so that an attacker cannot lock its user out.
-Left out: mail, password recovery, second factors, deleting an account.
+Left out: email, password recovery, second factors, deleting an account.
 """
 
 import hashlib
@@ -78,7 +78,7 @@ NAME = re.compile(r"[\w.@+-]{2,64}", re.ASCII)
 MIN_PASSWORD, MAX_PASSWORD = 10, 256  # characters
 SESSION_S, IDLE_S = 14 * 86_400.0, 3 * 86_400.0
 SEEN_EVERY_S = 60.0
-MAX_BROWSERS = 50  # sessions, and device tokens, of one user
+MAX_BROWSERS = 50  # sessions per user, and device tokens per user
 LOCAL = "local"  # the user of `--open`, who has no password
 WRONG = "name or password is wrong"
 
@@ -110,7 +110,7 @@ class Accounts:
     ) -> None:
         self.db, self.clock = db, clock
         self.hasher = hasher or PasswordHasher()
-        self._dummy_hash = self.hasher.hash(secrets.token_hex(16))  # an unknown name takes as long as a known one
+        self._dummy_hash = self.hasher.hash(secrets.token_hex(16))  # so that checking an unknown name takes as long
         self.hashing = FairThreadPool("passwords", 2)  # each hash takes 64 MiB and 0.1 s of a core
         self._by_address = RateLimit(20, 600, monotonic)
         self._by_name = RateLimit(30, 3600, monotonic)

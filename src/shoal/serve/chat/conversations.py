@@ -1,7 +1,7 @@
 """Conversations as trees of messages: editing or regenerating adds a sibling, so no message is lost.
 
 Invariant: every method takes the user and raises 404 for another user's conversation. A conversation's row holds the total
-size of its messages and is charged before each addition, so one user cannot fill the disk.
+size of its messages, and each addition is checked against the user's quota, so one user cannot fill the disk.
 """
 
 import json
@@ -143,7 +143,7 @@ class Conversations:
 
 
 class ConversationReader:
-    """Read in a thread with its own connection: reading megabytes would block the event loop."""
+    """Read in a thread with its own database connection: reading megabytes would block the event loop."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._conversations, self._threads = Conversations(db), FairThreadPool("reader", 1)

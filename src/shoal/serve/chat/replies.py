@@ -50,7 +50,7 @@ class ReplyInProgress:
     generation: Generation
     messages: Sequence[Any]
     events: asyncio.Queue[dict[str, Any] | None]
-    pair: str | None = None  # the id that replies shown side by side share
+    pair: str | None = None  # shared id of replies shown side by side
     text: list[str] = field(default_factory=list)
     finish: str = "cancelled"
     duration_s: float = 0.0
@@ -71,7 +71,7 @@ class Replies:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def write(self, user: int, id: str, parent: str, form: ReplyForm) -> AsyncIterator[dict[str, Any]]:
-        """Yield events for the page: `text` and `done` of each lane. Closing the iterator stops the replies and saves them.
+        """Yield `text` and `done` events of each reply. Closing the iterator stops the replies and saves them.
 
         Raise HttpError only before the first event.
         """
@@ -105,7 +105,7 @@ class Replies:
                 reply.generation.cancel()
 
     async def close(self) -> None:
-        """Wait until the replies in progress are saved; the scheduler has cancelled them."""
+        """Wait until the replies in progress, which the scheduler has already cancelled, are saved."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _generation(self, user: int, loaded: LoadedModel, prompt: tuple[int, ...], form: ReplyForm) -> Generation:
@@ -128,7 +128,7 @@ class Replies:
         replies: Sequence[ReplyInProgress],
         versions: AsyncExitStack,
     ) -> None:
-        """Relay all lanes until they end, then save them in order."""
+        """Relay all replies until they end, then save them in order."""
         events = replies[0].events
         try:
             async with versions:

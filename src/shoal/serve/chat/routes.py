@@ -2,7 +2,7 @@
 
 Invariant: every change needs a session, its CSRF token in a header, a JSON body, and a request from this page. Users see
 only their own data.
-Left out: mail, teams, uploaded files.
+Left out: email, teams, uploaded files.
 """
 
 import asyncio
@@ -167,7 +167,7 @@ class Chat:
         return response
 
     def _address(self, request: web.Request) -> str:
-        """Return the address to rate-limit. X-Forwarded-For counts only behind a proxy, which appends the client."""
+        """Return the address to rate-limit: behind a proxy, the address that the proxy appended to X-Forwarded-For."""
         forwarded = request.headers.get("X-Forwarded-For", "") if self.secure_cookies else ""
         return network(forwarded.rpartition(",")[2].strip() or request.remote or "")
 

@@ -1,7 +1,7 @@
-"""Request schemas of the API: OpenAI's parameters, bounded.
+"""Request schemas of the API: OpenAI's parameters, with size limits.
 
-Invariant: a parameter that could change the reply takes effect or is refused by name. The unsupported ones of
-`NEUTRAL_ONLY` are accepted with their neutral value, because clients send it.
+Invariant: a parameter that could change the reply takes effect or is refused by name. The unsupported ones in
+`NEUTRAL_ONLY` are accepted only with their neutral value, which some clients send.
 Left out: images, `top_p` and penalties (a seed replays only the full distribution), tools and forced replies.
 """
 
@@ -43,7 +43,7 @@ class TextPart(RequestFields):
 class ChatMessage(RequestFields):
     role: Literal["system", "developer", "user", "assistant"]
     content: LongText | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)]
-    # Clients echo these null fields of a reply.
+    # Clients send these null fields of a reply back.
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -121,7 +121,7 @@ class ChatRequest(CommonParams):
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     functions: None = None
     function_call: None = None
-    # Shoal's own: use the run's system prompt and template; a length target; include the reply file.
+    # Shoal's own fields: use the run's system prompt and template; a length target; include the reply file.
     as_trained: bool = False
     target_length: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     proof: bool = False

@@ -2,7 +2,8 @@
 
     ApiResponse   sends one request's completions     Envelope, choice   OpenAI's objects, as dictionaries
 
-Invariant: a client that disconnects frees its rows, and the streamed pieces add up to the whole response.
+Invariant: when a client disconnects, its rows in the batch are freed, and the streamed pieces add up to the whole
+response.
 """
 
 import asyncio
@@ -59,7 +60,7 @@ def choice(
     first: bool = False,
     chunk: bool = False,
 ) -> dict[str, Any]:
-    """Return one choice, or in a chunk its delta. `first`: include the role."""
+    """Return one choice, or its delta in a chunk. `first`: include the role."""
     reason = "stop" if finish == "cancelled" else finish
     body: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": logprobs}
     if not chat:
@@ -103,7 +104,7 @@ def text_logprobs(
 
 
 def _top_by_text(text_of: TokenText, token: TokenLogprobs) -> dict[str, float]:
-    """Map the texts of the top tokens and of the sampled one to logprobs. For equal texts the likeliest token counts."""
+    """Map the texts of the top tokens and the sampled one to logprobs. Among equal texts the likeliest token wins."""
     by_text: dict[str, float] = {}
     for id, value in (*token.top, (token.token, token.logprob)):
         by_text.setdefault(text_of(id), value)
@@ -132,7 +133,7 @@ class ApiResponse:
     async def send(
         self, request: web.Request, scheduler: ServeScheduler, threads: FairThreadPool
     ) -> web.StreamResponse:
-        """Decode the completions and send them. Raise BusyError or RequestError before anything is sent."""
+        """Decode the completions and send them. Raise BusyError or RequestError only before anything is sent."""
         if self.params.stream:
             for generation in self.generations:
                 generation.queue = self.generations[0].queue

@@ -3,8 +3,8 @@
     read and validate -> borrow the version -> tokenize in a thread -> submit n completions
     -> one JSON body at the end, or server-sent events
 
-Invariant: a client that disconnects frees its rows. Errors have OpenAI's shape; a 429 or 503 has Retry-After.
-API keys are compared by their digests in constant time, and are never logged.
+Invariant: when a client disconnects, its rows in the batch are freed. Errors have OpenAI's shape; a 429 or 503 has
+Retry-After. API keys are compared by their digests in constant time, and are never logged.
 """
 
 import asyncio

@@ -1,14 +1,14 @@
 """The client's cache: complete versions, partial downloads, and a lock so that several clients can share it.
 
     cache/v000007/                      exactly the published files
-    cache/v000007.manifest.json         their signed manifest
+    cache/v000007.manifest.json         the version's signed manifest
     cache/.v000007.full/files/...       a stream in transfer: files of full size, filled in any order
     cache/.v000007.full/layout          names and sizes of the files
 
 Invariant: a version with a manifest beside it is complete. It was verified before it got its name, and each process verifies
 it again before first use. A folder without a manifest is not the cache's and is never touched. After a restart, a partial
 stream's shards are hashed again, and wrong ones are fetched again.
-Left out: leases. A caller that still reads a version older than `keep` must keep its files open.
+Left out: leases. A caller that still reads a version older than the `keep` newest must keep its files open.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Partial:
 
 
 class PartialShard:
-    """Store one shard: see `download.ShardSink`."""
+    """A `download.ShardSink`."""
 
     def __init__(self, partial: Partial, shard: ShardEntry) -> None:
         self.partial, self._at_bytes = partial, shard.index * partial.shard_size_bytes
@@ -167,8 +167,8 @@ class Cache:
         return folder, manifest
 
     def manifest(self, version: int, digest: str | None = None) -> Manifest | None:
-        """Return the manifest of a cached version with files of the right sizes, with `digest` if given. That is enough to
-        apply deltas, because the result is verified."""
+        """Return the manifest of a cached version, with `digest` if given, whose files have the right sizes. Their
+        contents need not be verified to apply deltas, because the result is."""
         try:
             _, manifest = self.offer(version)
         except (OSError, ManifestError):
@@ -199,8 +199,8 @@ class Cache:
     def add(
         self, folder: Path, signed: SignedManifest, manifest: Manifest, *, written: Stream | None = None
     ) -> Path | None:
-        """Verify the files in `folder` and rename it to its final name. If they are wrong, remove it and return None.
-        `written`: hashes computed while writing; without them the files are read back."""
+        """Verify the files in `folder` and rename it to its final name. If they are wrong, remove the folder and
+        return None. `written`: hashes computed while writing; without them the files are read back."""
         files = StreamFiles(folder, manifest.files)
         right = files.match(manifest.content) if written is None else written == manifest.content
         if not (right and files.sizes_match()):

@@ -98,8 +98,9 @@ class Client:
 
     def fetch(self, version: int | None = None, *, digest: str | None = None) -> tuple[Path, Manifest]:
         """Fetch a version (None: the newest; with `digest`: exactly that one). Return its folder and manifest.
-        A cached version is returned without a request only if `digest` is given, or if no server answers, because the
-        origin may have started over. Raise FetchError; finished shards are kept for the next call."""
+        The origin may have started over, so the servers are asked before a cached version is returned, unless both
+        `version` and `digest` are given. If none answers, a cached version is returned. Raise FetchError; finished
+        shards are kept for the next call."""
         started_s, self.progress = time.monotonic(), Progress()
         held = None if version is None or digest is None else self.cache.held(version, digest)
         if held is None:
@@ -318,7 +319,7 @@ class Client:
 
 
 class Freshness:
-    """Compare offers with the cache and the origin's statement. `here` is read once."""
+    """Compare offers with the cache and the origin's statement. `here`, the newest cached version, is read once."""
 
     def __init__(self, access: Access, cache: Cache) -> None:
         self.access, self.cache = access, cache
@@ -341,7 +342,7 @@ class Freshness:
         return self.cache.offer(here.version) if behind else best
 
 
-OFFERS_TRIED = 5  # newest versions of one relay, until one manifest is valid
+OFFERS_TRIED = 5  # how many versions of one relay to try, newest first, until one has a valid manifest
 
 Step = tuple[Offer, Part]
 
@@ -350,7 +351,7 @@ async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None
     """Return the cached version to start from, or None, and the streams to fetch. Raise NoRouteError."""
     routes: list[tuple[int, int | None, list[Step]]] = []
     deltas: list[Step] = []  # from the version under consideration to the target
-    reasons: dict[str, str] = {}  # why each URL does not offer the last parent
+    reasons: dict[str, str] = {}  # why each URL does not offer the parent last asked for
     while True:
         manifest = offer[1]
         cost_bytes = sum(o[1].streams[part].size_bytes for o, part in deltas)
@@ -426,7 +427,7 @@ def fetch_published(
 
 
 class Follower:
-    """Follow the newest version `wanted()` in the background, each with a new `client()`."""
+    """In the background, fetch the version that `wanted()` names whenever it is newer, with a new `client()`."""
 
     def __init__(self, wanted: Callable[[], int | None], client: Callable[[], Client]) -> None:
         self.wanted = wanted

@@ -1,16 +1,17 @@
 """The servers of a downloader: which one to use next, and what to do when it fails.
 
-Every request goes to the first server of one ranking (`Sources.ranked`), based on each server's `Standing`. Suspect servers
-come last, before them those backing off, then the fallback, then silent ones. All others are ordered at random, weighted by
-expected throughput, which spreads the load and keeps measurements fresh. (A relay passes its own order for shards.)
+Every request goes to the first server of one ranking (`Sources.ranked`), based on each server's `Standing`. The ranking
+ends with silent, fallback, backed-off and suspect servers, in this order. The others come first, in random order weighted
+by expected throughput, which spreads the load and keeps measurements fresh. (A relay passes its own order for shards.)
 
     questions (lists, manifests)   go to few servers, and to another when one fails, has nothing or is silent
     shards                         go to one server at a time; if it fails, is silent or too slow, the next one continues
-                                   at the same byte. A server is left out after MAX_STRIKES wrong shards, or if it does not
-                                   have the shard for CATCHES_UP_IN_S
+                                   at the same byte. A server is left out after MAX_STRIKES wrong copies, or if it still
+                                   lacks the shard after CATCHES_UP_IN_S
 
-Invariant: a shard is delivered correct or not at all, and its sink's `done` is called once, after its hash matched. Every
-queried server has an answer or a reason. A download without progress ends with an error, whatever servers send.
+Invariant: a shard is delivered correct or not at all, and its sink's `done` is called once, after its hash matched. For
+every queried server there is an answer, or a reason why not. A download without progress ends with an error, whatever
+servers send.
 Paper: INTELLECT-2 (arXiv 2505.07291): success rate times bandwidth, with a healing factor.
 """
 
@@ -38,7 +39,7 @@ Order = Callable[[ShardEntry, list[Source]], list[Source]]  # the servers for a 
 
 HEDGE_S, LONGEST_HEDGE_S = 0.2, 2.0  # delay before hedging a request
 SILENCE = 0.9  # fraction of hedge_s without an answer that counts as silence
-NOTHING_YET = 10  # times hedge_s: time left for the rest once others answered that they have nothing
+NOTHING_YET = 10  # times hedge_s: how long to wait for the others once some answered that they have nothing
 CATCHES_UP_IN_S = 1.5  # how long a server without the version is retried
 MAX_STRIKES = 3  # wrong copies of a shard that one server may send
 BROKE_OFF_S = 1.0  # silence in the middle of a shard that counts as broken off
@@ -51,7 +52,7 @@ def loop_time() -> float:
 
 
 class Silent(SourceError):
-    """The server sent nothing for a while. It may be far away, or wait for the shard itself."""
+    """The server sent nothing for a while. It may be far away, or still be waiting for the shard."""
 
 
 class Sources:
@@ -111,7 +112,7 @@ class Sources:
             standing = source.standing
             speed_Bps = standing.speed_Bps() or best_Bps  # assumed if unmeasured
             weight = max(standing.success() * speed_Bps / best_Bps, 1e-9)
-            # With these exponents each is first in proportion to its weight (Efraimidis and Spirakis 2006).
+            # Each server's chance to be first is proportional to its weight (Efraimidis and Spirakis 2006).
             draw = -math.log(1 - random.random()) / weight
             struck = strikes[source] if strikes else 0
             return standing.suspect(), standing.rest_s(), source in self.fallback, standing.silent(), struck, draw
@@ -119,9 +120,10 @@ class Sources:
         return sorted(among, key=key)
 
     async def ask(self, question: Question[T], *, enough: int = 1) -> tuple[dict[Source, T], dict[str, str]]:
-        """Query `enough` servers, one more each time one fails, has nothing (NotHeld or None) or is silent for `hedge_s`,
-        until `enough` have given a result. Try the fallback if none answers, then suspect servers. Return the answers, and
-        the reason for each URL without one. A silent server delays only the first question, by `hedge_s`."""
+        """Query `enough` servers, and one more each time one fails, has nothing (NotHeld or None) or is silent for
+        `hedge_s`, until `enough` have given a result. Try the fallback if none answers, then suspect servers. Return
+        the answers, and the reason for each URL without one. A silent server delays only the first question, by
+        `hedge_s`."""
         reasons: dict[str, str] = {}
         answers: dict[Source, T] = {}
         suspects = [source for source in [*self.sources, *self.fallback] if source.standing.suspect()]
@@ -198,7 +200,7 @@ class Sources:
     async def shard(
         self, version: int, part: Part, incoming: Incoming, *, deadline_s: float, order: Order | None = None
     ) -> None:
-        """Fetch one shard, from one server after the other; `Source.shard` verifies it.
+        """Fetch one shard, from one server after another; `Source.shard` verifies it.
 
         `deadline_s` is in the event loop's time. `order` replaces the ranking.
         Raise FetchError, which names every server tried."""
@@ -226,7 +228,7 @@ class Sources:
             if (rest_s := source.standing.rest_s()) >= deadline_s - loop_time():
                 break
             await asyncio.sleep(rest_s)
-            # Do not give up on silence in a relay (its siblings may still be receiving the shard) or without another server.
+            # Tolerate silence without another server, and in a relay: its siblings may still be receiving the shard.
             others = any(other not in (source, *self.fallback) for other in candidates)
             silence_s = quiet_s if others and order is None else math.inf
             try:
@@ -324,7 +326,7 @@ class ShardSink(Sink, Protocol):
 
 POLL_S = 0.05
 LEAST_BPS = 1024  # slower than this counts as no progress
-TIMES = 4  # bytes of a shard that count as progress, as a multiple of its size: wrong shards come again
+TIMES = 4  # bytes of a shard that count as progress, as a multiple of its size: any more are repeats of wrong copies
 
 
 class StreamDownload:
@@ -345,7 +347,8 @@ class StreamDownload:
         on_shard: Callable[[ShardEntry], None] = lambda shard: None,
     ) -> None:
         """Fetch `parallel` shards of each of the `queues` at once, in order. `deadline_s` is in the event loop's time.
-        `stall_s`: the longest time without a finished shard or LEAST_BPS. `order` replaces the ranking of servers."""
+        `stall_s`: the longest time without a finished shard or a speed of LEAST_BPS. `order` replaces the ranking of
+        servers."""
         self.sources, self.version, self.part, self.sink = sources, version, part, sink
         self.queues = [deque(queue) for queue in queues]
         self.parallel, self.deadline_s, self.stall_s = parallel, deadline_s, stall_s
@@ -400,5 +403,5 @@ class StreamDownload:
 
 
 def _moved_bytes(incoming: Incoming) -> int:
-    """Return the bytes that count as progress; repeats of a wrong shard stop counting."""
+    """Return the bytes that count as progress; endless repeats of a wrong shard do not."""
     return min(incoming.arrived_bytes, TIMES * incoming.shard.size_bytes)

@@ -2,7 +2,7 @@
 
 Invariant: what a `Source` returns is verified (manifest signature, shard size and hash). Any other response raises a
 SourceError that names the URL. Bytes that `Incoming` writes to its sink are unverified until `shard` returns.
-Left out: redirects (a relay could send a worker into the worker's own network), and compression.
+Left out: redirects (a relay could direct a worker to addresses in the worker's own network), and compression.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients download shards from relays and verify them; servers are ranked by
 success rate times bandwidth, with a healing factor.
 """
@@ -74,12 +74,12 @@ class Standing:
         return self._answer_s
 
     def silent(self) -> bool:
-        """Whether it recently left a request unanswered and has answered none since."""
+        """Whether the server recently left a request unanswered and has answered none since."""
         limit_s = self.SILENT_S if self._unanswered > 1 else self.SILENT_ONCE_S
         return self._unanswered > 0 and self._clock() - self._silent_s < limit_s
 
     def suspect(self) -> bool:
-        """Whether it gave a bad answer recently."""
+        """Whether the server gave a bad answer recently."""
         return self._clock() - self._bad_s < self.SUSPECT_S
 
     def rest_s(self) -> float:
@@ -96,7 +96,8 @@ class Standing:
         self._answer_s, self._unanswered = known_s + self.WEIGHT * (seconds - known_s), 0
 
     def unanswered(self) -> None:
-        """Note that it sent nothing while another server would have. Its success rate stays: it may just be far away."""
+        """Note that the server was silent when another would not have been. It may just be far away, so its success rate
+        stays."""
         self._unanswered, self._silent_s = self._unanswered + 1, self._clock()
 
     def answered_badly(self) -> None:
@@ -161,7 +162,7 @@ class Access:
     run: str | None = None
     limits: Limits = field(default_factory=Limits)
     token: Callable[[str], str] | None = None  # returns a pass for the server at a URL, see `guard.Passes`
-    reach: Reach | None = None  # allowed addresses; None: any, if the user named the servers
+    reach: Reach | None = None  # allowed addresses; None (any) if the user named the servers
     standings: dict[str, Standing] = field(default_factory=dict)  # by URL
     on_fetched: Callable[[Arrival], None] = lambda arrival: None
     newest: Newest | None = None  # the origin's latest statement that any server sent
@@ -173,7 +174,7 @@ class Access:
 
 LARGE_BYTES = 256 << 10  # larger manifests are parsed in a thread
 READ_BUFFER_BYTES, SMALL_BUFFER_BYTES = 2 << 20, 64 << 10  # for a shard, for an answer
-LEAST_SENT_BYTES = 32 << 10  # of a shard, within the idle timeout
+LEAST_SENT_BYTES = 32 << 10  # of a shard, to be sent within the idle timeout
 LONGEST_RETRY_AFTER_S = 30.0
 
 Offer = tuple[SignedManifest, Manifest]
@@ -280,7 +281,7 @@ class Source:
                     if (sent_bytes := incoming.arrived_bytes - since_bytes) < LEAST_SENT_BYTES:
                         raise SourceError(self.url, f"sent {sent_bytes} bytes of {what} in {took_s:.0f} s")
                     since_s, since_bytes = time.monotonic(), incoming.arrived_bytes
-        if incoming.size_bytes != shard.size_bytes:  # a complete response
+        if incoming.size_bytes != shard.size_bytes:  # although the response is complete
             raise BadData(self.url, f"{what} ended after {incoming.size_bytes} of {shard.size_bytes} bytes")
         if not incoming.matches():
             alone = incoming.senders == {self.url}
