@@ -1,11 +1,11 @@
-"""The last lines of a test run: what was skipped for want of something, and the command that brings it."""
+"""The last lines of a test run: which tests were skipped because something is missing, and how to install it."""
 
 import re
 from collections import defaultdict
 
 import pytest
 
-# A test that is skipped for want of something says how to get it: the reason holds one of these commands.
+# If a test is skipped because something is missing, the reason contains one of these commands, which install it.
 REMEDY = re.compile(r"make (?:sandbox|servers|browser|evm)\b|pip install .+")
 
 

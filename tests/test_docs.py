@@ -33,7 +33,7 @@ PAGES = [
 
 README_LIMIT_BYTES = 6_000  # without comments
 RESULTS = ROOT / "benchmarks" / "results"
-RUN_FILES = {"summary.json"}  # JSON files that pages name and that are not raw files of figures
+RUN_FILES = {"summary.json"}  # JSON files that pages name, but that hold no raw figures
 MEASURED = pytest.mark.skipif(not RESULTS.exists(), reason="a source distribution has no benchmarks/results")
 
 
@@ -63,7 +63,7 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 
 def options(parser: argparse.ArgumentParser) -> set[str]:
-    """Return the flags of a command and of its actions (`shoal pool init`)."""
+    """Return the flags of a command and of its actions (such as `init` of `shoal pool`)."""
     own = set(parser._option_string_actions)
     return own.union(*(options(action) for action in subparsers(parser).values()))
 
@@ -157,7 +157,7 @@ def test_every_named_benchmark_and_make_target_exists(page: Path) -> None:
 
 
 def source_of(module: str) -> str:
-    """Return the source of `benchmarks.FOLDER.NAME`, of a package all its files; "" if there is none."""
+    """Return the source of the module `benchmarks.FOLDER.NAME`, or of all modules of a package; "" if there is none."""
     path = ROOT / module.replace(".", "/")
     files = [path.with_suffix(".py")] if not path.is_dir() else sorted(path.glob("*.py"))
     return "".join(file.read_text() for file in files if file.exists())
@@ -227,7 +227,7 @@ def value(raw: Any, path: str) -> float:
 @MEASURED
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_marked_figures_equal_their_raw_files(page: Path) -> None:
-    """`8.6<!-- trl-sums.json: median measurement a/runs/*/median_step_s -->`: rounded to the digits written."""
+    """Such as `8.6<!-- trl-sums.json: median measurement a/runs/*/median_step_s -->`, rounded to the digits written."""
     for written, unit, name, path in FIGURE.findall(page.read_text()):
         measured = value(json.loads((RESULTS / name).read_text()), path) * UNITS[unit.strip()]
         digits = len(written.partition(".")[2])

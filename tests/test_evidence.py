@@ -42,7 +42,7 @@ def test_the_centre_is_the_largest_mean_under_any_tilt() -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_an_allocation_bet_pays_at_most_one_at_any_tilt(sign: int) -> None:
-    """Poisson events: E of the product is exp of the sum over places of chance times (factor - 1), exactly."""
+    """For Poisson events, the mean of the product is exactly exp(sum over places of chance * (factor - 1))."""
     exposures, values = [1.0, 2.0, 0.5, 1.0], [0.0, 1.0, 1.0, 0.25]
     values = [sign * value for value in values]
     factors = [math.exp(allocation([int(i == j) for j in range(4)], exposures, values, 2.0, 0.5)) for i in range(4)]

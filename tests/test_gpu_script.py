@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.sh` runs every step on a CPU, too, so that it works on the day when a GPU is at hand."""
+"""A dry run of `benchmarks/gpu.sh` does every step on a CPU, so that the script works when a GPU is available."""
 
 import json
 import os

@@ -148,7 +148,7 @@ def reached(start: str) -> set[str]:
 
 def test_imports_are_read_as_python_reads_them() -> None:
     started = own("cli.training")
-    assert "config" in started and "cli.launch.swarm" in started  # `from shoal import`, one in a function
+    assert "config" in started and "cli.launch.swarm" in started  # by `from shoal import`, and inside a function
     assert "shardcast.fetch.source" in own("shardcast.fetch.client")
     assert "store.rollouts" in own("learner.groups")
     assert not own("files")

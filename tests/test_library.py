@@ -1,4 +1,4 @@
-"""Every block of docs/library.md, run as a reader would paste it: alone, in a folder that holds its model."""
+"""Every block of docs/library.md runs as a reader would paste it: alone, in a folder that holds its model."""
 
 import re
 from pathlib import Path

@@ -128,7 +128,7 @@ def test_a_file_in_the_current_folder_comes_before_a_packaged_one(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_an_installed_wheel_runs_from_an_empty_folder(dist: Path, tmp_path: Path) -> None:
-    """In a virtual environment that uses this one's other packages, so that nothing is downloaded."""
+    """The wheel's virtual environment uses this one's other packages, so that nothing is downloaded."""
     venv, empty = tmp_path / "venv", tmp_path / "empty"
     empty.mkdir()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)

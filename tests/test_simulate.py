@@ -1,4 +1,4 @@
-"""The simulated pool against closed forms: `benchmarks/pool/simulate`."""
+"""The simulated pool of `benchmarks/pool/simulate` agrees with closed forms."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ def test_at_level_0_a_step_is_the_sum_of_its_parts() -> None:
 
 @pytest.mark.parametrize(("train_s", "step_s"), [(20.0, 46.0), (90.0, 90.0)])
 def test_at_a_high_level_a_step_is_its_slowest_part(train_s: float, step_s: float) -> None:
-    """The worker is asked again once a batch's verdict is there: that is one part of 40 + 2 + 4 s, with loads between."""
+    """The worker continues after each verdict, so generating, uploading and checking are one part of 40 + 2 + 4 s."""
     found = pool.Pool(setting(async_level=4, train_s=train_s, steps=40)).run()
     assert found.step_s == pytest.approx(step_s, abs=1.1)
 
@@ -36,13 +36,13 @@ def test_several_workers_share_a_batch() -> None:
     assert found.step_s == pytest.approx(10 + 1 + 20)
 
 
-def test_groups_without_a_signal_cost_as_many_more() -> None:
+def test_each_group_without_a_signal_costs_one_more_group() -> None:
     whole = pool.Pool(setting(async_level=4, batch=64, steps=20)).run()
     half = pool.Pool(setting(async_level=4, batch=64, steps=20, useful=0.5)).run()
     assert half.step_s == pytest.approx(2 * whole.step_s, rel=0.1)
 
 
-def test_no_group_is_older_than_the_level_allows_and_links_fetch_the_newest_only() -> None:
+def test_no_group_is_older_than_the_level_allows_and_links_fetch_only_the_newest_version() -> None:
     """Versions take longer to arrive than a step: the worker skips some, and waits for one that is young enough."""
     slow = pool.Rig(group_s=1.0, groups=4, fetch_s=200.0)
     base = setting(rigs=[slow], train_s=5.0, publish_s=0.0, steps=40)

@@ -1,4 +1,4 @@
-"""What `make test` says about tests that it skipped, in a real pytest."""
+"""What `make test` prints about skipped tests, in a real pytest run."""
 
 import os
 import subprocess
@@ -40,6 +40,6 @@ def test_each_missing_thing_has_one_line_with_its_number_of_tests_and_its_comman
     assert last_lines(tmp_path, "-p", "no:cacheprovider", "-p", "no:xdist") == expected
 
 
-def test_nothing_is_said_where_nothing_was_skipped(tmp_path: Path) -> None:
+def test_nothing_is_printed_if_nothing_was_skipped(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text("def test_fine(): pass\n")
     assert last_lines(tmp_path, "-p", "no:cacheprovider", "--numprocesses", "1") == []

@@ -20,7 +20,7 @@ MAX_TOKENS, MAX_TURNS = 48, 4
 
 
 class Echo(Environment):
-    """Answers with a number that depends on all it is given; silent once a turn has five or more characters."""
+    """Answers with a number that depends on all arguments; falls silent once a turn has five or more characters."""
 
     def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
         if len(turns[-1]) >= 5:
@@ -29,12 +29,12 @@ class Echo(Environment):
 
 
 def register(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configs may name `echo`."""
+    """Let configs name the environment `echo`."""
     monkeypatch.setitem(ENVIRONMENTS, "echo", lambda _: Echo())
 
 
 def config(environment: str = "echo", **sections: Any) -> Config:
-    """As `workers.config`, in several turns."""
+    """Like `workers.config`, but with several turns."""
     base: dict[str, Any] = {
         "tasks": {"sources": [{"generator": "arithmetic", "environment": environment}], "length_targets": [8, 16]},
         "sampling": {"max_tokens": MAX_TOKENS, "max_turns": MAX_TURNS, "group_size": 4},
@@ -43,7 +43,7 @@ def config(environment: str = "echo", **sections: Any) -> Config:
 
 
 def make_talkative(folder: Path, to: Path) -> Path:
-    """A copy of a tiny model's folder in which many tokens end a turn."""
+    """Copy a tiny model's folder, with many tokens that end a turn."""
     shutil.copytree(folder, to)
     path = to / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": list(ENDS)}))

@@ -88,7 +88,7 @@ def make_producer(
 
 
 def produced(producer: Producer, asked: Assignment) -> list[Rollout]:
-    """The rows that it would submit for `asked`, before they are signed."""
+    """The rows that the producer would submit for `asked`, before they are signed."""
     plans = producer.plan(asked)
     groups = producer.complete([producer.prompt(plan) for plan in plans], plans)
     return producer.rollouts(plans, groups)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed (D
 
 @contextmanager
 def nginx(store: Path, server: str) -> Iterator[int]:
-    """Run nginx with the documented settings in front of this server. Yield its port."""
+    """Run nginx with the documented settings in front of `server`. Yield nginx's port."""
     port, site = free_port(), CONFIG.read_text()
     for old, new in {
         "listen 80;": f"listen 127.0.0.1:{port};",

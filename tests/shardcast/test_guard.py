@@ -1,4 +1,4 @@
-"""Passes and bans: as functions, and over HTTP."""
+"""Passes and bans, tested as functions and over HTTP."""
 
 import asyncio
 import base64
@@ -75,7 +75,7 @@ def test_a_pass_is_valid_for_pass_s():
     [
         (a_pass(audience="run two"), "this is"),
         (a_pass(pool=OTHER), "the pool did not sign"),
-        # A relay gets the grants of all its readers. Without their keys it can make no pass of them.
+        # A relay sees the grants of all its readers. Without the readers' keys it cannot turn a grant into a pass.
         (issue(POOL, ANN, RUN, NOW_S + 600), "malformed"),
         (visit(BOB_KEY, issue(POOL, ANN, RUN, NOW_S + 600), HERE, NOW_S), "the reader did not sign"),
     ],
@@ -179,7 +179,7 @@ async def test_bans_take_effect_at_once_and_cannot_be_set_over_http(tmp_path):
 
 
 async def test_a_ban_resets_the_readers_transfers(tmp_path):
-    data = random.Random(0).randbytes(32 << 20)  # more than the kernels buffer
+    data = random.Random(0).randbytes(32 << 20)  # more than the socket buffers hold
     write_file(tmp_path / "versions.json", data)
     guard = make_guard()
     async with (

@@ -1,4 +1,4 @@
-"""Manifests: canonical text, digests, signatures, and what a well-formed one must fulfil."""
+"""Manifests: canonical text, digests, signatures, and what makes a manifest well-formed."""
 
 import json
 
@@ -84,7 +84,7 @@ def test_the_last_shard_is_shorter():
     assert [(shard.index, shard.size_bytes) for shard in manifest().content.entries()] == [(0, 10), (1, 10), (2, 5)]
 
 
-def test_a_later_manifest_or_one_of_another_publication_supersedes():
+def test_a_later_manifest_or_one_of_another_publication_supersedes_a_manifest():
     assert not manifest(**delta()).supersedes(manifest())
     assert manifest(created_s=1.6).supersedes(manifest()) and not manifest().supersedes(manifest(created_s=1.6))
     assert manifest(publication="b" * 32).supersedes(manifest()) and manifest().supersedes(

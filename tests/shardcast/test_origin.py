@@ -157,7 +157,7 @@ def test_versions_may_be_skipped(tmp_path):
     assert opened(stepped(tmp_path, 0, 5), 5).delta.parent == 0
 
 
-def test_a_version_whose_delta_is_larger_than_half_is_an_anchor(tmp_path):
+def test_a_version_whose_delta_is_more_than_half_its_size_is_an_anchor(tmp_path):
     source = stepped(tmp_path, 0)
     path = weights_folder(tmp_path / "model1") / "model.safetensors"
     data = path.read_bytes()
@@ -177,7 +177,7 @@ def test_deltas_continue_after_a_restart(tmp_path):
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_no_delta_from_files_that_changed_after_publication(tmp_path, restarted):
+def test_no_delta_is_made_from_files_that_changed_after_publication(tmp_path, restarted):
     source = stepped(tmp_path, 0)
     if restarted:
         source = stepped(tmp_path)
@@ -227,9 +227,9 @@ def test_parents_of_kept_versions_are_kept(tmp_path):
 # Killed processes
 
 
-@pytest.mark.parametrize("commits", range(10))  # the list twice, 4 shards, manifest, list, list; 9: not killed
+@pytest.mark.parametrize("commits", range(10))  # 2 lists, 4 shards, the manifest, 2 lists; with 9 it is not killed
 @pytest.mark.parametrize("renamed", [False, True])
-def test_an_origin_killed_at_any_file_loses_nothing_and_resumes(tmp_path, commits, renamed):
+def test_an_origin_killed_at_any_commit_loses_nothing_and_resumes(tmp_path, commits, renamed):
     digest = published(tmp_path, 7).publish(tmp_path / "model7", 7).digest
     model_folder(tmp_path / "model8", seed=8)
     killed_while(lambda: origin(tmp_path, keep=1).publish(tmp_path / "model8", 8), commits, renamed)
@@ -239,9 +239,9 @@ def test_an_origin_killed_at_any_file_loses_nothing_and_resumes(tmp_path, commit
         assert restarted.publish(tmp_path / "model7", 7).digest == digest
 
 
-@pytest.mark.parametrize("commits", range(7))  # the list twice, the delta, manifest, list, list; 6: not killed
+@pytest.mark.parametrize("commits", range(7))  # 2 lists, the delta, the manifest, 2 lists; with 6 it is not killed
 @pytest.mark.parametrize("renamed", [False, True])
-def test_an_origin_killed_at_any_file_of_a_delta_loses_nothing_and_resumes(tmp_path, commits, renamed):
+def test_an_origin_killed_at_any_commit_of_a_delta_loses_nothing_and_resumes(tmp_path, commits, renamed):
     digest = opened(stepped(tmp_path, 7), 7).digest
     weights_folder(tmp_path / "model8", 8)
     killed_while(lambda: stepped(tmp_path, 8, keep=1), commits, renamed)
@@ -256,7 +256,7 @@ def test_an_origin_killed_at_any_file_of_a_delta_loses_nothing_and_resumes(tmp_p
 def killed_while(act, commits: int, renamed: bool) -> None:
     """Run `act` in a process that dies at one of its renames."""
     child = os.fork()
-    if child == 0:  # a real death: no `finally` runs
+    if child == 0:  # it really dies: no `finally` runs
         die_at_commit(commits, renamed)
         act()
         os._exit(0)

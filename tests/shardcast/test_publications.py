@@ -1,4 +1,4 @@
-"""Readers never go back: not to a mirror that is behind, nor to the publication that an origin abandoned."""
+"""Readers never go back, neither to a mirror that is behind nor to a publication that its origin abandoned."""
 
 import asyncio
 import shutil
@@ -162,7 +162,7 @@ def test_a_cached_version_of_an_abandoned_publication_is_not_returned(tmp_path):
 
 
 @pytest.mark.parametrize("versions", [(5, 7), (7, 7)], ids=["lower number", "same number"])
-def test_a_stale_mirror_takes_no_client_back(tmp_path, versions):
+def test_no_client_goes_back_to_a_stale_mirror(tmp_path, versions):
     published(tmp_path, versions[0], clock=time.time)
     mirror_of(tmp_path, "stale")
     if versions[0] == versions[1]:
@@ -186,7 +186,7 @@ async def test_watch_never_yields_an_older_version_after_a_newer(tmp_path):
 
 @pytest.mark.parametrize(("created_s", "newest"), [(9.0, 5), (10.0, 5), (11.0, 4)])
 def test_a_lower_number_counts_only_if_it_was_published_later(created_s, newest):
-    """An origin that continues from a backup of its store publishes one."""
+    """An origin that continues from a backup of its store publishes a lower number."""
 
     def manifest(version: int, created_s: float) -> SimpleNamespace:
         return SimpleNamespace(run=RUN, publication=PUBLICATION, version=version, created_s=created_s)
@@ -200,7 +200,7 @@ def test_a_lower_number_counts_only_if_it_was_published_later(created_s, newest)
 # Origins
 
 
-def test_a_corrected_clock_needs_no_empty_store(tmp_path):
+def test_readers_follow_an_origin_whose_clock_is_corrected(tmp_path):
     published(tmp_path, 0, clock=ahead)
     published(tmp_path, 1, clock=time.time)
     assert fetched(tmp_path)[1].version == 1
@@ -228,7 +228,7 @@ def test_a_version_with_the_same_files_is_fetched_by_its_digest_from_either_publ
     assert reader.fetch(0, digest=manifest.digest)[1].digest == manifest.digest
 
 
-def test_a_store_of_an_older_format_is_named(tmp_path):
+def test_a_store_of_an_older_format_is_refused(tmp_path):
     published(tmp_path, 0)
     path = tmp_path / "origin" / "v000000" / "manifest.json"
     path.write_text(path.read_text().replace('\\"format\\":5', '\\"format\\":3'))
@@ -256,7 +256,7 @@ def stated(publication: str, as_of_s: float, serial: int = 1) -> Newest:
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
-        (stated("a", 10.0), stated("a", 5.0, serial=2)),  # one publication: the clock was corrected
+        (stated("a", 10.0), stated("a", 5.0, serial=2)),  # the same publication: the clock was corrected
         (stated("a", 10.0), stated("b", 11.0)),
         (stated("a", 1e6 + 2 * CURRENT_S), stated("b", 1e6 - CURRENT_S)),  # the clock was ahead
         (stated("a", 1e6 - CURRENT_S), stated("b", 1e6 + CURRENT_S)),  # the reader's clock may be a little slow
@@ -285,7 +285,7 @@ def test_a_statement_counts_if_it_is_signed_for_this_run_and_later_in_its_public
 
 
 async def test_shards_of_another_publication_have_other_urls(tmp_path):
-    """Caches keep shards for good, by their URL."""
+    """Caches keep each shard forever under its URL."""
     paths = []
     published(tmp_path, 0)
     for publication in range(2):
@@ -298,7 +298,7 @@ async def test_shards_of_another_publication_have_other_urls(tmp_path):
     assert len(paths[0]) == len(paths[1]) == 4 and not paths[0] & paths[1]
 
 
-def test_a_server_of_plain_files_is_enough(tmp_path):
+def test_a_plain_file_server_is_enough(tmp_path):
     published(tmp_path, 0, clock=time.time)
     folder, _ = fetched(tmp_path, 0, serving=plainly)
     assert contents(folder) == contents(tmp_path / "model0")

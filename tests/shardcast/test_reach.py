@@ -42,7 +42,7 @@ def test_narrowest_is_the_narrowest_reach_that_includes_a_host():
 
 
 class System:
-    """A resolver whose every name has these addresses."""
+    """A resolver that returns these addresses for every name."""
 
     addresses = ("1.1.1.1",)
 
@@ -127,7 +127,7 @@ def test_the_proxy_in_the_environment_is_used(monkeypatch):
         assert proxy_for(url) is None
 
 
-def test_an_unsupported_proxy_is_refused_by_name(monkeypatch):
+def test_the_error_names_an_unsupported_proxy(monkeypatch):
     name_proxy(monkeypatch, ALL_PROXY="socks5://proxy:1080")
     with pytest.raises(FetchError, match="socks5://proxy:1080 for http://relay.far"):
         proxy_for("http://relay.far")
@@ -145,7 +145,7 @@ def test_a_client_fetches_through_the_proxy(tmp_path, monkeypatch):
     assert contents(folder) == contents(tmp_path / "model7")
 
 
-def test_a_dead_proxy_is_named(tmp_path, monkeypatch):
+def test_the_error_names_a_dead_proxy(tmp_path, monkeypatch):
     name_proxy(monkeypatch, http_proxy="http://127.0.0.1:1")
     with pytest.raises(FetchError, match=r"through the proxy http://127.0.0.1:1, which the environment names"):
         client(tmp_path, "http://relay.invalid:8080").fetch()

@@ -29,7 +29,7 @@ from .support import (
     versions_at,
 )
 
-WHOLE_BYTES = 37_612  # of one version of `published`
+WHOLE_BYTES = 37_612  # the size of one version made by `published`
 
 
 async def test_a_shard_is_served_before_later_ones_exist(tmp_path):
@@ -53,7 +53,7 @@ async def test_a_shard_is_served_before_later_ones_exist(tmp_path):
         assert contents((await fetching)[0]) == contents(tmp_path / "model7")
 
 
-async def test_it_mirrors_the_newest_version_first_and_keeps_only_keep(tmp_path):
+async def test_it_mirrors_the_newest_version_first_and_keeps_only_keep_versions(tmp_path):
     source = published(tmp_path, 1, 2, 3, 4)
     order = []
     async with serving(tmp_path / "origin") as up, mirroring(relay(tmp_path, up, keep=2)) as mirror:
@@ -69,7 +69,7 @@ async def test_it_mirrors_the_newest_version_first_and_keeps_only_keep(tmp_path)
     assert sorted(p.name for p in (tmp_path / "relay").glob("v0*")) == ["v000004", "v000005"]
 
 
-async def test_an_upstream_restored_from_a_backup_costs_no_version(tmp_path):
+async def test_a_relay_keeps_its_versions_if_upstream_is_restored_from_a_backup(tmp_path):
     published(tmp_path, 3)
     backup = mirror_of(tmp_path, "backup")
     published(tmp_path, 7)
@@ -123,7 +123,7 @@ async def test_an_incomplete_version_that_upstream_dropped_is_dropped(tmp_path):
         await until(lambda: mirror.status.versions == [8] and mirror.store.versions() == [8])
 
 
-async def test_an_upstream_with_a_bogus_list_that_hangs_delays_nothing(tmp_path):
+async def test_an_upstream_that_lists_bogus_versions_and_hangs_delays_nothing(tmp_path):
     manifest = published(tmp_path, 7).store.manifest_path(7)
     requests: set[str] = set()
 
@@ -154,7 +154,7 @@ def test_a_relay_of_another_run_drops_what_it_stored(tmp_path):
     assert "expected 'another'" in other.status.last_error
 
 
-async def test_a_damaged_delta_is_fetched_as_the_origin_publishes_it_again(tmp_path):
+async def test_a_damaged_delta_is_fetched_once_the_origin_publishes_it_again(tmp_path):
     source = stepped(tmp_path, 0, 1)
     flip_bit(source.store.shard_path(1, "delta", 0))
     async with serving(source.store) as up, mirroring(relay(tmp_path, up)) as mirror:
@@ -180,7 +180,7 @@ async def test_half_a_shard_is_resumed_after_a_disconnect(tmp_path):
     assert middle.sent_bytes < 12_000 + WHOLE_BYTES
 
 
-async def test_it_mirrors_a_version_before_its_parents_and_all_of_these_whatever_keep_is(tmp_path):
+async def test_it_mirrors_a_version_before_its_parents_and_all_parents_whatever_keep_is(tmp_path):
     stepped(tmp_path, 0, 1, 2, 3, 4, anchor_every=4, keep=9)
     order = []
 

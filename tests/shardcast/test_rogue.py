@@ -54,7 +54,7 @@ MANIFEST = flood(b'{"manifest":[', b"[],") + b"1]}"
 
 @asynccontextmanager
 async def talking(talk: Talk) -> AsyncIterator[str]:
-    """Run a server below HTTP: `talk` gets the requested path, and writes the response."""
+    """Run a raw TCP server: `talk` gets the requested path and writes the response."""
 
     async def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -135,7 +135,7 @@ async def test_a_listing_is_read_no_further_than_its_limit():
 
 def test_the_largest_listing_fits():
     full = Listing(versions=tuple(range(999_999_999, 999_989_999, -1)), path=("0123456789abcdef",) * 64)
-    assert len(full.model_dump_json()) < MAX_LISTING_BYTES - 1_500  # left for a statement
+    assert len(full.model_dump_json()) < MAX_LISTING_BYTES - 1_500  # the rest is for a statement
 
 
 @pytest.mark.parametrize("what", ["headers", "trailers", "interim answers", "a status line", "a chunk's extension"])
@@ -221,7 +221,7 @@ async def test_a_large_manifest_is_opened_in_a_thread(tmp_path, monkeypatch):
 
 
 async def test_a_server_is_not_queried_again_after_one_bad_manifest(tmp_path):
-    """Each may have the largest size."""
+    """Each manifest may have the maximum size."""
     forged = SignedManifest.sign(published(tmp_path, 7).store.signed(7).open(PUBLIC_KEY), OTHER_KEY).to_bytes()
     requests: list[str] = []
 
@@ -236,7 +236,7 @@ async def test_a_server_is_not_queried_again_after_one_bad_manifest(tmp_path):
     assert len(requests) <= 2
 
 
-async def test_a_relay_does_not_query_a_server_again_that_answers_badly(tmp_path):
+async def test_a_relay_does_not_query_again_a_server_that_answers_badly(tmp_path):
     published(tmp_path, 7)
     requests: list[str] = []
 
@@ -372,7 +372,7 @@ async def test_a_fetch_continues_at_another_server(tmp_path, how):
 
 
 @pytest.mark.parametrize("how", HOWS)
-async def test_a_relay_gives_up_a_version_that_does_not_come(tmp_path, how):
+async def test_a_relay_gives_up_a_version_that_never_arrives(tmp_path, how):
     published(tmp_path, 7)
     async with (
         talking(trickle(tmp_path / "origin", how)) as rogue,
@@ -384,7 +384,7 @@ async def test_a_relay_gives_up_a_version_that_does_not_come(tmp_path, how):
 
 @pytest.mark.parametrize("requested", [None, 7])
 async def test_a_version_that_vanishes_during_a_fetch(tmp_path, requested):
-    """A fetch of the newest version continues with the next one; a fetch of this version is an error."""
+    """A fetch of the newest version continues with the next one; a fetch of version 7 is an error."""
     source = published(tmp_path, 7, keep=1)
     async with serving(tmp_path / "origin", wait_s=0.1) as up, between(up) as slow:
         slow.rate_Bps, slow.hold_after_bytes = 50_000, SHARD_BYTES

@@ -1,4 +1,4 @@
-"""The server on real loopback sockets: whole files, ranges, what it must not serve, and shards that still arrive."""
+"""The server on loopback sockets: whole files, ranges, what it must not serve, and shards that are still arriving."""
 
 import asyncio
 import os
@@ -162,7 +162,7 @@ async def test_health_reports_versions_and_served_bytes(tmp_path):
     assert facts["connections"] >= 1
 
 
-# Shards that still arrive
+# Shards that are still arriving
 
 
 async def test_a_request_for_a_missing_shard_waits_and_then_gets_503(tmp_path):
@@ -174,7 +174,7 @@ async def test_a_request_for_a_missing_shard_waits_and_then_gets_503(tmp_path):
     assert time.monotonic() - started_s > 0.3
 
 
-async def test_a_shard_is_sent_as_soon_as_it_has_its_name(tmp_path):
+async def test_a_shard_is_sent_as_soon_as_it_has_its_final_name(tmp_path):
     store = announced(tmp_path, content())
     async with serving(store) as url:
         requesting = asyncio.create_task(request(f"{url}/v000007/full/00002.shard"))
@@ -191,7 +191,7 @@ async def test_twenty_readers_get_the_bytes_of_a_shard_before_it_is_complete(tmp
     arrived: list[int] = []
 
     async def read(session, url, offset):
-        """Read the first half, note that, and read the rest."""
+        """Read the first half, record that it arrived, and read the rest."""
         headers = {"Range": f"bytes={offset}-"} if offset else {}
         async with session.get(url + SHARD, headers=headers) as response:
             assert response.status == (206 if offset else 200)
@@ -233,7 +233,7 @@ def begin_again(store, file: NewFile) -> None:
     ],
     ids=["started again", "abandoned", "truncated", "version dropped", "stopped growing"],
 )
-async def test_a_shard_that_does_not_finish_arriving_ends_short(tmp_path, interrupt, wait_s):
+async def test_the_response_ends_early_if_a_shard_stops_arriving(tmp_path, interrupt, wait_s):
     data = content(50_000)
     store = announced(tmp_path, data, shard_bytes=len(data))
     file = NewFile(store.shard_path(7, "full", 0))
@@ -247,7 +247,7 @@ async def test_a_shard_that_does_not_finish_arriving_ends_short(tmp_path, interr
         assert time.monotonic() - started_s < 3
 
 
-async def test_a_shard_is_sent_to_its_end_although_its_version_is_dropped(tmp_path):
+async def test_a_shard_is_sent_to_its_end_even_if_its_version_is_dropped(tmp_path):
     data = content(20_000_000)
     store = announced(tmp_path, data, shard_bytes=len(data))
     temporary(store.shard_path(7, "full", 0)).parent.mkdir()

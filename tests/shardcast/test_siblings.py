@@ -1,4 +1,4 @@
-"""Which servers a relay takes shards from: its parents, its siblings, and never those downstream of it."""
+"""Which servers a relay takes shards from: its parents, its siblings, and never servers downstream of it."""
 
 import asyncio
 import itertools
@@ -58,7 +58,7 @@ async def all_hold(relays, version: int) -> None:
 
 
 async def test_siblings_fetch_each_shard_from_the_origin_about_once(tmp_path):
-    """Even if one of them hears of the version later than the others."""
+    """This holds even if one of them hears of the version later than the others."""
     source = origin(tmp_path)
     large_folder(tmp_path / "large")
     async with (
@@ -82,7 +82,7 @@ def test_siblings_that_do_not_all_know_each_other_never_deadlock():
     owned = Counter()
     for entry in map(shard, range(100)):
         owned[owners_of(entry, ids)[0]] += 1
-        # to each: none or one
+        # each may lack one of the others in its list
         for unknown in itertools.product(*(["", *(id for id in ids if id != own)] for own in ids)):
             views = {own: [id for id in ids if id != other] for own, other in zip(ids, unknown, strict=True)}
             owners = {own: owners_of(entry, view)[0] for own, view in views.items()}
@@ -183,7 +183,7 @@ async def test_two_relays_that_know_only_each_other_fetch_once_they_know_the_ori
 
 
 async def test_a_relay_fetches_neither_from_itself_nor_from_relays_downstream(tmp_path):
-    """These wait for this very relay, and would never answer for a shard that is damaged at the origin."""
+    """Relays downstream wait for this relay, so they would never deliver a shard that is damaged at the origin."""
     flip_bit(published(tmp_path, 7).store.shard_path(7, "full", 1))
 
     mirror, behind = (relay(tmp_path, name=name, stall_s=0.5) for name in "ab")
@@ -257,7 +257,7 @@ def test_relays_spread_over_their_parents_and_keep_their_choice():
     unlike = firsts(sources(3e6, 1e6, None))  # an unmeasured one may be as good as the best
     assert 20 <= unlike.count("b") <= 70 < min(unlike.count("a"), unlike.count("c"))
     left = [name for name, before in zip(unlike, alike, strict=True) if before != "b"]
-    assert "b" not in left  # only relays of the slow one move
+    assert "b" not in left  # only relays of the slow parent move
     assert len(by_preference(ids[0], sources(None, None, None))) == 3
 
 
@@ -279,7 +279,7 @@ async def test_relays_of_the_second_level_spread_over_the_first_without_loops(tm
                 above.upstream = lambda known=above.upstream, url=url: [*known(), url]
             await stack.enter_async_context(mirroring(each))
         await all_hold(second, 7)
-        # both, in 31 of 32 runs
+        # both relays of the first level, in 31 of 32 runs
         taken_from = {by_preference(each.store.id, each.place.parents)[0].url for each in second.values()}
         await until(lambda: all(len(first[url].place.behind) > 0 for url in taken_from))
         for above in first.values():

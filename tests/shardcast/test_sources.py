@@ -198,7 +198,7 @@ def test_a_slow_server_is_abandoned_after_patience_s_if_there_is_another():
     assert sources.patience_s == 0.6  # our own link may be slow
 
 
-def test_the_only_server_gets_all_the_time():
+def test_the_only_server_may_use_all_the_time():
     slow = Stub("http://a", 0.6)
     bring(choosing(slow, patience_s=0.1))
     assert len(slow.requests) == 1
@@ -331,7 +331,7 @@ class Shelf:
         self.data = self.store.shard_path(7, "full", 1).read_bytes()
 
     def incoming(self, beginning: bytes = b"") -> tuple[Incoming, Memory]:
-        """A shard of which another server has sent the beginning."""
+        """A shard whose beginning another server has sent."""
         sink = Memory()
         incoming = Incoming(self.shard, sink)
         if beginning:
@@ -401,7 +401,7 @@ def test_a_shard_that_is_too_long_is_refused_before_its_end(shelf):
     assert middle.sent_bytes < 1_000_000
 
 
-def test_a_short_response_is_kept_and_the_rest_may_come_from_another(shelf):
+def test_a_short_response_is_kept_and_the_rest_may_come_from_another_server(shelf):
     incoming, sink = shelf.incoming()
     _, error = fetch_from(shelf, incoming, change=lambda path, data: data[:6_000])
     assert isinstance(error, BadData) and "ended after 6000 of 10000 bytes" in str(error)

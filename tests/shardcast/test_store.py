@@ -86,7 +86,7 @@ def test_a_leased_version_is_kept_with_its_parents(tmp_path):
     assert kept(store) == [5, 4, 3]
 
 
-def test_readers_can_keep_only_a_bounded_number_of_versions(tmp_path):
+def test_leases_keep_only_a_bounded_number_of_versions(tmp_path):
     store, held = holding(tmp_path, *(version(number, anchor=True) for number in range(30)), keep=3, lease_s=60)
     for number in range(30):
         store.lease(number)

@@ -33,6 +33,6 @@ def advance(seconds: float) -> None:
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
-    """`asyncio.run` in virtual time, which goes on from one call to the next."""
+    """Like `asyncio.run`, in virtual time, which continues from one call to the next."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         return runner.run(main)

@@ -1,4 +1,4 @@
-"""Every store returns what was put into it: a folder, and buckets on two real S3 servers. A grant allows one upload."""
+"""A folder and buckets on two real S3 servers return what was put into them. A grant allows one upload."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ KEYS = S3Credentials(S3_KEY, S3_SECRET)
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Callable[[str], str]]:
-    """A function that returns the URL of a kind of server, and starts it at the first call."""
+    """A function that returns the URL of a kind of server, and starts that server at the first call."""
     urls: dict[str, str] = {}
     with ExitStack() as running:
 
@@ -99,7 +99,7 @@ def test_a_file_is_uploaded_with_its_grant_and_downloaded_with_a_link(bucket: Bu
 
 
 def test_a_file_of_another_size_or_content_is_refused(bucket: Bucket) -> None:
-    """By the server or by `check`."""
+    """Either the server or `check` refuses it."""
     for other in (DATA[:-1], DATA + b"!", b"!" + DATA[1:]):
         length = {"content-length": str(len(other))}
         httpx.put(granted(bucket).url, content=other, headers=granted(bucket).headers | length)
@@ -171,7 +171,7 @@ def test_credentials_come_from_the_environment_and_are_not_printed() -> None:
     assert "b" * 8 not in repr(S3Credentials("a", "b" * 8, "b" * 8))
 
 
-def test_a_signature_equals_the_one_in_awss_example() -> None:
+def test_a_signature_equals_the_one_in_the_example_of_aws() -> None:
     """AWS: "Authenticating Requests: Using Query Parameters", the example with examplebucket."""
     url = presigned(
         "GET",

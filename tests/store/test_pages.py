@@ -78,14 +78,14 @@ def test_pages_that_fill_their_chunk_are_counted() -> None:
         (page(3, 12, b"abc"), 3, PLAIN_PAGE),
         (b"", 3, "lies outside of the file"),
         (b"\x15\x00", 3, "malformed"),  # cut off
-        (b"\x05\x02\x00\x00", 3, "malformed"),  # an absolute field number, not a step
+        (b"\x05\x02\x00\x00", 3, "malformed"),  # an absolute field number, not a difference
         (b"\x18\x04abcd\x00", 3, "malformed"),  # text
         (b"\x15" + b"\xff" * 5 + b"\x01\x00", 3, "malformed"),  # more than 32 bits
         (b"\x1c" * 2_000, 3, "malformed"),  # structs in structs
         (b"\x11" * 2_000, 3, "malformed or too long"),
     ],
 )
-def test_pages_that_are_not_our_writers_are_refused(data: bytes, values: int, message: str) -> None:
+def test_pages_that_our_writer_would_not_write_are_refused(data: bytes, values: int, message: str) -> None:
     with pytest.raises(RolloutFileError, match=f"column tokens has a?.*({message})|column tokens ({message})"):
         check(data, values, compressed=message != PLAIN_PAGE)
 

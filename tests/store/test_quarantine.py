@@ -202,7 +202,7 @@ def test_a_child_that_reads_for_too_long_ends_itself() -> None:
     command = [sys.executable, "-m", "shoal.store.decode", "8", "16", str(1 << 30), "0.1"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
-        child.stdin.write((1 << 20).to_bytes(8, "big"))  # a file that never comes
+        child.stdin.write((1 << 20).to_bytes(8, "big"))  # the size of a file that never comes
         child.stdin.flush()
         assert child.wait(60) == -signal.SIGALRM
 

@@ -1,4 +1,4 @@
-"""Rewards and places that several files of this room's tests share."""
+"""Fixtures that several test files of this folder share."""
 
 from collections.abc import Iterator
 
@@ -18,6 +18,6 @@ def reward() -> Iterator[Math]:
 
 @pytest.fixture(params=["sandbox", "trusted"])
 def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The tier that grades of user code name, in and outside of the sandbox."""
+    """The tier named in the grades of user code: first the sandbox's, then `trusted`."""
     monkeypatch.setenv(TRUST, "1" if request.param == "trusted" else "")
     return best_tier() if request.param == "sandbox" else "trusted"

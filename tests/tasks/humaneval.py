@@ -65,7 +65,7 @@ def change(place: ast.AST) -> bool:
 
 
 def exit_status(source: str, row: dict[str, str]) -> int | None:
-    """Run a program with its tests, without a sandbox. Return its exit status, None if it does not end."""
+    """Run a program with its tests, without a sandbox. Return its exit status, or None if it does not end."""
     text = f"{source}\n{row['test']}\ncheck({row['entry_point']})\n"
     try:
         return subprocess.run([sys.executable, "-c", text], timeout=TIMEOUT_S, capture_output=True).returncode

@@ -65,7 +65,7 @@ def test_a_library_that_fails_to_list_its_tasks_is_an_error(
         rows(library(code), {})
 
 
-def test_a_missing_interpreter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_missing_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(libraries.PYTHON, "/no/python")
     monkeypatch.setenv(libraries.ENVIRONMENTS, "this")
     with pytest.raises(TasksNotFoundError, match="/no/python"):

@@ -106,7 +106,7 @@ def test_a_task_of_another_question_or_version_is_a_grader_error() -> None:
     assert "another question" in grades[0].detail and "0.1.0" in grades[1].detail
 
 
-def test_an_answer_cannot_name_the_graders_variables() -> None:
+def test_an_answer_cannot_refer_to_the_graders_variables() -> None:
     (task,) = rows(dataset="string_insertion", size=1)
     grades = graded("reasoning_gym", [task] * 2, ["oracle_answer", str(list(task.answer))])
     assert [grade.score for grade in grades] == [0.0, 0.1]  # 0.1 is the library's score of the answer as a list
@@ -118,9 +118,9 @@ def test_an_endless_computation_is_a_grader_error() -> None:
     assert [(grade.score, grade.outcome) for grade in grades] == [(0.0, "grader_error"), (1.0, "graded")]
 
 
-def test_rows_follow_from_the_options_and_not_from_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_depend_on_the_options_and_not_on_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "1")
-    first = rows(dataset="word_ladder", size=3, seed=5)  # it walks through sets of strings
+    first = rows(dataset="word_ladder", size=3, seed=5)  # the library iterates over sets of strings
     monkeypatch.setenv("PYTHONHASHSEED", "2")
     assert rows(dataset="word_ladder", size=3, seed=5) == first
     assert rows(dataset="word_ladder", size=3, seed=6) != first
@@ -143,7 +143,7 @@ def test_a_question_that_is_generated_twice_is_listed_once() -> None:
         ({"dataset": "composite", "datasets": [{"config": {"data_file": "../secret.txt"}}]}, "evaluate or open them"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+def test_the_error_names_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TasksNotFoundError, match=message):
         libraries.rows("reasoning_gym", options)
 

@@ -211,7 +211,7 @@ def test_an_environment_that_needs_more_than_a_reply_is_refused(name: str, messa
 
 
 @pytest.mark.parametrize("number", range(len(WRONG_OPTIONS)))
-def test_wrong_options_are_named(number: int, messages: list[str]) -> None:
+def test_the_error_names_wrong_options(number: int, messages: list[str]) -> None:
     assert messages[len(REFUSED)] == "36 tasks"
     assert re.search(WRONG_OPTIONS[number][1], messages[len(REFUSED) + 1 + number])
 

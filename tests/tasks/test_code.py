@@ -49,7 +49,7 @@ def grade(code: Code, tests: Any, completion: str) -> Grade:
 def test_the_tests_of_a_task_are_parsed_once_for_all_its_completions(
     code: Code, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may be many megabytes of JSON."""
+    """The tests may be many megabytes of JSON."""
     read: list[str] = []
     monkeypatch.setattr("shoal.tasks.rewards.code.read_tests", lambda text: read.append(text) or read_tests(text))
     one, other = (Task(f"t/{n}", "", "", tests=tests) for n, tests in enumerate((json.dumps(ADD), "no JSON")))
@@ -232,20 +232,20 @@ def test_assertions_call_the_function_from_another_process(
         (asserts("import os\nos._exit(0)"), "the tests' process died"),
     ],
 )
-def test_tests_that_are_at_fault_are_a_grader_error(code: Code, tests: Any, detail: str) -> None:
+def test_faulty_tests_are_a_grader_error(code: Code, tests: Any, detail: str) -> None:
     result = grade(code, tests, "def f(x): return x")
     assert (result.score, result.outcome, result.repeatable) == (0, "grader_error", False)
     assert detail in result.detail
 
 
-def test_plain_assert_lines_and_exceptions_of_builtin_types(code: Code) -> None:
+def test_tests_may_use_plain_asserts_and_builtin_exceptions(code: Code) -> None:
     tests = "assert f(2) == 4\ntry:\n    f('x')\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"
     right = "def f(x):\n    if x == 'x': raise ValueError('no')\n    return x * x"
     assert grade(code, asserts(tests), right).score == 1
     assert grade(code, asserts(tests), "def f(x): return x * x").score == 0
 
 
-def test_values_of_every_type_cross_both_ways(code: Code) -> None:
+def test_values_of_every_type_are_passed_in_both_directions(code: Code) -> None:
     values = (
         "[None, True, 0, -1, 1 << 4000, -(1 << 4000), 1.5, float('inf'), 2j, '', 'a\\ud800\\U0001f600', b'\\0', [], (), "
         "(1, [2]), set(), {1, (2, 3)}, frozenset({1}), {}, {'a': {1: None}}]"
@@ -257,7 +257,7 @@ def test_values_of_every_type_cross_both_ways(code: Code) -> None:
         "import collections, enum\nclass E(enum.IntEnum):\n    A = 1\nP = collections.namedtuple('P', 'x y')\n"
         "def f(): return [E.A, P(1, 2), collections.Counter('aab'), collections.OrderedDict(a=1)]"
     )
-    case = {"args": [], "output": [1, [1, 2], {"a": 2, "b": 1}, {"a": 1}]}  # they cross as builtins
+    case = {"args": [], "output": [1, [1, 2], {"a": 2, "b": 1}, {"a": 1}]}  # they are passed as builtins
     assert grade(code, {"kind": "functional", "entry": "f", "cases": [case]}, subclasses).score == 1
 
 
@@ -289,7 +289,7 @@ def test_a_grade_at_a_limit_is_not_repeatable(tests: Any, source: str, limits: d
 
 def test_a_right_answer_near_a_limit_is_not_repeatable() -> None:
     with limited(cpu_s=60.0, wall_s=2.0) as code:
-        near = "import time\ndef add(a, b):\n    time.sleep(0.55)\n    return a + b"  # twice, of 2 s
+        near = "import time\ndef add(a, b):\n    time.sleep(0.55)\n    return a + b"  # for each case; the limit is 2 s
         assert not grade(code, ADD, near).repeatable
 
 
@@ -311,7 +311,7 @@ def f(x):
         ("def f(x): return 'a' * 600_000", "text = candidate(1)\nprint(text, text)"),
     ],
 )
-def test_a_program_cannot_make_the_tests_look_at_fault(code: Code, source: str, tests: str) -> None:
+def test_a_program_cannot_make_the_tests_look_faulty(code: Code, source: str, tests: str) -> None:
     result = grade(code, asserts(tests), source)
     assert (result.score, result.outcome) == (0, "graded"), result
 

@@ -29,7 +29,7 @@ TESTS = {
 STDIN = {"kind": "stdin", "cases": [{"input": "a\n", "output": SECRET}, {"input": "b\n", "output": "7"}]}
 STDIN_SOLUTION = f"print({{'a': {SECRET!r}, 'b': 7}}[input()])"
 
-# Looks for the expected value in frames, heap, memory, files, environment, command lines and stdin of what it can see.
+# Searches all it can reach for the expected value: frames, heap, memory, files, environment, command lines and stdin.
 SCAN = r"""
 import gc, glob, os, re, sys
 PATTERN = re.compile(rb"k9-[0-9a-f]{12}")
@@ -259,7 +259,7 @@ def grade(code: Code, tests: object, source: str) -> Grade:
 
 def expect_no_score(code: Code, tests: object, attack: str, solution: str = SOLUTION) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o777)  # for a program that gets out
+        Path(folder).chmod(0o777)  # for a program that escapes
         mark = Path(folder) / "mark"
         result = grade(code, tests, attack.replace("MARK", repr(str(mark))))
         assert not mark.exists(), "a part of the attack was executed outside"
@@ -295,7 +295,7 @@ def test_an_attack_on_stdin_cases_scores_0(code: Code, attack: str) -> None:
 
 
 def test_the_scan_finds_a_secret_that_is_present(code: Code) -> None:
-    """Otherwise the attacks that use it would fail for another reason."""
+    """Otherwise the attacks that use the scan would fail for another reason."""
     source = SCAN + "kept = []\ndef solve(x):\n    kept.append(x)\n    return scan()\n"
     tests = {"kind": "functional", "entry": "solve", "cases": [{"args": [SECRET], "output": SECRET}]}
     assert grade(code, tests, source).score == 1.0

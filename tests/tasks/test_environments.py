@@ -255,12 +255,12 @@ def test_an_unknown_environment_is_refused_with_the_known_ones() -> None:
         ({"tasks": {"sources": [{"generator": "arithmetic"}]}}, "needs a source with an environment"),
     ],
 )
-def test_turns_and_environments_go_together(sections: dict[str, Any], message: str) -> None:
+def test_several_turns_need_an_environment_and_vice_versa(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**sections)
 
 
-def test_a_run_of_single_turns_needs_no_template_for_two(tokenizer: Any) -> None:
+def test_a_run_of_single_turns_needs_no_template_for_several_turns(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     plain: Config = conversations.workers.config()
     assert Conversation(plain, environments_of(plain), tokenizer, ENDS).reply(TASK, 7, FIRST, []) is None

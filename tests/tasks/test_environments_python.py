@@ -45,7 +45,7 @@ def tolerated(tool: Python, program: str) -> list[str] | None:
     return None if answers is None else list(answers)
 
 
-# --- what counts -----------------------------------------------------------------------------------------------------
+# --- what counts as a program ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_a_task_is_graded_by_the_reward_of_its_source_or_else_by_its_own() -> No
         ("none", "half", "source some: no reward 'none'; there are half, whole and file.py:function"),
     ],
 )
-def test_a_missing_or_unknown_reward_is_named(reward: str, own: str, message: str) -> None:
+def test_the_error_names_a_missing_or_unknown_reward(reward: str, own: str, message: str) -> None:
     with pytest.raises(GradeError, match=message):
         Graders(section(reward)).grade([replace(TASK, reward=own)], [""])
 
@@ -80,7 +80,7 @@ def test_a_reward_of_weight_0_is_reported_and_changes_nothing() -> None:
         ("70000", "#### 70,000", 1),
         ("70000", "70,000.00 dollars", 1),
         ("70000", r"\boxed{\$70{,}000}", 1),
-        ("70000", r"\boxed{70000} in 2 years", 1),  # the box counts
+        ("70000", r"\boxed{70000} in 2 years", 1),  # the box counts, not the last number
         ("70000", r"\boxed{2}, no, \boxed{70000}", 1),  # the last box
         ("70000", r"\boxed{x} or 70000", 1),  # a box without a number does not count
         ("70000", "70,0000", 0),
@@ -93,7 +93,7 @@ def test_a_reward_of_weight_0_is_reported_and_changes_nothing() -> None:
         ("18", "18.0000000000000000000000000001", 0),  # exactly, not as floats
         ("18", "16+2=18", 1),
         ("3", "8-5=3", 1),
-        ("5", "8-5", 1),  # no operand is a sign
+        ("5", "8-5", 1),  # this minus is an operator, not a sign
         ("-5", "a loss of -5", 1),
         ("-5", "-$5", 1),
         ("-5", "\u22125", 1),

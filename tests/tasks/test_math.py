@@ -59,7 +59,7 @@ def test_no_perturbed_answer_of_gsm8k_scores(reward: Math, tasks: list[Task], fo
 
 
 def test_gsm8k_by_symbolic_comparison(reward: Math, tasks: list[Task]) -> None:
-    """Whole numbers need no comparison; here the library compares each."""
+    """Whole numbers need no symbolic comparison; here the library compares them all the same."""
     some = tasks[::13]
     for wrong, form in ((0, r"\boxed{{\frac{{{}}}{{1}}+{}}}"), (1, r"\boxed{{{}+{}}}")):
         grades = reward.grade(some, [form.format(task.answer.replace(",", ""), wrong) for task in some])
@@ -101,7 +101,7 @@ def test_gold_answers_have_many_formats(reward: Math, gold: str) -> None:
         (CallResult("died", detail="SIGSEGV"), "the grader died: SIGSEGV"),
     ],
 )
-def test_each_ending_of_a_comparison_has_an_outcome(
+def test_each_way_a_comparison_ends_has_an_outcome(
     monkeypatch: pytest.MonkeyPatch, call: CallResult, outcome: Grade | str
 ) -> None:
     reward = Math()

@@ -31,15 +31,15 @@ KNOWN_LIMITS: list[tuple[str, str, int]] = [
     ("two", "2", 0),  # numbers in words
     (r"\text{Monday and Tuesday}", "Tuesday, Monday", 0),
     ("10^{30000}", r"10^{29999}\cdot 10", 0),  # more than MAX_DIGITS
-    ("5", "6=5", 1),  # of a chain of equations the last side counts, true or not
-    ("5", r"5\approx 6", 1),  # of an approximation the first
+    ("5", "6=5", 1),  # the last side of an equation counts, even if the equation is false
+    ("5", r"5\approx 6", 1),  # the first side of an approximation counts
     ("5 cm", "5 km", 1),  # units are dropped
-    ("9", r"900\%", 1),  # a percentage is a share and a number
+    ("9", r"900\%", 1),  # a percentage may be meant as a share or as a number
     ("9", r"9\%", 1),
-    ("N", "n", 1),  # case
+    ("N", "n", 1),  # upper and lower case are equal
     (r"\{1,2\}", "(1,2)", 1),  # a pair, an open interval and a list of two look alike
-    ("0.5", "0.4999999", 1),  # six decimals
-    ("10^{400}+0.5", "10^{400}", 1),  # and fifteen digits
+    ("0.5", "0.4999999", 1),  # only six decimals are compared
+    ("10^{400}+0.5", "10^{400}", 1),  # only fifteen digits are compared
 ]
 
 

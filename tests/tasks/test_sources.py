@@ -63,29 +63,29 @@ def test_a_folder_has_training_and_heldout_files(folder: Path) -> None:
     assert sorted(int(task.answer) for task in loaded.train) == list(range(1000, 1020))
 
 
-def test_a_question_in_both_files_is_only_held_out_and_counted(folder: Path) -> None:
-    doubled = [{**row, "question": f"  {row['question']}\n"} for row in rows(6, "Bob")]  # equal but for white space
+def test_a_question_in_both_files_is_held_out_and_dropped_from_training(folder: Path) -> None:
+    doubled = [{**row, "question": f"  {row['question']}\n"} for row in rows(6, "Bob")]  # equal except for white space
     written(folder / "gsm8k_train.jsonl", rows(20, "Ann") + doubled)
     loaded = tasks.load(apart(folder, heldout=6))
     assert len(loaded.train) == 20
     assert "6 training rows dropped because their question is held out" in loaded.notes[0]
 
 
-def test_equal_rows_are_one_task_and_counted(folder: Path) -> None:
+def test_equal_rows_are_merged_to_one_task_and_counted(folder: Path) -> None:
     written(folder / "gsm8k_train.jsonl", rows(20, "Ann") + rows(3, "Ann"))
     loaded = tasks.load(apart(folder))
     assert len(loaded.train) == len({task.id for task in loaded.train}) == 20
     assert "; 3 equal rows merged" in loaded.notes[0]
 
 
-def test_a_question_with_two_answers_is_two_tasks_on_one_side(tmp_path: Path) -> None:
+def test_a_question_with_two_answers_is_two_tasks_on_one_side_of_the_split(tmp_path: Path) -> None:
     lines = [row | {"answer": f"#### {n}"} for row in rows(20, "Ann") for n in (1, 2)]
     loaded = tasks.load(section(written(tmp_path / "some.jsonl", lines), heldout=5))
     assert not {task.question for task in loaded.train} & {task.question for task in loaded.heldout}
     assert len(loaded.heldout) == 5 and len(loaded.train) == 34, "the fifth's other answer is dropped"
 
 
-def test_a_single_file_is_split_by_its_text_in_any_order(tmp_path: Path) -> None:
+def test_the_split_of_a_single_file_does_not_depend_on_the_order_of_its_rows(tmp_path: Path) -> None:
     some = rows(30, "Ann")
     forth = tasks.load(section(written(tmp_path / "a" / "some.jsonl", some)))
     back = tasks.load(section(written(tmp_path / "b" / "some.jsonl", some[::-1])))
@@ -113,7 +113,7 @@ def test_gzip_parquet_and_a_byte_order_mark_give_the_rows_of_json_lines(tmp_path
         (["train/0000.parquet", "test/0000.parquet"], "train", ["train/0000.parquet"]),
         (["b.jsonl", "a.jsonl"], "train", ["a.jsonl", "b.jsonl"]),  # no file names a split
         (["level-hard.jsonl", "train.jsonl"], "hard", ["level-hard.jsonl"]),  # any word may be a split
-        (["contest.jsonl", "test.jsonl"], "test", ["test.jsonl"]),  # whole words
+        (["contest.jsonl", "test.jsonl"], "test", ["test.jsonl"]),  # only whole words count
     ],
 )
 def test_a_file_belongs_to_the_split_that_is_a_word_of_its_path(
@@ -200,7 +200,7 @@ def test_a_bad_file_is_refused_and_named(tmp_path: Path, content: bytes, message
         ({"keep": "kept.json"}, r"keep = 'kept.json' is not a manifest of `shoal filter`"),
     ],
 )
-def test_a_wrong_setting_is_named(folder: Path, more: Row, message: str) -> None:
+def test_the_error_names_a_wrong_setting(folder: Path, more: Row, message: str) -> None:
     with pytest.raises(TasksNotFoundError, match=message):
         tasks.load(section(folder, **more))
 
@@ -213,7 +213,7 @@ def test_a_wrong_setting_is_named(folder: Path, more: Row, message: str) -> None
         ({"tests": "info"}, r"row 1: a column holds JSON that is nested too deep; flatten it"),
     ],
 )
-def test_columns_of_deeply_nested_json_are_named(tmp_path: Path, fields: dict[str, str], message: str) -> None:
+def test_the_error_names_columns_of_deeply_nested_json(tmp_path: Path, fields: dict[str, str], message: str) -> None:
     path = written(tmp_path / "some.jsonl", [{"question": "?", "answer": "5", "info": "[" * 65_536}])
     with pytest.raises(TasksNotFoundError, match=message):
         tasks.load(section(path, fields={"question": "question", **fields}))
@@ -228,7 +228,7 @@ def test_columns_of_deeply_nested_json_are_named(tmp_path: Path, fields: dict[st
         ("some.csv", b"question,answer\n", r"some.csv ends in none of .jsonl, .jsonl.gz, .parquet; convert it"),
     ],
 )
-def test_a_damaged_file_or_one_of_unknown_format_is_named(
+def test_the_error_names_a_damaged_file_or_one_of_unknown_format(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -245,7 +245,7 @@ def test_a_damaged_file_or_one_of_unknown_format_is_named(
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_a_missing_file_or_split_is_named(tmp_path: Path, path: str, more: Row, message: str) -> None:
+def test_the_error_names_a_missing_file_or_split(tmp_path: Path, path: str, more: Row, message: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(TasksNotFoundError, match=message):
         tasks.load(section(tmp_path / path, **more))
@@ -323,7 +323,7 @@ def test_a_data_set_of_the_hub_is_read_by_config_split_and_revision(hub: dict[st
         ("openai/gsm8k/main", {"heldout_split": "dev"}, r"no split 'dev'; there are test, train"),
     ],
 )
-def test_a_config_split_or_file_that_the_hub_lacks_is_named(
+def test_the_error_names_a_config_split_or_file_that_the_hub_lacks(
     hub: dict[str, Any], name: str, more: Row, message: str
 ) -> None:
     with pytest.raises(TasksNotFoundError, match=message):

@@ -33,7 +33,7 @@ def questions(some: Sequence[tasks.Task]) -> list[str]:
     return [task.question for task in some]
 
 
-def test_train_and_heldout_are_all_sums_once() -> None:
+def test_train_and_heldout_together_have_every_sum_once() -> None:
     loaded = tasks.load(TaskSection())
     every = questions(loaded.train) + questions(loaded.heldout)
     assert len(loaded.heldout) == 256 and len(every) == 30 * 30

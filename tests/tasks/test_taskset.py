@@ -238,7 +238,7 @@ def manifest(**changed: Any) -> bytes:
     ids=["empty", "no JSON", "another format", "chunk", "chunks", "files", "file outside", "absolute path"],
 )
 def test_a_manifest_of_another_format_or_beyond_its_bounds_is_refused(data: bytes, tmp_path: Path) -> None:
-    """An existing file whose content does not have the hash in its name counts as damaged and is deleted."""
+    """A file whose content does not match the hash in its name counts as damaged, so `keys` could be deleted."""
     (tmp_path / "keys").write_text("secret")
     taskset.TaskManifest.decode(manifest())
     section = TaskSection(digest=hashlib.sha256(data).hexdigest())
@@ -269,7 +269,7 @@ def test_rows_that_differ_only_in_their_reward_merge_to_the_same_task_in_any_ord
 
 
 def test_a_chunk_whose_offsets_point_outside_of_its_text_is_refused(tmp_path: Path) -> None:
-    """Arrow reads whatever they point at in this process's memory."""
+    """Arrow would read whatever the offsets point at in this process's memory."""
     store = taskset.TaskStore(tmp_path)
     texts = [pa.array(["some text"] * 2) for _ in taskset.COLUMNS]
     chunk = store.write(pa.table(texts, schema=taskset.SCHEMA))
@@ -285,7 +285,7 @@ def test_a_chunk_whose_offsets_point_outside_of_its_text_is_refused(tmp_path: Pa
 # --- user files -------------------------------------------------------------------------------------------------------
 
 
-def test_reward_files_travel_and_are_part_of_the_digest(
+def test_reward_files_reach_other_nodes_and_are_part_of_the_digest(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -300,7 +300,7 @@ def test_reward_files_travel_and_are_part_of_the_digest(
     assert joined.files == {"mine.py": b"def exact(task, completion): return 1.0\n"}
 
 
-def test_two_reward_files_of_one_name_and_one_too_large_are_refused(source: Path, tmp_path: Path) -> None:
+def test_reward_files_of_the_same_name_or_too_large_are_refused(source: Path, tmp_path: Path) -> None:
     for n in "ab":
         (tmp_path / n).mkdir()
         (tmp_path / n / "mine.py").write_text(f"def exact(task, completion): return 1.0  # {n}\n")

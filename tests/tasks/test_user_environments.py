@@ -1,4 +1,4 @@
-"""User environments: what they see and answer; what they do affects only their own answer."""
+"""User environments: what they see and answer, and that they affect only their own answer."""
 
 import logging
 import re
@@ -131,7 +131,7 @@ def task_set_of(source: dict[str, str]) -> tasks.TaskSet:
     return tasks.load(TaskSection(sources=[SourceSection(**source)], heldout=64))  # type: ignore[arg-type]
 
 
-def test_the_environment_on_the_page_on_tasks_travels_and_answers(
+def test_the_environment_on_the_page_on_tasks_works_on_other_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [page] = re.findall(r"^```python\n(# my_env.py\n.*?)^```", DOCS.read_text(), flags=re.DOTALL | re.MULTILINE)

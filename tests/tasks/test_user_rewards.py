@@ -1,4 +1,4 @@
-"""User rewards: what they see; what they do affects only their own call. The example of problems and rewards works."""
+"""User rewards: what they see, and that a call affects no other. The example of problems and rewards works."""
 
 import re
 import time
@@ -138,7 +138,7 @@ def test_the_sandbox_confines_a_function(name: str, detail: str) -> None:
 
 
 def test_an_answer_is_never_built_as_a_dict() -> None:
-    """The hashes of these integers are equal: a real dict of them would take time quadratic in their number."""
+    """The hashes of these integers are equal, so building a dict of them would take time quadratic in their number."""
     source = (
         "import os, sys\n"
         "def score(task, completion):\n"

@@ -1,4 +1,4 @@
-"""Make real_states.npz, and print the errors between honest machines and for liars, in both dtypes.
+"""Make real_states.npz, and print the errors between honest machines and those of liars, in both dtypes.
 
     python tests/toploc/make_real_states.py
 

@@ -47,7 +47,7 @@ def tie_free(tokens: int, width: int, at: tuple[int, ...] = ()) -> Tensor:
 
 
 def accepted_constants(hidden_TH: Tensor, thresholds: Thresholds) -> dict[int, int]:
-    """Return the constants whose errors are within the thresholds, each with the number of chunks in which they are."""
+    """Return each constant whose errors are within the thresholds in any chunk, with the number of such chunks."""
     own = peaks([hidden_TH], chunk_tokens=32, top_k=128)
     bits = own.mantissa_bits
     exponents = ((own.bits_BK & 0x7FFF) >> bits).unique()

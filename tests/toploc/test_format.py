@@ -80,7 +80,7 @@ def test_rows_do_not_influence_each_other(values: int) -> None:
 
 
 def test_among_equal_magnitudes_the_first_are_selected() -> None:
-    """So the bytes are equal on every device. Here all values compete at once."""
+    """This makes the bytes equal on every device."""
     assert sorted(largest(torch.tensor([[7, 1, -32761, 7, 9, 7]], dtype=torch.int16), 3)[0].tolist()) == [0, 2, 4]
 
 

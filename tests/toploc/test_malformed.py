@@ -1,4 +1,4 @@
-"""Anything that is not a proof is refused with a ProofError that says which one it is."""
+"""Anything that is not a proof is refused with a ProofError that says where it is."""
 
 import struct
 
@@ -37,7 +37,7 @@ def words(modulus: int, *coefficients: int) -> bytes:
         (None, "expected bytes, got NoneType"),
     ],
 )
-def test_malformed_proofs_are_named(bad: bytes, reason: str) -> None:
+def test_the_error_names_a_malformed_proof(bad: bytes, reason: str) -> None:
     hiddens = [heavy_tailed(40, 192, seed) for seed in range(2)]
     proofs = build_many(hiddens)
     proofs[1][1] = bad

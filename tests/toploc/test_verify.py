@@ -14,7 +14,7 @@ from .support import EXACT, accepted_constants, constant_proof, heavy_tailed, re
 
 
 def verdicts(worker: str, validator: str) -> list[bool]:
-    """Return whether each chunk of a worker's proofs passes at a validator, both by how they computed `real_states`."""
+    """Return whether each chunk of a worker's proofs passes at a validator. Both are names in `real_states`."""
     results = verify(real_states()[validator].bfloat16(), build(real_states()[worker].bfloat16()))
     return [BFLOAT16.passes(result) for result in results]
 

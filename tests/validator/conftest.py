@@ -18,7 +18,7 @@ def worker(one_thread: None, tiny_folder: Path) -> Producer:
 
 @pytest.fixture(scope="module")
 def honest(worker: Producer) -> list[Rollout]:
-    """Its rollouts for its assignment."""
+    """The honest worker's rollouts for `ASSIGNMENT`."""
     return produced(worker, ASSIGNMENT)
 
 

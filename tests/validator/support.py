@@ -1,4 +1,4 @@
-"""A validator and honest or lying workers in one process, without coordinator and network, on a tiny random llama."""
+"""A validator and honest or lying workers in one process, without a coordinator or network, on a tiny random llama."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ EOS, USER, GROUP_SIZE, MAX_TOKENS = 1, 2, 4, 40  # USER: a special token, but no
 
 
 def config(**sections: Any) -> Config:
-    """Two groups of four completions of at most 40 tokens: a whole proof and a short one each."""
+    """Two groups of four completions of at most 40 tokens, so a full proof chunk and a short one."""
     base: dict[str, Any] = {
         "tasks": {"length_targets": [8, 16, 32]},
         "sampling": {"max_tokens": MAX_TOKENS, "group_size": GROUP_SIZE},

@@ -88,13 +88,13 @@ def test_a_damaged_file_is_unreadable(verify, worker: Producer, cut: int) -> Non
     assert status == UNREADABLE and len(lines) == 1 and lines[0].startswith("unreadable: ")
 
 
-def test_an_invalid_submission_number_is_checked_like_any(verify, worker: Producer) -> None:  # type: ignore[no-untyped-def]
+def test_an_invalid_submission_number_is_checked_like_any_other(verify, worker: Producer) -> None:  # type: ignore[no-untyped-def]
     given = ASSIGNMENT.model_copy(update={"number": 10**6})
     status, lines = verify(signed(worker, given, produced(worker, given)))
     assert status == ACCEPTED, lines
 
 
-def test_missing_weights_or_options_are_named(
+def test_the_error_names_missing_weights_or_options(
     run: Path, tiny_folder: Path, worker: Producer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file.parquet"

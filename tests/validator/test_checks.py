@@ -1,4 +1,4 @@
-"""Each lie is rejected with its own reason first; honest work passes every check."""
+"""Each lie is rejected with its own reason; honest work passes every check."""
 
 import math
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def test_honest_work_is_accepted(worker: Producer, validator: Validator, number:
         {"tasks": {"length_targets": []}},
         {"sampling": {"temperature": 0.6}},
         {"sampling": {"temperature": 1.7}},
-        {"tasks": {"length_targets": [32_003], "length_penalty": 0.7}},  # files have rewards as float32
+        {"tasks": {"length_targets": [32_003], "length_penalty": 0.7}},  # files store rewards as float32
     ],
     ids=["no targets", "cooler", "hotter", "rewards of thousands"],
 )
@@ -148,7 +148,7 @@ def test_a_forged_reward_is_rejected(honest: list[Rollout], verdict_on: Callable
 def test_a_worker_need_not_claim_rewards(
     honest: list[Rollout], worker: Producer, validator: Validator, verdict_on: Callable[..., Verdict]
 ) -> None:
-    """It claims none if its own grader failed. The accepted file has the validator's rewards."""
+    """A worker claims none if its own grader failed. The accepted file has the validator's rewards."""
     assert verdict_on(with_row(honest, 5, reward=float("nan"))).reason is None
     _, accepted = checked(
         validator, claim(), signed(worker, ASSIGNMENT, [replace(row, reward=math.nan) for row in honest])
@@ -177,7 +177,7 @@ def test_a_grade_that_may_differ_on_another_machine_accuses_nobody(
     assert judged(validator, ASSIGNMENT, worker.submission(ASSIGNMENT)).reason is None
 
 
-def test_rewards_of_other_versions_are_not_compared(
+def test_rewards_graded_with_other_software_versions_are_not_compared(
     honest: list[Rollout], worker: Producer, validator: Validator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program may pass its tests in Python 3.12 and not even parse in 3.11."""
@@ -206,7 +206,7 @@ def first_is(name: str, value: float) -> Callable[[Rollout], dict[str, Any]]:
 def test_figures_tokens_and_counts_out_of_range_are_rejected(
     honest: list[Rollout], verdict_on: Callable[..., Verdict], change: Callable[[Rollout], dict[str, Any]]
 ) -> None:
-    fewer = with_row(honest, 1, proofs=[])  # so that one more does not exceed the file's limit
+    fewer = with_row(honest, 1, proofs=[])  # so that one proof more does not exceed the file's limit
     verdict = verdict_on(with_row(fewer, 0, **change(honest[0])))
     assert verdict.reason is Reason.BOUNDS and verdict.detail.startswith("rollout 0")
 
@@ -225,7 +225,7 @@ def test_one_false_proof_among_honest_ones_is_rejected(
 
 
 def test_work_for_another_submission_number_is_rejected(worker: Producer, validator: Validator) -> None:
-    """Signed for the prompts of the assignment, or for those of the work."""
+    """The file is signed for the prompts of the assignment, or for those of the work."""
     lucky = assignment(17)
     rows, prompts = produced(worker, lucky), [worker.prompt(plan) for plan in worker.plan(lucky)]
     for data in (signed(worker, ASSIGNMENT, rows), worker.sign(ASSIGNMENT, prompts, rows)):
@@ -298,7 +298,9 @@ def test_a_token_near_the_margin_passes_every_check(rules: Rules, case: Case, to
     ],
     ids=["two", "three", "one far away", "two of few", "many near"],
 )
-def test_few_and_near_outliers_pass(rules: Rules, case: Case, margins: list[float], tokens: int, rejects: bool) -> None:
+def test_only_a_few_near_outliers_pass(
+    rules: Rules, case: Case, margins: list[float], tokens: int, rejects: bool
+) -> None:
     margins_N = torch.zeros(tokens)
     margins_N[: len(margins)] = torch.tensor(margins) * SETTINGS.validator.sampling_margin
     changed = replace(case, prefill=replace(case.computed(), margins_N=margins_N))
@@ -314,7 +316,7 @@ def test_few_and_near_outliers_pass(rules: Rules, case: Case, margins: list[floa
         (EOS, -9.0, 0.7, False),  # within numerical error of being yielded
         (EOS, -9.0, 5.0, True),
         (EOS, -2.4, 5.0, True),  # of probability 0.09
-        (20, -9.0, 5.0, False),  # no end token
+        (20, -9.0, 5.0, False),  # not an end token
     ],
 )
 def test_an_end_token_must_be_likely_or_yielded(
@@ -382,7 +384,7 @@ def test_rows_of_another_worker_are_rejected_as_tasks_whoever_submitted_them_fir
 def test_only_a_workers_own_earlier_rollouts_are_a_replay(
     tiny_folder: Path, worker: Producer, honest: list[Rollout], rules: Rules, case: Case
 ) -> None:
-    """Seeds are public, so anyone with the weights can compute her rollouts and upload them for another task."""
+    """Seeds are public, so anyone with the weights can compute Alice's rollouts and upload them for another task."""
     validator = make_validator(tiny_folder, SETTINGS)
     for owner in (assignment(worker=BOB).id, ASSIGNMENT.id):
         validator.node.owner = owner  # type: ignore[attr-defined]
@@ -428,7 +430,7 @@ def test_a_file_signed_for_other_prompts_is_rejected(
 def test_a_file_signed_by_another_is_rejected_as_signature(
     worker: Producer, validator: Validator, honest: list[Rollout], honestly: bool
 ) -> None:
-    """Bob signs, and names himself or Alice as the signer. Otherwise she could be slashed for his file."""
+    """Bob signs, and names himself or Alice as the signer. If that passed, she could be slashed for his file."""
     theirs = judged(validator, assignment(worker=BOB), signed(worker, ASSIGNMENT, honest), worker=BOB)
     assert theirs.reason is Reason.SIGNATURE
 

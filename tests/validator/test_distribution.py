@@ -1,4 +1,4 @@
-"""The e-values are fair to honest sampling, exactly, and grow against every other way of sampling."""
+"""The e-values have a mean of exactly 1 for honest sampling, and grow for every other way of sampling."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ def evidence(scaled_NV: Tensor, tokens_N: Tensor) -> float:
 
 @pytest.mark.parametrize("alternative", range(len(ALTERNATIVES)), ids=ALTERNATIVES)
 @pytest.mark.parametrize("spread", [0.0, 1.0, 3.0, 12.0])
-def test_every_alternative_is_a_distribution_so_that_honest_tokens_expect_1(alternative: int, spread: float) -> None:
+def test_every_alternative_is_a_distribution_so_honest_e_values_have_mean_1(alternative: int, spread: float) -> None:
     scaled_V = spread * torch.randn(11, generator=torch.Generator().manual_seed(3))
     logp_N, evidence_NA = token_evidence(scaled_V.repeat(11, 1), torch.arange(11))
     torch.testing.assert_close(logp_N, scaled_V.log_softmax(-1), atol=1e-5, rtol=1e-5)
@@ -38,7 +38,7 @@ def test_every_alternative_is_a_distribution_so_that_honest_tokens_expect_1(alte
 
 
 def test_a_submissions_e_value_has_mean_1() -> None:
-    """Over every pair of tokens that three of a vocabulary can make."""
+    """The mean is over every pair of tokens from a vocabulary of three."""
     scaled_NV = logits(2, vocabulary=3)
     mean = 0.0
     for pair in itertools.product(range(3), repeat=2):
@@ -55,7 +55,7 @@ def test_honest_sampling_stays_below_the_limit(seed: int) -> None:
         assert evidence(scaled_NV[:n], drawn(scaled_NV, seed)[:n]) < LIMIT
 
 
-def test_honest_submissions_exceed_x_for_at_most_a_share_of_e_to_the_minus_x() -> None:
+def test_at_most_a_share_of_e_to_the_minus_x_of_honest_submissions_exceeds_x() -> None:
     scaled = [logits(20, seed) for seed in range(400)]
     nats = torch.tensor([evidence(scaled_NV, drawn(scaled_NV, seed)) for seed, scaled_NV in enumerate(scaled)])
     for x in (1.0, 2.0, 3.0):

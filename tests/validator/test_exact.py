@@ -178,8 +178,8 @@ def flip_(model: Any, bit: int) -> None:
         words[0, 0] ^= 1 << bit
 
 
-def test_a_faked_fingerprint_is_inexact_not_slashed(validator: Validator, tiny_folder: Path) -> None:
-    """A machine of another kind claims the validator's class. (Its weights differ by rounding here, as its sums would.)"""
+def test_a_faked_fingerprint_is_inexact_and_not_slashed(validator: Validator, tiny_folder: Path) -> None:
+    """A machine of another kind claims the validator's class. (Here weights, not sums, are rounded differently.)"""
     other = exact_producer(tiny_folder)
     with torch.no_grad():
         other.engine.model.base_model.layers[0].mlp.down_proj.weight.mul_(1 + 2**-20)  # type: ignore[attr-defined]
@@ -189,10 +189,10 @@ def test_a_faked_fingerprint_is_inexact_not_slashed(validator: Validator, tiny_f
     assert verdict.reason is Reason.INEXACT and verdict.replay is not None
 
 
-def test_a_changed_library_is_inexact_not_slashed_and_changes_the_fingerprint(
+def test_a_changed_library_is_not_slashed_and_changes_the_fingerprint(
     validator: Validator, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulated by attention that sums in tiles of another size."""
+    """The new library is simulated by attention that sums in another order."""
     from shoal.model import exact
 
     updated = exact_producer(tiny_folder)
@@ -230,7 +230,7 @@ def test_a_flipped_bit_in_a_workers_weight_is_inexact_until_it_reloads(
 
 
 @pytest.mark.parametrize("bit", [14, 30])
-def test_a_flipped_bit_in_a_validators_weight_costs_no_worker(
+def test_a_flipped_bit_in_a_validators_weight_harms_no_worker(
     validator: Validator, worker: Producer, rows: list[Rollout], bit: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With bit 14 honest work is inexact; with bit 30 (of the exponent) it looks like a lie."""

@@ -25,13 +25,13 @@ from .support import ASSIGNMENT, case_of, checked, claim, config, make_producer,
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ENDLESS = "while 1:0"  # at most 40 characters, of which each is a token
+ENDLESS = "while 1:0"  # at most 40 characters, each of them a token
 WALL_S = 12.0
 SUMS = {"kind": "stdin", "cases": [{"input": "1", "output": "1"}]}
 
 
 def settings(folder: Path, **sandbox: float) -> Config:
-    """Programs that echo a number; one of them may run for 12 s."""
+    """A config whose tasks ask for programs that echo a number; each program may run for 12 s."""
     rows = [{"question": str(n), "tests": json.dumps(SUMS)} for n in range(400)]
     path = folder / "programs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -79,7 +79,7 @@ def prefilled(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_programs_that_a_worker_wrote_are_detected_before_they_reach_their_limits(
     validator: Validator, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The spot check sees honest rollouts; then the budget ends, and a whole prefill finds the others."""
+    """The spot check sees honest rollouts; then the budget ends, and a whole prefill finds the made-up ones."""
     monkeypatch.setattr(validator.judge, "choose", lambda numbers, k: [6, 7])
     sizes = prefilled(validator.judge, monkeypatch)
     rows = [*map(made_up, honest[:4]), *honest[4:]]
@@ -179,7 +179,7 @@ def test_before_a_prefill_grading_may_take_as_long_as_the_prefill(
         return prefill(cases)
 
     monkeypatch.setattr(judge, "prefill", slow)
-    takes_s = iter([0.5, 1.5, 0.0, 39.0, 41.0, 0.0])  # in time; late, and after the prefill; likewise
+    takes_s = iter([0.5, 1.5, 0.0, 39.0, 41.0, 0.0])  # in time; late, so again after the prefill; the same once more
 
     def grade(case: Case) -> Case:
         clock.now_s += next(takes_s)

@@ -88,7 +88,7 @@ def test_a_case_with_an_impossible_logprob_is_prefilled_whole(
     judge: Judge, files: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner drops such groups, so a worker that got them accepted cheaply would empty a batch."""
-    monkeypatch.setattr(judge, "choose", lambda of, k: [6, 7])  # a spot check elsewhere
+    monkeypatch.setattr(judge, "choose", lambda of, k: [6, 7])  # a spot check of other rollouts
     [case, *_] = opened(judge, files)
     row = case.rows[0]
     for logprob, prefilled in ((LOWEST_LOGPROB, False), (LOWEST_LOGPROB - 0.1, True)):

@@ -201,7 +201,7 @@ def test_the_validator_checks_its_claims_and_ends_with_the_run(tiny_folder: Path
     assert node.tokens == sum(group.tokens for group in verdict.groups)
 
 
-def test_before_the_first_claim_the_newest_version_is_loaded(
+def test_the_newest_version_is_loaded_before_the_first_claim(
     tiny_folder: Path, file: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     validator, node = scripted(tiny_folder, file)
@@ -218,7 +218,7 @@ def test_before_the_first_claim_the_newest_version_is_loaded(
 
 
 def test_each_of_several_claims_gets_its_own_verdict(tiny_folder: Path, worker: Producer, tiny_folders: Any) -> None:
-    """A spot check shows other weights too; honest work that passes one keeps its logprobs."""
+    """A spot check detects other weights, too; honest work that passes one keeps its logprobs."""
     validator, node = scripted(tiny_folder, b"")
     given = [assignment(number) for number in range(5)]
     files = [worker.submission(given) for given in given]

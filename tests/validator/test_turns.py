@@ -44,14 +44,14 @@ def honest(worker: Producer) -> list[Rollout]:
 
 @pytest.fixture(scope="module")
 def turned(honest: list[Rollout]) -> int:
-    """The number of a row of several turns whose last one is not cut off."""
+    """The number of a row with several turns, the last of which is not cut off."""
     return next(n for n, row in enumerate(honest) if row.turns and row.tokens[-1] in ENDS)
 
 
 def verdict_on(
     validator: Validator, worker: Producer, honest: list[Rollout], number: int, *, full: bool = True, **changed: Any
 ) -> Verdict:
-    """`full`: False where the change leaves proofs behind that a prefill of the row would find first."""
+    """Use `full=False` if a prefill of the changed row would be rejected for its proofs first."""
     validator.judge.choose = lambda of, k: [n for n in of if n != number][:k]  # a spot check of other rows
     rows = [replace(row, **changed) if n == number else row for n, row in enumerate(honest)]
     return checked(validator, claim(full=full), signed(worker, ASSIGNMENT, rows))[0]
@@ -136,7 +136,7 @@ def test_graders_read_the_last_turn_alone(
 
 
 def claims(row: Rollout, own: int, **changed: Any) -> dict[str, Any]:
-    """The change, with as many logprobs and proofs as `own` tokens of the model need."""
+    """Return the change, with as many logprobs and proofs as `own` tokens of the model need."""
     logprobs = [*row.logprobs, *[-1.0] * (own - len(row.logprobs))][:own]
     return changed | {"logprobs": logprobs, "proofs": [row.proofs[0]] * -(-own // 32)}
 
@@ -146,23 +146,23 @@ def all_its_own(row: Rollout) -> dict[str, Any]:
 
 
 def shifted(row: Rollout, by: int) -> dict[str, Any]:
-    """The first turn is `by` tokens longer."""
+    """Make the first turn `by` tokens longer."""
     return claims(row, len(row.logprobs) + by, turns=[row.turns[0] + by, row.turns[1] - by, *row.turns[2:]])
 
 
 def handed_over(row: Rollout) -> dict[str, Any]:
-    """Everything between the first and the last turn is the environment's, so that nobody proves what stands there."""
+    """Attribute all between the first and the last turn to the environment, so that it needs no proof."""
     (_, first), *_, (start, end) = model_spans(row.turns, len(row.tokens))
     return claims(row, first + end - start, turns=[row.turns[0], sum(row.turns[1:])])
 
 
 def cut_to_a_turn(row: Rollout) -> dict[str, Any]:
-    """It stops where the environment answers."""
+    """End the row where the environment answers."""
     return claims(row, row.turns[0], tokens=row.tokens[: row.turns[0]], turns=[])
 
 
 def goes_on(row: Rollout) -> dict[str, Any]:
-    """Where the environment is silent."""
+    """Continue the row where the environment is silent."""
     turns = [*row.turns, len(row.tokens) - sum(row.turns), 4]
     return claims(row, len(row.logprobs) + 1, tokens=[*row.tokens, USER, 10, EOS, 3, EOS], turns=turns)
 
@@ -222,9 +222,7 @@ def test_more_turns_than_the_run_allows_are_rejected(
 
 
 @pytest.mark.parametrize("turns", [[3], [-1, 2], [MOST, MOST]])
-def test_turns_that_do_not_fit_are_unreadable_by_hand(
-    worker: Producer, honest: list[Rollout], turns: list[int]
-) -> None:
+def test_an_audit_refuses_turns_that_do_not_fit(worker: Producer, honest: list[Rollout], turns: list[int]) -> None:
     data = signed(worker, ASSIGNMENT, [replace(row, turns=turns) for row in honest])
     with pytest.raises(RolloutFileError, match="do not fit"):
         read_header(data, config())
@@ -253,7 +251,7 @@ def test_turns_in_a_run_of_single_turns_are_rejected(talkative_folder: Path, hon
 def test_ends_are_checked_turn_by_turn(
     worker: Producer, validator: Validator, honest: list[Rollout], turned: int
 ) -> None:
-    """End tokens that their seeds do not yield, one of a middle turn; what the environment writes may hold any token."""
+    """The seeds of these end tokens, one in a middle turn, do not yield them. The environment may write any token."""
     judge = validator.judge
     case = judge.prefill([case_of(judge, ASSIGNMENT, signed(worker, ASSIGNMENT, honest))])[0]
     assert endings(judge.rules, case).finding is None and special_tokens(judge.rules, case).finding is None
@@ -284,7 +282,7 @@ def test_the_environment_gets_the_rollouts_seed(worker: Producer, honest: list[R
 
 
 @pytest.mark.parametrize(("kind", "reason"), [(Producer, None), (CHEATS["forged_tool"], Reason.UNREPEATABLE)])
-def test_a_custom_environment_slashes_nobody(
+def test_nobody_is_slashed_for_a_custom_environment(
     talkative_folder: Path, tmp_path: Path, kind: type[Producer], reason: Reason | None
 ) -> None:
     file = tmp_path / "mine.py"

@@ -88,7 +88,7 @@ def finished() -> Seen:
 
 
 def screen(shown: Seen, width: int, height: int | None = None) -> str:
-    """Draw the screen for a log of this width, or with `height` for a terminal."""
+    """Draw the screen for a log of this width, or for a terminal if `height` is given."""
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=height is not None, record=True)
     console.print(Screen(*shown))
     return console.export_text()

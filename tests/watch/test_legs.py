@@ -1,4 +1,4 @@
-"""Legs of a resumed run, and what its summary makes of them."""
+"""Legs of a resumed run, and how its summary combines them."""
 
 import json
 import os

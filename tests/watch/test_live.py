@@ -1,4 +1,4 @@
-"""The live view: each event is logged once, the screen is redrawn in a terminal, and progress of long commands."""
+"""The live view logs each event once and redraws the screen in a terminal; long commands report progress."""
 
 import io
 import sys

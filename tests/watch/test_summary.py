@@ -136,7 +136,7 @@ def test_a_run_without_results_reports_nulls(tmp_path: Path) -> None:
     assert "– → –" in shown_text(summary)
 
 
-def test_a_final_evaluation_of_the_untrained_policy_is_only_the_one_after(tmp_path: Path) -> None:
+def test_a_final_evaluation_of_the_untrained_policy_is_only_the_one_after_training(tmp_path: Path) -> None:
     summary = report(tmp_path, status(evaluations=[evaluation(0, 0.2, 0.1, final=True)]))
     assert summary["heldout_before"] is None
     assert summary["heldout_after"] == {"greedy": 0.2, "sampled": 0.1, "n": 256}
@@ -178,7 +178,7 @@ def test_the_table_summarizes_the_run(tmp_path: Path, width: int) -> None:
     assert any(line.split() == ["slashed", "liar"] for line in text.splitlines())
 
 
-def test_a_pool_on_several_machines_has_no_restarts_and_memory(tmp_path: Path) -> None:
+def test_a_pool_on_several_machines_reports_no_restarts_or_memory(tmp_path: Path) -> None:
     shown, history = status()
     summary = write_report(tmp_path, config=CONFIG, status=shown, history=history)
     assert summary["wall_s"] == 100.0

@@ -41,7 +41,7 @@ def test_a_submission_fits_its_assignment(tiny_folder: Path) -> None:
     assert producer.tokens == sum(len(row.tokens) for row in file.rows)
 
 
-def test_the_same_task_twice_is_the_same_file(tiny_folder: Path) -> None:
+def test_the_same_assignment_gives_the_same_rows_twice(tiny_folder: Path) -> None:
     files = [make_producer(tiny_folder, CONFIG).submission(assignment(1, step=1)) for _ in range(2)]
     assert read(files[0]).rows == read(files[1]).rows, "a worker that restarts has no second draw"
 
@@ -56,7 +56,7 @@ def test_proofs_are_of_the_tokens_hidden_states(tiny_folder: Path) -> None:
         assert row.proofs == toploc.build(completion.hidden_TH)
 
 
-def test_a_newer_version_is_reported_and_generated_with(tiny_folders: tuple[Path, Path]) -> None:
+def test_a_newer_version_is_reported_and_used(tiny_folders: tuple[Path, Path]) -> None:
     producer = Producer(CONFIG, RUN, ALICE, TorchEngine("float32"))
     made = []
     for version, folder in enumerate(tiny_folders):

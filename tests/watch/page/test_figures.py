@@ -110,7 +110,7 @@ def test_a_silent_node_is_a_problem() -> None:
 
 
 def two_sites(rewards: list[float], **of_1: float) -> list[dict[str, float]]:
-    """Return the metrics of two sites that count; `of_1` are site-1's in the last step."""
+    """Return the metrics of two sites that count; `of_1` are figures of site-1 in the last step."""
     both = {f"sites/site-{n}/{key}": 1.0 for n in (0, 1) for key in ("kept", "loss")} | {"sites/kept": 2.0}
     metrics = [step | both for step in steps(rewards)]
     metrics[-1] |= {f"sites/site-1/{key}": value for key, value in of_1.items()}

@@ -1,4 +1,4 @@
-"""The pages' own logic under Node, their size, and what their files must not do."""
+"""The pages' own logic under Node, the files they refer to, and their size."""
 
 import gzip
 import re
