@@ -1,6 +1,7 @@
 """Shared by all commands: the parser, bounded numbers, common arguments, and printing.
 
-Invariant: it imports nothing slow, so `--help` is instant. Each module of commands defines its arguments beside its code.
+Invariant: this module imports nothing slow, so `--help` is instant. Each module of commands defines its arguments
+beside its code.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Add a command with one line of help and one example, which a test parses.
 
-    `call`: the function that runs it; None: this is a group, and each of its commands has its own.
+    `call`: the function that runs it; None for a group, whose commands each have their own.
     """
     example = f"example: {title} {name} {example}".rstrip()
     parser = commands.add_parser(name, help=what, description=what, epilog=example)
@@ -106,7 +107,7 @@ def read_config(arguments: argparse.Namespace) -> Config:
 
 
 def say(text: str, to: TextIO | None = None) -> None:
-    """Print a text and flush; every command prints with this. `to` None: to standard output.
+    """Print a text and flush; every command prints with this function. `to`: standard output if None.
 
     Unprintable characters are replaced, because names and errors may come from other machines.
     """

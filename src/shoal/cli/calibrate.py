@@ -1,10 +1,10 @@
-"""Calibrate the validator: measure honest work on this machine, and write limits from it.
+"""Calibrate the validator: measure honest work on this machine, and derive limits from it.
 
-Machines with different numerics, such as another dtype, differ in the last bits of proofs and tokens. Work of each worker
-condition is judged under each validator condition, in submissions of the configured size and of one group. A statistic's
-limit is its worst honest value times a margin.
-The limits apply outside a validator's exactness class, so they are measured with fast numerics. Within a class the tolerance
-is zero.
+Machines with different numerics, such as another dtype, differ in the last bits of proofs and tokens. Work generated
+under each worker condition is judged under each validator condition, in submissions of the configured size and of one
+group. A statistic's limit is its worst honest value times a margin.
+The limits apply outside a validator's exactness class, so they are measured with fast numerics. Within a class, the
+tolerance is zero.
 
     limits.toml     [validator] limits and [evidence] bounds, for `--with`
     measured.json   every submission's figures, by condition; and the figures behind the bounds, by pair of dtypes
@@ -12,7 +12,7 @@ is zero.
 Each engine of `workers.engines` is measured. vLLM's limits go to `[validator.limits."vllm/DEVICE"]`.
 
 The bounds apply to averages over all of a worker's submissions, so they are far below the limits. Each comes from the
-noisiest pair of dtypes; a worker cannot claim tighter ones. To admit only a less noisy dtype, set `model.dtype` and
+noisiest pair of dtypes and applies to every worker. To admit only a less noisy dtype, set `model.dtype` and
 calibrate again.
 
 Measure both the initial policy, whose logprobs differ most because it is least certain, and a trained one.
@@ -79,7 +79,7 @@ class Checking:
     """How a validator computes."""
 
     dtype: DtypeName
-    row_tokens: int  # packing of its prefill
+    row_tokens: int  # tokens packed into one row of its prefill
     threads: int
 
 
@@ -87,7 +87,7 @@ def conditions(config: Config, cores: int) -> tuple[list[Generating], list[Check
     """Return the conditions to measure: both dtypes, small and large batches, tight and loose packing, one thread and all.
 
     If the config sets model.dtype, measure only that dtype, which gives tighter limits. Skip bf16 on machines that only
-    emulate it, a hundred times slower than fp32.
+    emulate it, at a hundredth of the speed of fp32.
     """
     groups, row_tokens = config.workers.groups_per_submission, ROW_TOKENS
     dtypes: list[DtypeName] = ["float32", "bfloat16"]
@@ -107,7 +107,7 @@ def conditions(config: Config, cores: int) -> tuple[list[Generating], list[Check
 
 
 def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Path], say: Callable[[str], None]) -> None:
-    """Measure with each of `weights` (empty: the config's model), and write both files.
+    """Measure with each of `weights` (empty: the config's model); write `limits.toml` and `measured.json`.
 
     Raise ShoalError if honest work fails a check that has no limit.
     """
@@ -180,7 +180,7 @@ def by_pair(measured: Sequence[dict[str, Any]], margin: float) -> dict[str, dict
 
 
 def _worker_kind(worker: Mapping[str, Any]) -> str:
-    """Return a worker's dtype, after its engine's name unless that is torch."""
+    """Return a worker's dtype, preceded by its engine's name unless that is torch."""
     return str(worker["dtype"]) if worker.get("engine", "torch") == "torch" else f"{worker['engine']} {worker['dtype']}"
 
 

@@ -57,7 +57,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
-    """Yield each problem that would stop a run of this config here; without one, its time, memory and disk."""
+    """Yield each problem that would stop this config's run here; if none, yield the run's time, memory and disk."""
     from shoal.cli.launch.prepare import check_length, load_tasks
     from shoal.cli.preflight import estimate
     from shoal.cli.preflight.machine import disk_finding, disk_needs, fails, free_bytes, ok

@@ -23,7 +23,7 @@ from shoal.errors import ShoalError, UserError, restart_helps
 DONE, FAILED, LASTING, INTERRUPTED = 0, 1, 4, 130
 __all__ = ["DONE", "EVICTED", "FAILED", "INTERRUPTED", "LASTING", "USAGE", "main"]
 
-GROUPS = {  # of commands, as `shoal --help` shows them
+GROUPS = {  # the commands as `shoal --help` groups them
     "Start": ["run", "sft", "pretrain"],
     "Look": ["dashboard", "serve"],
     "Pool": ["pool", "coordinator", "learner", "origin", "relay", "worker", "validator", "evaluator"],

@@ -1,8 +1,8 @@
-"""The six commands that join a pool with an invite; and SHARDCAST without a pool.
+"""The six commands that join a pool with an invite, and SHARDCAST (file sharing) without a pool.
 
 `shoal learner`, `origin`, `relay`, `worker`, `validator`, `evaluator` join a pool. `shoal origin PATH`, `shoal relay
---upstream URL` and `shoal fetch URL` need no pool: servers print JSON lines, first their URL and public key, then each
-version that they publish or mirror. Invariant: the invite is checked before any slow import.
+--upstream URL` and `shoal fetch URL` need no pool. The servers print JSON lines: first their URL and public key, then
+each version that they publish or mirror. Invariant: the invite is checked before any slow import.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def begin(name: str, arguments: argparse.Namespace) -> threading.Event:
 
 
 def join(arguments: argparse.Namespace) -> int:
-    """Join a pool and work in the role until the run ends."""
+    """Join a pool and work in the command's role until the run ends."""
     role: Role = arguments.command_name
     _require(arguments, ["dir", "watch"] if role == "origin" else ["dir"], "--join")
     invite = _checked_invite(role, arguments)
@@ -122,7 +122,7 @@ def _require(arguments: argparse.Namespace, names: list[str], condition: str) ->
 
 
 def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
-    """Read and check the invite. Raise UserError, because a restart does not help."""
+    """Read and check the invite. Raise UserError, because a restart would not help."""
     from shoal.protocol.invite import InviteError, read_invite
 
     joined_before = (arguments.dir / "identity.pem").exists()  # then it may rejoin after its invite has expired

@@ -1,7 +1,7 @@
-"""Start each role that computes: check the device, join the pool, get config and tasks, build the process, run it.
+"""Start each role that computes: check the device, join the pool, get config and tasks, build the role and run it.
 
 Invariants: each `run_*` returns how the run ended. Only the functions that compute import torch, so that commands start
-fast. Origin and relay: `origin_and_relay`.
+fast. Origin and relay are in `origin_and_relay`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 TASKS = "tasks"  # in a node's folder: the fetched part of the task set
 LEADER_TIMEOUT_S = 7 * 86_400.0  # to wait for the leader's next batch: a pool may be idle that long
-RANKS_TIMEOUT_S = 1800.0  # to wait for another rank in a collective: no row, load or file takes longer
+RANKS_TIMEOUT_S = 1800.0  # to wait for another rank in a collective: no computation, load or file takes longer
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def fingerprinter(config: Config, dtype: DtypeName) -> Callable[[Any], str]:
     from shoal.engine.selftest import fingerprint
     from shoal.model import numerics
 
-    passed: bool | None = None  # the self-test; None: it has not run
+    passed: bool | None = None  # the self-test's result; None before it has run
 
     def fingerprint_of(model: Any) -> str:
         nonlocal passed
@@ -121,7 +121,7 @@ def run_worker(
 def opened_engine(
     name: EngineName, config: Config, dtype: DtypeName, threads: int, compute: Compute | None = None
 ) -> Iterator[tuple[Engine, str, Callable[[], str]]]:
-    """Yield the engine, its kind for the headers of files, and a function that returns the fingerprint of its weights.
+    """Yield the engine, the kind that file headers name, and a function that returns the fingerprint of its weights.
 
     `compute`: runs the torch engine's steps; None: the calling thread runs them.
     vLLM's results depend on its batches, so it claims no exactness class. Raise ShoalError.

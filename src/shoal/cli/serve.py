@@ -1,5 +1,5 @@
-"""Pages and endpoints: `shoal dashboard RUN` shows a run in a browser or one HTML file; `shoal serve RUN|MODEL` is the
-OpenAI-compatible endpoint and the chat page. Also the part of `shoal audit` that checks a reply.
+"""Pages and endpoints: `shoal dashboard RUN` shows a run in a browser or as one HTML file; `shoal serve RUN|MODEL`
+serves an OpenAI-compatible endpoint and a chat page. Also the part of `shoal audit` that checks a reply.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def _out(arguments: argparse.Namespace, ranks: Ranks) -> Path:
 def _pretraining(
     config: Config, ranks: Ranks, dtype: DtypeName, out: Path, invite: Invite | None, stop: threading.Event
 ) -> Pretraining:
-    """Return the training of this rank. The leader reads the text and talks to the sites' meeting."""
+    """Return this rank's `Pretraining`. The leader reads the text and talks to the sites' meeting."""
     from shoal.cli.launch.prepare import model_folder
     from shoal.diloco.agreed import Shapes
     from shoal.diloco.messages import name_of

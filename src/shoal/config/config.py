@@ -1,4 +1,4 @@
-"""`Config`: a run's whole config, one section per process and the learning recipe, checked against each other."""
+"""`Config`: a run's whole config, with sections that are checked against each other."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -23,7 +23,7 @@ from shoal.config.sections import (
 from shoal.config.sites import PretrainSection, SitesSection
 from shoal.config.tasks import TaskSection
 
-PROMPT_TOKENS = 8192  # default space in a row for the prompt, beside the longest completion
+PROMPT_TOKENS = 8192  # default space in a row for the prompt, besides the longest completion
 TURNS = 4  # default maximum for completions with an environment
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SUBMISSION_BYTES = 64 << 20  # lower bound of `max_submission_bytes`
@@ -55,7 +55,7 @@ class Config(Section):
 
     @property
     def reach(self) -> Literal["local", "private", "public"]:
-        """`relays.reach`; if it is auto, local or public, depending on where the coordinator listens."""
+        """`relays.reach`; for auto, local or public, depending on where the coordinator listens."""
         if self.relays.reach != "auto":
             return self.relays.reach
         return "local" if self.coordinator.host in LOOPBACK else "public"
@@ -87,7 +87,7 @@ class Config(Section):
             self._default("sampling", max_turns=max(self.sampling.max_turns, TURNS))
         if learner.sites:
             self._default("sites", sites=learner.sites)
-            self._default("sites", kind="bf16")  # changes of a step at a small rate are below fp16's range
+            self._default("sites", kind="bf16")  # a step's changes at a small learning rate are below fp16's range
             self._default("sites", lr=1.0)
             self._default("sites", momentum=0.0)
             self._default("sites", wait_s=300.0)
@@ -97,7 +97,7 @@ class Config(Section):
         """Set fields of the section `name`, unless the config sets them."""
         section: Section = getattr(self, name)
         if not section.model_fields_set & values.keys():
-            self.__dict__[name] = section.model_copy(update=values)  # because the model is frozen
+            self.__dict__[name] = section.model_copy(update=values)  # setattr fails, because the model is frozen
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":

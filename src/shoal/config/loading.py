@@ -50,7 +50,7 @@ def find(path: Path) -> Path:
 
 
 def parse(values: dict[str, Any], source: str = "config") -> Config:
-    """Make a Config of plain values. Raise ConfigError, naming every faulty key.
+    """Make a Config from plain values. Raise ConfigError, naming every faulty key.
 
     Sections are checked against each other only if each is valid by itself.
     """

@@ -1,6 +1,7 @@
 """The base classes of config sections, and types that several sections use.
 
-A field's docstring is its description, and its type has its bounds. A default taken from a paper names it in parentheses:
+A field's docstring is its description, and its type states its bounds. If a default comes from a paper, the description
+names it in parentheses:
 INTELLECT-2 (arXiv 2505.07291), Dr. GRPO (2503.20783), DiLoCo (2311.08105), OpenDiLoCo (2407.07852).
 """
 

@@ -1,4 +1,4 @@
-"""The sections of each process, of the limits for submissions, and of the requirements for workers."""
+"""Config sections for each process, for the limits of submissions, and for the requirements of workers."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -58,8 +58,8 @@ class StoreSection(Section):
 class LedgerSection(Section):
     """Where stakes are kept. The log of the pool's work is always in the coordinator's database.
 
-    Without a contract the operator books stakes (`shoal pool stake book`). A contract holds them itself, and the ledger's
-    entries about accounts are copied there.
+    Without a contract, the operator books stakes (`shoal pool stake book`). With one, the contract holds them, and the
+    ledger's entries about accounts are copied to it.
     """
 
     rpc: Annotated[str, Field(pattern=r"^(https?://[^\s#@]+)?$")] = ""
@@ -123,7 +123,7 @@ class EvaluatorSection(Section):
 
 # --- limits of submissions, requirements of workers -------------------------------------------------------------------
 
-RATES = (0.1, 0.03, 2e-3, 1e-3)  # without calibration: wider than on all honest machines measured so far
+RATES = (0.1, 0.03, 2e-3, 1e-3)  # used without calibration: higher than on any honest machine measured so far
 ROW_TOKENS = 1024  # positions in one row of a validator's prefill; a longer rollout gets a longer row
 MISMATCH_SHARE = 0.001  # fraction of tokens that may be mismatches, in addition to `validator.sampling_mismatches`
 MIN_ESCROW_CHECKS = 16
@@ -166,8 +166,8 @@ class ValidatorSection(Section):
 
     @property
     def escrow_checks(self) -> int:
-        """Complete prefills that a worker must pass after a submission before that is credited. A rejected lie forfeits the
-        credit in escrow; with fewer than 1 / check_floor checks lies would pay (docs/trust.md)."""
+        """Complete prefills that a worker must pass after a submission before it is credited. A rejected lie forfeits
+        the credit in escrow; with fewer than 1 / check_floor checks, lies would pay (docs/trust.md)."""
         return max(MIN_ESCROW_CHECKS, math.ceil(1 / self.check_floor))
 
     def allowed_mismatches(self, tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""The sections of pretraining and of several sites. Defaults are DiLoCo's (arXiv 2311.08105, table 5) where it has one."""
+"""Config sections for pretraining and several sites. Defaults are DiLoCo's, if it has any (arXiv 2311.08105, table 5)."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,4 +1,4 @@
-"""The sections of tasks: their sources, prompts and rewards, and the sandbox."""
+"""Config sections for tasks: their sources, prompts and rewards, and the sandbox."""
 
 import re
 from typing import Annotated, Any

@@ -2,7 +2,7 @@
 
 members, nodes             registration, heartbeats, the states of a member
 assignment, arrivals       which task a worker gets next; lateness and task sizes
-submissions                the table of all tasks, and the states of one
+submissions                the table of all tasks, and the states of a task
 judgement, checkers, trust claims and verdicts; second opinions; statistics over all of a worker's work
 credit                     what is earned, staked and settled on a chain
 batches, groups            what the learner trains on

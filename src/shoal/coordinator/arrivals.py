@@ -1,18 +1,19 @@
-"""Workers' turnaround times, and what follows: when a task is late or missed, and how large the next one is.
+"""Workers' turnaround times, and what they decide: when a task is late or missed, and how large the next one is.
 
     expected    a worker's own time from task to upload, at most MAX_SLOWDOWN times the pool's median. For a newcomer: the
                 pool's 90th percentile, with the same limit; START_S while nothing was accepted in the whole pool
-    late        after LATE times that. A late task no longer counts as in progress, and its work is assigned again. It may
-                still be uploaded while a batch can take its version; then its worker's own time grows
-    missed      its worker requests another task and will not upload it: it has newer weights, or the task is older than
-                `assignment.DEADLINE_S`, or no batch can take its version any more
+    late        after LATE times the expected time. A late task no longer counts as in progress, and its work is assigned
+                again. It may still be uploaded while a batch can take its version; its worker's own time then grows
+    missed      its worker requests another task and will not upload this one: the worker has newer weights, or the task
+                is older than `assignment.DEADLINE_S`, or no batch can take its version any more
     rest        before the next task: the pool's median time * 2 ^ (tasks missed in a row - 1) * 2 ^ (8 * share missed)
     suspension  when the recent share of missed tasks reaches SUSPEND_SHARE
 
-The share is an exponential average over about 8 tasks. It starts at INITIAL_SHARE, so 4 missed tasks suspend a new key, and
-6 in a row one with a good record. An upload that is too late is not missed: the worker was slow, but it did the work.
+The share is an exponential average over about 8 tasks. It starts at INITIAL_SHARE, so 4 missed tasks suspend a new key,
+and 6 in a row suspend one with a good record. An upload that is too late is not missed: the worker was slow, but it did
+the work.
 
-A worker's next task has as many groups as it finishes in the pool's median time:
+A worker's next task has as many groups as the worker finishes in the pool's median time:
 
     newcomer                           base, which is `workers.groups_per_submission`
     slower than SIMILAR * median       size * median / own time
@@ -40,8 +41,8 @@ MAX_SLOWDOWN = 4.0
 START_S = 2.5
 INITIAL_SHARE = 0.2
 SUSPEND_SHARE = 0.5
-SHARE_WEIGHT = 1 / 8  # of one task in the share
-TIME_WEIGHT = 1 / 4  # of one task in a worker's time
+SHARE_WEIGHT = 1 / 8  # weight of one task in a worker's share of missed tasks
+TIME_WEIGHT = 1 / 4  # weight of one task in a worker's average time
 MAX_REST_S = 600.0
 LARGE_POOL, REFRESH_S = 256, 1.0  # one time hardly moves the median of a large pool, so times are cached for REFRESH_S
 SIMILAR = 4 / 3
@@ -62,7 +63,7 @@ class Arrivals:
         return self._cached_times
 
     def groups_open(self) -> tuple[int, int]:
-        """Return groups in open tasks that are neither late nor silent: of workers with accepted work, and of new keys."""
+        """Count groups in live workers' open tasks that are not late: for workers with accepted work, and for new keys."""
         times = self._times()
         median_s = statistics.median(times) if times else None
         newcomer_s = START_S if median_s is None else times[(9 * len(times)) // 10]
@@ -137,7 +138,7 @@ class Arrivals:
 
 
 def usual_size(node: Member | None, config: Config) -> int:
-    """Return the groups in a worker's next task, if the open batch needs as many."""
+    """Return the number of groups in a worker's next task, if the open batch needs that many."""
     base = config.workers.groups_per_submission
     return min(node.size, max_size(config)) if node is not None and node.size else base
 

@@ -1,20 +1,21 @@
 """Task assignment: which task a worker gets next, or why it must wait, and how long it may upload the result.
 
-    nonce = HMAC-SHA256(secret, run, worker, number, version), its first 128 bits
+    nonce = HMAC-SHA256(secret, run, worker, number, version), truncated to 128 bits
 
-Invariants: a worker generates at most `workers.in_flight` tasks at a time, all of one version, and uploads them in order. So
-it cannot skip a task and upload later ones: when the first is too old, all are. Neither a restart nor older weights give it
-different tasks. Nonces are unpredictable, and each later task is of the same version or a newer one, so a worker that picks
-among tasks misses some (see `arrivals`). One more task is open while it uploads: it has announced that file's hash, so later
-tasks cannot influence it. Only a worker with accepted work has more than one task. No task is assigned while enough work for
-the open batch is in progress, so queues stay short and rollouts fresh. While a worker with accepted work is live, keys
-without any share at most half of that. A submission is uploaded once, by its worker, within its grant.
+Invariants: a worker generates at most `workers.in_flight` tasks at a time, all of one version, and uploads them in
+order. So it cannot skip a task and upload later ones: when the first is too old, all are. A worker cannot get different
+tasks by restarting or by loading older weights. Nonces are unpredictable, and each later task is of the same version or
+a newer one, so a worker that picks among tasks misses some (see `arrivals`). While a worker uploads a file, one more
+task may be open: the file's hash was announced before, so later tasks cannot influence the file. Only a worker with
+accepted work has more than one task. No task is assigned while enough work for the open batch is in progress, so queues
+stay short and rollouts fresh. While a worker with accepted work is live, keys without accepted work share at most half
+of that work. A submission is uploaded once, by its worker, within its grant.
 
-The same assignment always gets the same nonce, also after kill -9: it depends on nothing but the coordinator's key. Without
-that key a nonce is indistinguishable from random bits. It is stored in the table of submissions, the ledger and the
-submitted file, so anyone who has them can derive the tasks again (`tasks.derive`).
-Left out: a new secret for a coordinator restored from an older copy of its database. It repeats nonces for repeated numbers,
-so a worker knows the tasks it had before.
+The same assignment always gets the same nonce, even after kill -9, because nothing else goes into it but the
+coordinator's key. Without that key, a nonce is indistinguishable from random bits. It is stored in the table of
+submissions, the ledger and the submitted file, so anyone who has them can derive the tasks again (`tasks.derive`).
+Left out: a new secret for a coordinator restored from an older copy of its database. It reuses the nonces of reused
+numbers, so a worker already knows those tasks.
 """
 
 import hashlib
@@ -54,9 +55,9 @@ class Assignments:
     def assign(
         self, worker: str, loaded: int | None, uploading: str = "", working_on: Sequence[str] = ()
     ) -> Assignment | str:
-        """Return the next task of a worker that has loaded this version, or what it must wait for.
+        """Return the worker's next task, or what it must wait for. `loaded`: the version that the worker has loaded.
 
-        `uploading`, `working_on`: the submissions that the worker reports to upload and to generate.
+        `uploading`, `working_on`: the submissions that the worker says it is uploading and generating.
         """
         with self.db.transaction():
             now_s = self.db.clock()
@@ -91,7 +92,7 @@ class Assignments:
             return self._open(worker, step, loaded, digest, groups, now_s)
 
     def finished(self, worker: str, upload: Finished) -> None:
-        """Record that a worker starts to upload its oldest task. A file that it announced earlier is missed."""
+        """Record that a worker starts to upload its oldest task. Any task announced earlier is missed."""
         held = self.db.submissions.held_by(worker)
         tasks, announced = (
             [task for task in held if bool(task.announced) is is_announced] for is_announced in (False, True)
@@ -105,7 +106,7 @@ class Assignments:
     def _check_announced(self, worker: str, uploading: str, oldest_allowed: int) -> list[Submission]:
         """Stop waiting for an announced file that the worker lost, or that is too late.
 
-        Return its task if the worker lost it and already knows a later one, which it could upload instead: it is missed.
+        Return the file's task, which is then missed, if the worker lost the file but could upload a later one instead.
         """
         held = next((task for task in self.db.submissions.held_by(worker) if task.announced), None)
         if held is None:
@@ -122,8 +123,8 @@ class Assignments:
     def _why_busy(self, worker: str, node: Member | None, loaded: int, oldest_allowed: int) -> str:
         """Return what the worker must finish before its next task; "" if nothing.
 
-        A task of newer weights may outlive an older one that is still being uploaded. So it is assigned only while the
-        older version is allowed for at least one more step.
+        A task of newer weights may outlive an older one that is still being uploaded. So such a task is assigned only
+        while the older version is allowed for at least one more step.
         """
         held = self.db.submissions.held_by(worker)
         if not held:
@@ -169,12 +170,12 @@ class Assignments:
     def _next_size(self, node: Member | None, step: int, version: int, newest: int, now_s: float) -> int:
         """Return the number of groups of this worker's next task; 0 if enough for the open batch are in progress.
 
-        More would only grow stale in the queue. Late tasks, and those of silent workers, do not count as in progress. While
-        a worker with accepted work is live, half of the batch is reserved for such workers.
+        More groups would only grow stale in the queue. Late tasks, and those of silent workers, do not count as in
+        progress. While a worker with accepted work is live, half of the batch is reserved for such workers.
 
-        A task of the worker's usual size may be larger than the batch needs: the rest goes into the next batch. Where the
-        next batch cannot use it (the version is too old by then, or the run is over), a task is no larger than needed; and
-        while the learner is still busy, all groups then count as useful, so that none is left over.
+        A task of the worker's usual size may be larger than the batch needs: the rest goes into the next batch. If the
+        next batch cannot use it (the version is too old by then, or the run is over), the task is no larger than
+        needed. While the learner is then still busy, all groups also count as useful, so that none is left over.
         """
         section = self.config.coordinator
         fits_next_batch = version > step - section.async_level and step + 1 < self.config.run.steps
@@ -205,8 +206,8 @@ class Assignments:
         """Return the submission. Raise PoolError unless this worker may upload the file with this hash for it.
 
         The grant is valid while this is the worker's oldest open task and a batch can still take its version. A late upload
-        is not penalised: its task becomes stale. A file other than the announced one ends the task as missed: the worker
-        signed both.
+        is not penalised: its task becomes stale. A file other than the announced one ends the task as missed,
+        because the worker signed both.
         """
         task = self.db.submissions.get(id)
         if task is None:
@@ -228,7 +229,7 @@ class Assignments:
         return task
 
     def uploaded(self, worker: str, id: str, content_hash: str) -> None:
-        task = self.may_upload(worker, id, content_hash)  # outside a transaction: an error would undo what it records
+        task = self.may_upload(worker, id, content_hash)  # no transaction: an error would undo what `may_upload` wrote
         self.db.submissions.move(task, "upload", file_hash=content_hash, uploaded_s=self.db.clock())
         log.info("%s uploaded by %s", id, self.db.nodes.name(worker))
 
@@ -250,7 +251,7 @@ def _why_resting(node: Member | None, now_s: float) -> str:
 
 
 def nonce_secret(identity: Identity) -> bytes:
-    """Derive the key of all nonces from the coordinator's private key. It has no other use."""
+    """Derive the key of all nonces from the coordinator's private key. The derived key has no other use."""
     return hmac.digest(identity.private_key.private_bytes_raw(), b"shoal/assignment-nonces", hashlib.sha256)
 
 

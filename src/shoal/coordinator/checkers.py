@@ -2,12 +2,12 @@
 
 Nodes whose fingerprints agree compute bit-identically: they form one exactness class. A node reports a fingerprint for each
 version that it loads; two nodes are in one class if theirs agree for the newest version that both reported. A submission
-goes to a live validator of its worker's class if there is one. This does not decide whether its tolerance is zero: the
-validator compares the worker's fingerprint for the submission's version with its own.
+goes to a live validator of its worker's class if there is one. This does not decide whether the tolerance is zero: for
+that, the validator compares the worker's fingerprint for the submission's version with its own.
 
 A hard rejection, or one as `inexact`, waits for a second validator if a live one can judge it: the submission returns to the
-queue, and the other validator's verdict counts. If there is none, the first verdict counts; its validator had reloaded its
-weights before it gave it.
+queue, and the other validator's verdict counts. If there is none, the first verdict counts; its validator reloaded its
+weights before giving it.
 
     both reject           hard: slashed. inexact: no credit, and the mismatch is counted
     the second accepts    the first validator is suspect: it is asked for a new fingerprint; the worker gets credit
@@ -16,14 +16,14 @@ weights before it gave it.
 Once the relays have dropped the version, or the run's last step is trained, nobody can confirm a rejection. Then the first
 verdict counts too (`judgement`), so a liar gains nothing by a delay.
 
-A worker with an inexact submission is asked to reload its weights and to report a new fingerprint. A different fingerprint
-puts it into another class. MISMATCHES confirmed ones within WINDOW_S suspend it. As many unconfirmed ones exclude it from
-all classes for WINDOW_S: its work is judged by tolerances, which costs it nothing and saves the validator a second prefill.
-Mismatches uploaded before a worker could renew count once.
+A worker with an inexact submission is asked to reload its weights and to report a new fingerprint. A different
+fingerprint puts it into another class. MISMATCHES confirmed inexact submissions within WINDOW_S suspend the worker. As
+many unconfirmed ones exclude it from all classes for WINDOW_S: its work is judged by tolerances, which costs it nothing
+and saves the validator a second prefill. Mismatches uploaded before a worker could report a new fingerprint count once.
 
-Invariants: a false fingerprint gains nothing; it only chooses the validator and makes the check stricter. A flipped bit in
-any machine costs at most the credit of the submissions that it made inexact. A submission's fingerprint is the one at its
-first claim. It is doubted at most once, by its first validator.
+Invariants: a false fingerprint gains nothing; it only chooses the validator and makes the check stricter. A flipped bit
+in any machine costs at most the credit of the submissions that it made inexact. A submission keeps the fingerprint that
+its worker had at the first claim. A submission is doubted at most once, by its first validator.
 docs/trust.md explains why one validator's rejection needs confirmation, though validators are trusted.
 """
 
@@ -58,8 +58,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Renewal:
-    """Requests to one node for a new fingerprint: how many were made and how many done, the last at `done_s`. The node is in
-    no class until `excluded_until_s`, whatever it reports."""
+    """Requests to one node for a new fingerprint: how many were made and fulfilled, the last at `done_s`. The node is
+    in no class until `excluded_until_s`, whatever it reports."""
 
     requested: int = 0
     done: int = 0
@@ -120,7 +120,7 @@ class Fingerprints:
         self.connection.change("UPDATE renewals SET done = ?, done_s = ? WHERE key = ?", done, now_s, key)
 
     def exclude(self, key: str, until_s: float) -> None:
-        """Exclude a node from all classes until then. Forget its fingerprints and mismatches."""
+        """Exclude a node from all classes until `until_s`. Forget its fingerprints and mismatches."""
         self.connection.change("UPDATE renewals SET outside_s = ? WHERE key = ?", until_s, key)
         self.forget(key)
         self.clear_mismatches(key)
@@ -174,7 +174,7 @@ class Replays:
         )
 
     def totals(self) -> tuple[int, int, int]:
-        """Return the accepted submissions that were replayed exactly, their tokens, and all mismatched tokens."""
+        """Count the accepted submissions that were replayed exactly, their tokens, and all mismatched tokens."""
         row = self.connection.row(
             "SELECT coalesce(sum(CASE WHEN accepted THEN 1 ELSE 0 END), 0),"
             " coalesce(sum(CASE WHEN accepted THEN tokens ELSE 0 END), 0), coalesce(sum(mismatched), 0)"
@@ -194,7 +194,7 @@ class Checkers:
     # --- what nodes report -------------------------------------------------------------------------------------------
 
     def report(self, key: str, beat: Heartbeat) -> None:
-        """Record the fingerprint in a heartbeat. Ignore one of an unpublished version."""
+        """Record the fingerprint in a heartbeat, unless its version is unpublished."""
         table, reported = self.fingerprints, beat.fingerprint
         known, renewal = table.of(key), table.renewal(key)
         if renewal.done < beat.renewals <= renewal.requested:
@@ -285,7 +285,7 @@ class Checkers:
         return self.db.submissions.move(submission, "doubt", validator=None, accepted_hash=None, full_check=True)
 
     def first_verdict(self, submission: Submission) -> tuple[str, Verdict] | None:
-        """Return the first validator and its verdict, of a doubted submission; else None."""
+        """Return a doubted submission's first validator and its verdict; else None."""
         doubt = self.replays.doubt(submission.id)
         return None if doubt is None else (doubt.by, Verdict.model_validate_json(doubt.verdict))
 
@@ -295,7 +295,7 @@ class Checkers:
         return doubt is not None and doubt.by == validator != submission.validator
 
     def settle(self, submission: Submission, validator: str, verdict: Verdict, reason: Reason | None) -> Reason | None:
-        """Return the final reason, after a verdict that needs no other. Record each mismatch against whoever is at fault."""
+        """Return the final reason after a verdict that needs no other. Record mismatches against whoever is at fault."""
         first = self.replays.doubt(submission.id)
         if first is not None and first.by == validator:
             first = None  # no other validator is left

@@ -5,15 +5,16 @@
                 step is trained; at once, if it is accepted after that
     forfeited   when its worker is slashed or dismissed before that
 
-All credit is escrowed, that of checked submissions too. So a liar always risks at least the credit of `escrow_checks` honest
-submissions, even right after it earned trust; docs/trust.md calculates why that suffices.
+All credit is escrowed, even that of checked submissions. So a liar always risks at least the credit of `escrow_checks`
+honest submissions, even right after it earned trust; docs/trust.md calculates why that suffices.
 
-    offered     stake that a stranger has deposited: enough admits it      at_risk   stake that slashing a member would take
+    offered     stake that a stranger has deposited; enough of it lets the stranger join
+    at_risk     stake that slashing a member would take
 
 Invariants: a submission's credit leaves `pending` once, with one ledger entry, in the transaction of the event that causes
 it, and is never taken back. A stake that its owner can still withdraw at once is only offered, and earns no task. Only a
 stranger that joins by stake waits for a chain: accepted work is in the ledger first, and `Settlement` sends entries in
-order, retrying until the chain takes them, also after a restart.
+order, retrying until the chain takes them, even after a restart.
 Left out: what a token is worth; chain reorganisations; a chain that makes blocks more slowly than the pool makes entries.
 """
 
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 
 POLL_S = 2.0  # between two reads of stakes on a chain
 MAX_PAUSE_S = 60.0
-BATCH_ENTRIES = 16  # settled between two reads of stakes
-MAX_STRANGERS = 8  # that wait for the chain at once
+BATCH_ENTRIES = 16  # entries settled between two reads of stakes
+MAX_STRANGERS = 8  # strangers that may wait for the chain at the same time
 FINISH_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class BookedStakes:
         return account.stake if account else 0
 
     def book(self, booking: Booking) -> None:
-        """Book a payment to the operator or back from it. Raise PoolError if the accounts forbid it."""
+        """Book a payment to or from the operator. Raise PoolError if the accounts forbid it."""
         try:
             with self.db.transaction():
                 self._book(booking)
@@ -149,7 +150,7 @@ class BookedStakes:
 
 
 class ChainStakes:
-    """Stakes as `Settlement` last read them in the contract: no heartbeat may wait for a chain."""
+    """Stakes as `Settlement` last read them from the contract, so that no heartbeat waits for a chain."""
 
     def __init__(self) -> None:
         self.offers: dict[str, int] = {}

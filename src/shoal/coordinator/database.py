@@ -1,17 +1,17 @@
 """The pool's shared state: tables of members, submissions and groups, policy versions, history, and the ledger.
 
-Invariants: `transaction()` is atomic, ledger entries included, so kill -9 at any moment leaves consistent state. A version
-has one digest. Every history entry, replacements included, gets a higher sequence number than all before it, so a reader
-that continues from its last cursor misses nothing and gets nothing twice. Anyone may request a page of it, so its bytes are
-bounded. Only the newest samples are kept.
+Invariants: `transaction()` is atomic, ledger entries included, so kill -9 at any moment leaves consistent state. A
+version has one digest. Every history entry, replacements included, gets a higher sequence number than all before it, so
+a reader that continues from its last cursor misses nothing and gets nothing twice. Anyone may request a page of
+history, so a page's size is bounded. Only the newest samples are kept.
 
 Ledger entries:
     started   at each start: run, config, formats
     sealed    at each clean stop: the digest of every table; the next start ends its validity
 
 While a ledger ends with `sealed`, a database that does not match it was changed after the coordinator stopped. A ledger with
-another last entry belongs to a coordinator that is running or was killed, or it was truncated.
-Tables that only one part needs are defined in its file. One thread uses the database.
+another last entry belongs to a coordinator that is running or was killed, or the ledger was truncated.
+Tables that only one part needs are defined in that part's file. One thread uses the database.
 """
 
 import json
@@ -106,7 +106,7 @@ class HistoryTable:
             )
 
     def after(self, cursor: int) -> History:
-        """Return the next entries after `cursor`, for this process itself; 0 is before the first."""
+        """Return the next entries after `cursor` (0: from the first), for this process itself."""
         return History.model_validate_json(self.page(cursor, OWN_PAGE_BYTES))
 
     def page(self, cursor: int, max_bytes: int = PAGE_BYTES) -> bytes:
@@ -130,7 +130,7 @@ class HistoryTable:
             cursor = rows[-1][0]
 
     def newest_step(self) -> dict[str, float]:
-        """Metrics of the step that was reported last; empty if there is none."""
+        """Return the metrics of the step that was reported last; empty if there is none."""
         return json.loads(self._newest("step") or "{}")  # type: ignore[no-any-return]
 
     def newest_evaluation(self) -> Evaluation | None:

@@ -6,15 +6,17 @@
     pool.sqlite        tables and ledger, which change together
     nonces.sqlite      used nonces, so that no signed request is served twice
 
-Nonces are not synced to disk, because a sync costs milliseconds per request, even for a flooding member's. They survive a
-crash of this process, but not of the machine. So after a restart of the machine, or in a restored copy of the folder, every
-request signed, by our clock, before the database was reopened is refused. In PostgreSQL, which replaces both databases, the
-table of nonces is unlogged and is emptied after a database crash: the same rule applies.
+Nonces are not synced to disk, because a sync costs milliseconds per request, even for a flooding member's requests.
+They survive a crash of this process, but not of the machine. So after a restart of the machine, or in a restored copy
+of the folder, every request dated before the database was reopened (by our clock) is refused. In PostgreSQL, which
+replaces both databases, the table of nonces is unlogged and is emptied after a database crash, so the same rule
+applies.
 
-Invariants: `coordinator.json` is written last, so a folder that has it is complete. A spent nonce stays refused, also after
-a restart and when the clock jumps back. One coordinator at a time uses a folder or a PostgreSQL schema: a second one refuses
-to start. PostgreSQL's lock belongs to the session that writes, so a coordinator that has lost it can write nothing more. An
-operator's event is written by the state machine in `nodes`; the coordinator applies it at the member's next heartbeat.
+Invariants: `coordinator.json` is written last, so a folder that has it is complete. A spent nonce stays refused, even
+after a restart or when the clock jumps back. One coordinator at a time uses a folder or a PostgreSQL schema: a second
+one refuses to start. PostgreSQL's lock belongs to the session that writes, so a coordinator that has lost it can write
+nothing more. An operator's event is written by the state machine in `nodes`; the coordinator applies it at the member's
+next heartbeat.
 Left out: backups (docs/operate.md copies a folder with SQLite's own tool).
 """
 
@@ -62,16 +64,16 @@ PARTICIPLES = {"ban": "evicted", "drain": "drained", "readmit": "readmitted"}
 
 
 class PoolFolderError(UserError):
-    """The folder is not a pool's, is in use, or has no such member; the message says what to do."""
+    """The folder holds no pool, is in use, or has no such member; the message says what to do."""
 
 
-# --- its databases ----------------------------------------------------------------------------------------------------
+# --- the coordinator's databases --------------------------------------------------------------------------------------
 
 
 class Nonces:
     """A `signing.NonceStore` that survives restarts.
 
-    It forgets a nonce only once it has a nonce more than keep_s younger. From then on it refuses everything that old, so
+    It forgets a nonce only once it has a nonce more than keep_s younger. From then on it refuses requests that old, so
     neither a changed setting nor a clock that jumps back makes a used nonce valid again. keep_s must be at least twice
     MAX_AGE_S, or slow requests are refused. Do not call `spend` inside a transaction: a rollback would undo it.
     """
@@ -117,7 +119,7 @@ class Nonces:
         )
         if spent != 1:
             return False
-        if created_s > self._newest_s:  # else no nonce became too old since the last request
+        if created_s > self._newest_s:  # otherwise no nonce has become too old since the last request
             self._newest_s = created_s
             self.connection.change(
                 "DELETE FROM nonces WHERE created_s < (SELECT max(created_s) FROM nonces) - ?", self._keep_s
@@ -146,7 +148,7 @@ def open_state(folder: Path, section: CoordinatorSection) -> tuple[Connection, N
 
 
 def _lock(path: Path) -> None:
-    """Lock a file until this process ends. Raise PoolFolderError if another one holds it."""
+    """Lock a file until this process ends. Raise PoolFolderError if another process holds the lock."""
     file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)  # never closed
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -195,9 +197,9 @@ def check_empty(folder: Path) -> None:
 
 
 def create_pool(folder: Path, config: Config, run: str, url: str, *, task_data: Path | None = None) -> list[str]:
-    """Create a pool's folder; `task_data`, a folder beside it, becomes its task set. Return the next steps as lines of text.
+    """Create a pool's folder. Return the next steps as lines of text. Raise PoolFolderError, AddressError.
 
-    Raise PoolFolderError, AddressError.
+    `task_data`: a folder beside it, which becomes the task set.
     """
     url = server_url(url)
     settings = _reachable(config, url)
@@ -271,7 +273,9 @@ def apply_event(folder: Path, name: str, event: Literal["ban", "drain", "readmit
 
 
 def _reachable(config: Config, url: str) -> Config:
-    """Listen on the URL's port, and on all interfaces unless the URL is local or the config names a host.
+    """Return the config, set to listen on the URL's port.
+
+    It listens on all interfaces, unless the URL is local or the config names a host.
 
     A coordinator on a private network may have relays there too, so `relays.reach` follows its address.
     """

@@ -1,4 +1,4 @@
-"""Accepted groups: the batch each is in, its scores by reward, and statistics over many groups.
+"""Accepted groups: their batches, their scores, and statistics over many groups.
 
     accepted -> in the batch of one step | stale            (useful groups only)
 
@@ -125,7 +125,7 @@ class Groups:
         return int(self.connection.value(f"SELECT count(*) FROM groups WHERE {WAITING} AND NOT checked"))
 
     def oldest_waiting(self, limit: int, *, max_unchecked: int) -> list[tuple[int, str, int]]:
-        """Return the oldest `limit` of them: sequence number, submission and group number."""
+        """Return the oldest `limit` groups of `count_waiting`: sequence number, submission and group number."""
         return self.connection.rows(
             f"SELECT seq, submission, grp FROM groups WHERE {WAITING} AND (checked OR seq IN"
             f" (SELECT seq FROM groups WHERE {WAITING} AND NOT checked ORDER BY seq LIMIT ?)) ORDER BY seq LIMIT ?",
@@ -179,7 +179,7 @@ class Groups:
         return Signal(groups=groups, useful=useful, flat=flat, lowest=lowest, highest=highest)
 
     def totals(self) -> tuple[int, int, int]:
-        """Return the total of tokens, of stale groups and of useful groups."""
+        """Return the total numbers of tokens, of stale groups and of useful groups."""
         totals: tuple[int, int, int] = self.connection.row(
             "SELECT coalesce(sum(tokens), 0), coalesce(sum(CASE WHEN stale THEN 1 ELSE 0 END), 0),"
             " coalesce(sum(CASE WHEN useful THEN 1 ELSE 0 END), 0) FROM groups"
@@ -220,11 +220,11 @@ class Grades:
         return {(source, name): mean for source, name, mean in rows}
 
     def total(self) -> int:
-        """Return the rollouts accepted in the whole run."""
+        """Return the number of rollouts accepted in the whole run."""
         return int(self.connection.value(f"SELECT coalesce(sum({ROLLOUTS}), 0) FROM groups"))
 
     def recent(self, groups: int) -> tuple[int, int]:
-        """Return rollouts and grader errors among the newest groups."""
+        """Count the rollouts and the grader errors in the newest groups."""
         counts: tuple[int, int] = self.connection.row(
             f"SELECT coalesce(sum({ROLLOUTS}), 0), coalesce(sum(grader_error), 0)"
             f" FROM (SELECT * FROM groups WHERE {KNOWN} ORDER BY seq DESC LIMIT ?) AS newest",

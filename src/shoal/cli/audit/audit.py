@@ -1,9 +1,10 @@
-"""Audit a run: check the chain and its end, every entry and file, recompute samples, and report contributions.
+"""Audit a run: check the chain, its end, and every entry and file; recompute samples; report contributions.
 
-Invariants: the audit stops at the first broken link. Each eviction, dismissal and suspension has an entry or a row that
-explains it; rows are only the coordinator's claim, and are compared with each other and with the ledger. Contributions are
-counted only from files that passed. If the run has a contract on a chain, the contract holds every ledger entry about
-accounts. Left out: entries that other runs settled in the same contract.
+Invariants: the audit stops at the first broken link. A ledger entry or a table row explains each eviction, dismissal
+and suspension. Rows are only the coordinator's claims, so they are compared with each other and with the ledger.
+Contributions are counted only from files that passed. If the run has a contract on a chain, it holds every ledger entry
+about accounts.
+Left out: entries that other runs settled in the same contract.
 """
 
 import json
@@ -29,7 +30,7 @@ from shoal.ledger.evm import KINDS, not_on_chain
 from shoal.protocol.messages import Reason, ToleranceSpent
 
 Say = Callable[[str], None]
-CLOCK_S = 300.0  # by which the coordinator's clock may have been set back
+CLOCK_S = 300.0  # the most that the coordinator's clock may have been set back
 
 
 def audit(
@@ -47,10 +48,11 @@ def audit(
 ) -> AuditState:
     """Check a whole run and print a report. Raise BrokenError.
 
-    `key`: the coordinator's; "": the key in the ledger. `heads`: heads of the ledger that the auditor knows. `export`: the
-    ledger as JSON lines, instead of the database. `unsealed`: accept a ledger whose coordinator still runs or was killed.
-    `rerun`: steps to train again. `proofs`: accepted submissions to judge again for each of these steps; 0: judge neither
-    these nor hard rejections. `rpc`: a node of the chain that holds the run's contract; "": the node in its config.
+    `key`: the coordinator's; "": the key in the ledger. `heads`: heads of the ledger that the auditor knows. `export`:
+    the ledger as JSON lines, instead of the database. `unsealed`: accept a ledger whose coordinator still runs or was
+    killed. `rerun`: how many steps to train again. `proofs`: how many accepted submissions to judge again for each of
+    them; 0: judge no submissions and no hard rejections. `rpc`: a node of the chain that holds the run's contract; "":
+    the node in the run's config.
     """
     run = open_run(folder, key=key, export=export)
     say(f"run {run.run}, coordinator {run.key}")
@@ -82,7 +84,7 @@ def audit(
 
 
 def _recompute(run: AuditedRun, state: AuditState, steps: int, proofs: int, random: Random, say: Say) -> None:
-    """Judge the hard rejections. Train drawn steps again, and judge a sample of each one's policy version."""
+    """Judge hard rejections again; retrain randomly drawn steps, and judge a sample of each one's submissions."""
     from shoal.cli.audit.recompute import judge_again, judge_rejections, rerun, rerunnable_steps
 
     if line := judge_rejections(run, state, limit=proofs):
@@ -160,7 +162,7 @@ def _spent(connection: Connection, id: str) -> ToleranceSpent | None:
 
 
 def check_settled(run: AuditedRun, rpc: str) -> str:
-    """Compare the ledger with the run's contract. Return a line for the report, "" for a run without a contract.
+    """Compare the ledger with the run's contract. Return a line for the report, or "" for a run without a contract.
 
     `rpc`: a node of the chain; "": the node in the run's config. Raise BrokenError.
     """

@@ -1,9 +1,9 @@
-"""Check the files in a run's folder that a member signed or named by digest, beyond those that the walk reads.
+"""Check the files in a run's folder that a member signed or named by digest, except those that `walk` reads.
 
     coordinator/store     each file's name is its hash; every upload in the sealed table exists
-    coordinator/tasks     likewise; the manifest in the config exists, and every file in that manifest
+    coordinator/tasks     likewise; the manifest that the config names exists, and so does every file that it lists
     origin/store          manifests have the origin's signature and the digests in the ledger; every shard matches
-    learner/versions      weights match the learner's record, and whole folders match their manifests
+    learner/versions      weights match the learner's record, and complete folders match their manifests
     learner/checkpoints   files match the learner's signature
     config.toml, metrics.jsonl, evaluations.jsonl    match the ledger and the sealed history
 
@@ -37,18 +37,18 @@ WEIGHTS = "model.safetensors"
 
 
 def check_files(run: AuditedRun, state: AuditState) -> list[str]:
-    """Check all places. Return a line of the report for each one that exists. Raise BrokenError."""
+    """Check the places listed at the top of this file. Return a report line for each that exists. Raise BrokenError."""
     manifests = _origin(run, state)
     origin = f"origin: {len(manifests)} versions, every manifest and shard"
     lines = [_store(run), _tasks(run), origin, *_versions(run, state, manifests), *_checkpoints(run, state)]
     return [line for line in [*lines, *_records(run)] if line]
 
 
-# --- the coordinator's -----------------------------------------------------------------------------------------------
+# --- the coordinator's files -----------------------------------------------------------------------------------------
 
 
 def _store(run: AuditedRun) -> str:
-    """Check every file in a folder, or, in a bucket, every file that the tables name."""
+    """Check every file if the store is a folder; if it is a bucket, check every file that the tables name."""
     folder = run.store if isinstance(run.store, Folder) else None
     files = sorted(folder.root.glob("*/*.parquet")) if folder else []
     for path in files:

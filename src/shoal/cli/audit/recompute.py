@@ -1,12 +1,12 @@
 """Recompute parts of a run: judge submissions with a validator's code, and train a step with the learner's code.
 
     submissions   a sample of the accepted ones, and every hard rejection, if the folder still has the version's weights
-    a step        from a checkpoint that the learner signed, or from the run's first model. The weights before and after it
-                  have the digests in the learner's record
+    a step        from a checkpoint that the learner signed, or from the run's first model. The weights before and after
+                  the step must have the digests in the learner's record
 
 Invariants: a submission is judged whole, by a validator's code and limits, with weights whose digest is in the ledger. A
-hard rejection holds if a validator on this machine would also slash for that file, for any hard reason. Weights are compared
-only on a machine that computes the same bits as the learner's (`record.computed`).
+hard rejection stands if a validator on this machine would also slash for that file, for any hard reason. Weights are
+compared only on a machine that computes the same bits as the learner's (`record.computed`).
 Left out: the validator's exactness class, so files are judged by the wider limits; learners with several ranks or sites,
 whose checkpoints do not hold the whole state.
 """
@@ -44,7 +44,7 @@ CHECKPOINT = "step-{:06d}"
 
 @dataclass(frozen=True)
 class Rerun:
-    """A step that was trained again. Its weights were compared if this machine computes as the learner's did."""
+    """A step that was trained again. Its weights were compared if this machine computes the learner's bits."""
 
     step: int
     versions: Path  # holds the folders of the versions before and after the step
@@ -61,7 +61,7 @@ class Rerun:
 
 
 def rerunnable_steps(run: AuditedRun, state: AuditState) -> list[int]:
-    """Return the trained steps before which a checkpoint, or the run's first model, still exists."""
+    """Return the trained steps whose starting state still exists: a checkpoint, or the run's first model."""
     folders = (run.folder / "learner" / "checkpoints").glob("step-*")
     kept = {0, *(int(path.name.removeprefix("step-")) for path in folders)}
     trained = [step for step in sorted(kept) if step < len(state.records) and not state.configs[step].learner.sites]
@@ -70,7 +70,7 @@ def rerunnable_steps(run: AuditedRun, state: AuditState) -> list[int]:
 
 @contextmanager
 def rerun(run: AuditedRun, state: AuditState, step: int, scratch: Path) -> Iterator[Rerun]:
-    """Train the step again and compare its weights, then yield it. Raise BrokenError."""
+    """Train the step again and compare its weights, then yield the result. Raise BrokenError."""
     record, config = state.records[step], state.configs[step]
     section = config.learner.model_copy(update={"keep_versions": 2})
     config = config.model_copy(update={"learner": section})
@@ -120,7 +120,7 @@ def judge_again(run: AuditedRun, sample: list[Accepted], weights: Path, dtype: D
 
 
 def judge_rejections(run: AuditedRun, state: AuditState, *, limit: int) -> str:
-    """Judge every hard rejection, unless `limit` is 0. Raise BrokenError for one that a validator would not slash for.
+    """Judge every hard rejection, unless `limit` is 0. Raise BrokenError if a validator would not slash for it.
 
     Return a line for the report, "" if there are none. Count those that cannot be judged in `state.unproven`. Replays are
     left out: the walk has checked them.
@@ -148,7 +148,7 @@ def judge_rejections(run: AuditedRun, state: AuditState, *, limit: int) -> str:
 
 
 def _verified_weights(run: AuditedRun, state: AuditState) -> dict[int, Path]:
-    """Return the folders of versions, by version, whose weights are those that the learner recorded."""
+    """Return, by version, the folders whose weights have the digest that the learner recorded."""
     folders = {}
     digests = [record.before for record in state.records[:1]] + [record.after for record in state.records]
     for version, digest in enumerate(digests):
@@ -163,7 +163,7 @@ def _verified_weights(run: AuditedRun, state: AuditState) -> dict[int, Path]:
 
 
 def _judge(judge: Judge, run: AuditedRun, id: str, worker: str, file: str) -> Finding | None:
-    """Return what a validator finds in a submission of the loaded version; None if it accepts it."""
+    """Return a validator's finding about a submission of the loaded version; None if the validator accepts it."""
     data = run.store.get("submissions", file)
     header = judge.quarantine.read(data).header  # the walk has compared it with the ledger
     assignment = offline_assignment(

@@ -34,7 +34,7 @@ HEADS = "*/head.json"  # in validators' folders
 
 
 class BrokenError(ShoalError):
-    """Something that was checked is wrong: an entry, a file, a table. `link` names it, and the message explains it."""
+    """A check failed. `link` names the entry, file or table that is wrong, and the message says why."""
 
     def __init__(self, link: str, why: object) -> None:
         super().__init__(f"{link}: {why}")
@@ -45,7 +45,7 @@ class BrokenError(ShoalError):
 class AuditedRun:
     """A run whose chain is verified."""
 
-    folder: Path  # the run's, or its coordinator's
+    folder: Path  # of the run, or of its coordinator
     chain: list[Entry]
     bodies: list[dict[str, JSON]]
     key: str
@@ -107,7 +107,7 @@ def open_run(folder: Path, *, key: str = "", export: Path | None = None) -> Audi
 
 
 def settings_of(folder: Path) -> Config:
-    """Return the config in a run's folder or its coordinator's; without one, the defaults. Raise ConfigError."""
+    """Return the config in a run's folder or its coordinator's, or else the defaults. Raise ConfigError."""
     for path in (folder / "config.toml", coordinator_folder(folder) / "config.toml"):
         if path.is_file():
             return load(path)
@@ -123,7 +123,7 @@ def read_config(text: str, link: str) -> Config:
 
 @contextmanager
 def checking(link: str) -> Iterator[None]:
-    """Raise any error inside as a BrokenError about this link."""
+    """Turn any error raised inside into a BrokenError about this link."""
     try:
         yield
     except BrokenError:
@@ -198,7 +198,7 @@ def check_heads(run: AuditedRun, known: Sequence[str]) -> list[Head]:
 
 
 def check_end(run: AuditedRun, *, unsealed: bool) -> bool:
-    """Return whether the chain ends with a seal; `unsealed`: it may lack one. Compare the seal with the tables.
+    """Compare the seal that ends the chain with the tables. Return False if there is no seal, which `unsealed` allows.
 
     Raise BrokenError.
     """

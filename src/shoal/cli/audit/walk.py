@@ -7,7 +7,7 @@
     staked, ...                                     the rules of the accounts (`ledger.stakes.Book`)
 
 Invariants, if no error is raised: each trained group comes from a file that its worker signed, a registered validator
-accepted and counted, and the learner named; a worker that was rejected for the content of a file signed that file for
+accepted and counted, and the learner named. A worker whose file was rejected for its content had signed that file for
 exactly that task. An entry of an unknown kind is an error. The result is an `AuditState`.
 """
 
@@ -32,7 +32,7 @@ from shoal.tasks.budget import rewards_differ
 from shoal.tasks.derive import max_rollouts
 
 MAX_TOKENS = 1 << 17  # of a prompt
-ELSEWHERE = ("sealed", "witnessed")  # kinds that `run` checks
+ELSEWHERE = ("sealed", "witnessed")  # kinds of entry that the module `run` checks
 BAD_FILE = (Reason.UNREADABLE, Reason.SIGNATURE, Reason.CONTEXT)  # the file is damaged, or not for the task
 
 
@@ -102,7 +102,7 @@ class Walk:
         self._require_role(body["validator"], "validator")
         submission = self._file("submissions", body["file"], id, self._reader().read)
         accepted = self._file("accepted", body["accepted"], id, self._accepted)
-        expected = body | {"groups": submission.header.groups}  # the entry's own count is that of accepted groups
+        expected = body | {"groups": submission.header.groups}  # the entry itself counts only accepted groups
         self._check_header(id, submission.header, expected, signer=body["worker"])
         self._check_header(id, accepted.header, expected, signer=body["validator"])
         if accepted.header.prefilled < body["full"]:
@@ -127,7 +127,7 @@ class Walk:
         self.pay.accepted(self.state.accepted[id])
 
     def rejected(self, body: dict[str, Any]) -> None:
-        """Check a rejection. All reasons but `BAD_FILE` require a file that the worker signed for this task."""
+        """Check a rejection. Except for `BAD_FILE` reasons, the worker must have signed the file for this task."""
         id, rejection = self._new_id(body), Rejected(body, self.state.config)
         self._require_role(body["validator"], "validator")
         reason = rejection.reason
@@ -201,7 +201,7 @@ class Walk:
     # --- shared ------------------------------------------------------------------------------------------------------
 
     def _new_id(self, body: dict[str, Any]) -> str:
-        """Return the id of a submission that is judged for the first time, and possible for its worker, step and version."""
+        """Return the submission's id. Raise ValueError if it was judged before or cannot be this worker's."""
         id, worker = str(body["submission"]), body["worker"]
         self._require_role(worker, "worker")
         if id in self.state.accepted or id in self.state.rejected:

@@ -1,7 +1,7 @@
-"""The processes of a run on one machine: names, folders and commands; the run's folder: its lock, and its clean-up.
+"""The processes of a run on one machine (names, folders, commands), and the run's folder (lock, clean-up).
 
-Invariants: at most one `shoal run` works in a folder at a time. The clean-up keeps everything that resuming and the user
-need.
+Invariants: at most one `shoal run` works in a folder at a time. The clean-up keeps everything that the user needs or
+that is needed to resume.
 """
 
 import fcntl
@@ -62,7 +62,7 @@ def site_invites(config: Config, out: Path) -> list[Path]:
 
 
 def command(member: RunProcess, config: Config, out: Path, cores: int) -> list[str]:
-    """Return the member's command line. `cores`: those of this machine, which its roles share."""
+    """Return the member's command line. `cores`: how many this machine's roles share."""
     folder = out / member.name
     threads = share_threads(config, cores).get(member.role, 1)
     sites = config.learner.sites

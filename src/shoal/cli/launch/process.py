@@ -1,4 +1,4 @@
-"""What every process of a run needs: threads, logging, signals, and to end with its parent.
+"""Set up each process of a run: threads, logging, signals, and ending with its parent.
 
 Invariant: a process that follows another ends when that one is gone, so `shoal run` leaves nothing behind even after
 kill -9.
@@ -20,15 +20,16 @@ from types import FrameType
 from shoal.errors import UserError, printable
 
 PARENT_POLL_S = 0.5
-TRIM_S = 5.0  # between two times that freed memory is returned to the system
+TRIM_S = 5.0  # how often freed memory is returned to the system
 THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
-# Idle OpenMP threads leave the core to other processes, but spin a little first: to wake them between two operations of one
-# model would take longer than a small operation (docs/results.md, "Threads that wait"). GOMP_SPINCOUNT is GNU OpenMP's.
+# Idle OpenMP threads spin briefly before they leave the core to other processes: waking them between two operations of
+# a model would take longer than a small operation (docs/results.md, "Threads that wait"). Only GNU OpenMP reads
+# GOMP_SPINCOUNT.
 IDLE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 
 class Interrupted(Exception):
-    """Ctrl-C was pressed, or SIGTERM came."""
+    """Ctrl-C was pressed, or SIGTERM arrived."""
 
 
 def begin(name: str, *, threads: int) -> threading.Event:
@@ -75,7 +76,7 @@ def listen(host: str, port: int, what: str) -> socket.socket:
 
 
 def follow(alive: Callable[[], bool]) -> None:
-    """End this process once `alive()`, called twice a second, is false: its parent is gone."""
+    """End this process once `alive()`, called twice a second, returns False because the parent is gone."""
     threading.Thread(target=_end_with, args=(alive,), daemon=True, name="parent").start()
 
 

@@ -1,6 +1,6 @@
-"""`shoal run`: start every process of a run on this machine, watch them, and stop them; `shoal pool up`: those of a pool.
+"""`shoal run`: start every process of a run on this machine, watch and stop them; `shoal pool up` does so for a pool.
 
-The processes are the commands that run on separate machines, and they speak HTTP on loopback. This process holds no state
+The processes run the same commands as separate machines would, and speak HTTP on loopback. This process holds no state
 that the run needs: if it is killed, its children end, and the run can be resumed.
 Invariants: when `run` returns, no child is left. This process never imports torch.
 """
@@ -42,11 +42,11 @@ from shoal.watch.terminal.live import LiveView, Terminal
 POLL_S = 0.3
 PREPARE = "shoal.cli.launch.prepare"
 HERE = "127.0.0.1"  # where the dashboard listens
-START_S = 60.0  # for the coordinator to listen
+START_S = 60.0  # limit for the coordinator, or the sites' meeting, to start
 TRUSTED: tuple[Role, ...] = ("learner", "origin", "relay", "validator", "evaluator")  # in the order to start them
 NEEDED = ("learner", "origin")
-END_S = 60.0  # for nodes elsewhere to learn that the run has finished
-ACTIVE_S = 15.0  # a node with a heartbeat in this time may not know it yet
+END_S = 60.0  # limit for nodes on other machines to learn that the run has finished
+ACTIVE_S = 15.0  # a node whose last heartbeat is more recent may not have learned it yet
 ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the loopback address for a server that listens on all addresses
 
 
@@ -191,14 +191,14 @@ class Swarm:
             self._note(f"dashboard: http://{HERE}:{self.dashboard}/")
 
     def _coordinator_command(self) -> list[str]:
-        """Return the coordinator's command line. From now on the run has its URL."""
+        """Return the coordinator's command line; set `url` if it is not known yet."""
         host = self.config.coordinator.host
         if not self.url:
             self.url = f"http://{host}:{self.config.coordinator.port or _free_port(host)}"
         return members.coordinator_command(self.run_name, self.out, self.url)
 
     def _invite(self, member: RunProcess) -> None:
-        """Make the member's folder and invite. After a restart it has them: the coordinator knows it by its first invite."""
+        """Make the member's folder and invite if missing: the coordinator knows a member by its first invite."""
         folder = self.out / member.name
         folder.mkdir(mode=0o700, exist_ok=True)
         if not (folder / "invite").exists():
@@ -237,7 +237,7 @@ class Swarm:
                 time.sleep(POLL_S)
 
     def _may_end(self, status: Status) -> bool:
-        """Return whether no node elsewhere needs a finished run's coordinator: here all nodes are children."""
+        """Return whether no node on another machine still needs the coordinator; here all nodes are children."""
         return True
 
     def _wall_s(self) -> float:
@@ -314,8 +314,8 @@ class PoolSwarm(Swarm):
         folder/NAME           the folder of a node: learner, origin, relay-0, validator-0, evaluator
         folder/logs/NAME.log  its log
 
-    Invariant: it starts one process for each invite in folder/invites that is not a worker's, and uses no other. After a
-    restart it continues where it stopped. Left out: a learner at several sites (`shoal pool meet`).
+    Invariant: it starts one process for each invite in folder/invites that is not a worker's, and uses no other invite.
+    After a restart it continues where it stopped. Left out: a learner at several sites (`shoal pool meet`).
     """
 
     def __init__(self, folder: Path, config: Config, address: Address, dashboard: int | None = None) -> None:
@@ -329,7 +329,7 @@ class PoolSwarm(Swarm):
         self.finished_s = math.inf
 
     def _resolve(self, prepared: dict[str, Any]) -> None:
-        """Keep the pool's config: each machine measures its own dtype. No worker is here, so waiting is no stall."""
+        """Keep the pool's config: each machine measures its own dtype. No worker runs here, so waiting is no stall."""
         workers = self.config.workers.model_copy(update={"count": 0})
         self.local_config, self.stall_s = self.config.model_copy(update={"workers": workers}), math.inf
 
@@ -344,7 +344,7 @@ class PoolSwarm(Swarm):
         self._note(f"workers join with their invites in {self.out / INVITES}: shoal worker --join INVITE --dir worker")
 
     def _may_end(self, status: Status) -> bool:
-        """Return whether all nodes elsewhere have stopped sending heartbeats: they end once an answer says "finished"."""
+        """Return whether all nodes elsewhere have stopped (an answer told them "finished"), or END_S has passed."""
         now_s, here = time.monotonic(), {member.name for member in self.members}
         self.finished_s = min(self.finished_s, now_s)
         elsewhere = [node for node in status.nodes if node.name not in here and not node.evicted]

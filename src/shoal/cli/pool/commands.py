@@ -1,7 +1,7 @@
 """What a pool's operator runs: `shoal pool ACTION` and `shoal coordinator`. `shoal pool stake` is in `stake`.
 
 `shoal pool meet` writes an invite for each site and serves the sites' meeting until the last round is over and every site
-has left. With `learner.sites` these are the sites of a run's learner, else sites that train on plain text.
+has left. With `learner.sites` these are the sites of a run's learner; otherwise they train on plain text.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def discover(arguments: argparse.Namespace) -> None:
         )
     else:
         for line in _offer_lines(arguments.url, offer, capability()):
-            say(clean(line))  # a stranger wrote the offer: it may not add lines
+            say(clean(line))  # a stranger wrote the offer, which must not add lines
 
 
 def _offer_lines(url: str, offer: RunOffer, machine: Capability) -> list[str]:
@@ -328,8 +328,8 @@ def _pretraining_meeting(config: Config, folder: Path, run: str) -> Meeting:
 def _learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
     """Return the meeting of a learner's sites, which starts with the run's model.
 
-    It writes each agreed state as a policy version: version v is the state after v steps. Raise MeetingError if the
-    folder holds another run's meeting.
+    The meeting writes each agreed state as a policy version: version v is the state after v steps. Raise MeetingError
+    if the folder holds another run's meeting.
     """
     import torch
 
@@ -341,7 +341,7 @@ def _learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
 
     section = config.learner
     section = section.model_copy(update={"loss": section.loss.model_copy(update={"beta": 0.0})})  # no reference model
-    torch.manual_seed(config.run.seed)  # adapters start with the random numbers of a learner at one site
+    torch.manual_seed(config.run.seed)  # so adapters start as they would at a learner with one site
     policy = Policy(resolve(config.model.name), section, "float32", "cpu", config.sampling.temperature)
     terms = learner_terms(config, policy)
     publisher = Publisher(policy, terms.shapes, folder / VERSIONS, section.keep_versions)

@@ -1,4 +1,4 @@
-"""Estimate the time and memory of a whole `shoal run` on this machine, from the model's sizes, a step's work, and its speed.
+"""Estimate the time and memory of a whole `shoal run`, from the model's sizes, a step's work and this machine's speed.
 
 A group has one prompt of P tokens and G completions of L tokens: S = P + G L positions, and attention between
 K = P(P+1)/2 + G (L P + L(L+1)/2) pairs of them. As in `learner/report`, after PaLM (arXiv 2204.02311, appendix B):
@@ -7,13 +7,13 @@ K = P(P+1)/2 + G (L P + L(L+1)/2) pairs of them. As in `learner/report`, after P
     learner         = (3 + extra) forward x trained groups; extra: 1 to recompute activations, 1 for a reference model;
                       + updates x 28 and rows x 14 bytes a parameter: AdamW reads and writes its state, and each row's
                       gradients are added to the sum; + the version's bytes / WRITE_BPS
-    rollouts        rounds of `at_once` completions. Each position of the longest reads the weights; each token reads its
-                    cache and takes 2 FLOPs a parameter. The times add up, as on a CPU. Prefill of the prompts comes on top.
+    rollouts        rounds of `at_once` completions. Each position of the longest reads all weights; each token reads
+                    its cache and takes 2 FLOPs a parameter. The times add up, as on a CPU. Prefill comes on top.
     validation      forward x generated groups; broadcast: the version's bytes / LOCAL_BPS
     run             start + steps + two evaluations, each of which decodes n completions greedily and n sampled ones
 
-`measure` measures a CPU's matrix product and memory. The share of that peak which each kind of work reaches follows from
-committed measurements of SmolLM2 on two-core machines, X with Intel's AMX and E from AMD:
+`measure` measures a CPU's matrix product and memory. The share of that peak that each kind of work reaches follows from
+committed measurements of SmolLM2 on two machines with two cores, X (with Intel's AMX) and E (from AMD):
 
     dense       0.40 X (`exact_speed.json`, 16 tokens), 0.47 E (`learner_alone.json`, 512 against 4,096 tokens): products at
                 0.9 of the peak, plus work around them, whose time does not depend on the peak
@@ -60,14 +60,14 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 PRODUCTS = 0.9  # share of peak of a CPU's products in training and prefill
 AROUND = 475e9  # FLOP/s at which products take as long as the work around them, on one core
 ATTENTION, DECODE = 27e9, 85e9  # FLOP/s of one core
-READING = 0.7  # of the measured bandwidth, in decoding and in the optimizer
+READING = 0.7  # share of the measured bandwidth reached in decoding and in the optimizer
 ADAMW_BYTES = 28  # per parameter: reads 4 + 8 + 2, writes 4 + 8 + 2
-ROW_BYTES = 14  # per parameter: reads a bf16 gradient, 2, writes it as float32, 4, reads and writes the sum, 8
+ROW_BYTES = 14  # per parameter: reads a bf16 gradient (2), writes it as float32 (4), reads and writes the sum (8)
 WRITE_BPS = 0.55e9  # to write a version to disk, as bf16, synced: `update_latency.json`, 273 MB in 0.50 s
 LOCAL_BPS = (
-    0.4e9  # to send it from origin over relay to client, as a delta, on a busy machine: `plan.json`, 1.5 and 1.8 s
+    0.4e9  # to send a version as a delta from origin via relay to client, on a busy machine: `plan.json`, 1.5, 1.8 s
 )
-COORDINATION_S = 0.85  # of a step, beside all computing (runs of tiny, `plan.json`)
+COORDINATION_S = 0.85  # of each step, besides all computing (runs of tiny, `plan.json`)
 MEASURE_S = 1.0
 MEASURED_BYTES = 1 << 28
 COMPUTE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -82,12 +82,12 @@ BASE_BYTES = {  # of a process, without its model
     "validator": 580 * MB,
     "evaluator": 430 * MB,
 }
-SHARED_BYTES = 320 * MB  # of these, shared by all children that `shoal run` forks
+SHARED_BYTES = 320 * MB  # the part of BASE_BYTES shared by all children that `shoal run` forks
 LOGITS_BYTES = 2 * (128 << 20)
 MASTER_BYTES = 12  # fp32 master and two moments
 SUM_BYTES = 4  # fp32 sum of the gradients of several rows
 SPARE = 128  # positions by which the engine's buffers grow (`engine/rows`)
-START_S = 40.0  # to import, start processes, join and load the model: what measured runs took beside everything else
+START_S = 40.0  # to import, start processes, join and load the model: what measured runs took besides everything else
 USEFUL = 0.55  # share of groups that are useful, averaged over a run: 0.54 in the quickstart
 TOO_LARGE = (
     "lower learner.row_tokens, set learner.activation_checkpointing = true or [learner.lora], or use a smaller model"
@@ -127,7 +127,7 @@ class Sizes:
         return self.body + self.head * (1 if self.tied else 2)
 
 
-BUNDLED = {  # known before they are made on this machine; a test compares them with the models
+BUNDLED = {  # known before the models are made on this machine; a test compares them with the models
     "bundled:smollm2-135m-instruct": Sizes(576, 1536, 30, 576, 192, 49152, True),
     "bundled:tiny": Sizes(256, 704, 4, 256, 128, 128, True),
 }
@@ -170,10 +170,10 @@ class Work:
     updates: int  # optimizer steps
     reference: bool  # the learner computes a reference model's logprobs
     recomputes: bool  # the learner computes activations twice
-    row_tokens: int  # the most in one forward of the learner
+    row_tokens: int  # the most in one forward pass of the learner
     rows: int  # in an update
     at_once: int  # completions that a worker decodes together
-    validator_tokens: int  # in one forward of the validator
+    validator_tokens: int  # in one forward pass of the validator
 
     @property
     def passes(self) -> int:
@@ -231,7 +231,7 @@ class Speed:
 
 
 def speed(flops: float, bandwidth_Bps: float, cores: int) -> Speed:
-    """Return the speed of a machine whose cores together measure these figures."""
+    """Return the speed of a machine whose cores together reach these measured figures."""
     dense = flops / (1 / PRODUCTS + flops / (AROUND * cores))
     return Speed(dense, ATTENTION * cores, DECODE * cores, bandwidth_Bps * READING)
 
@@ -239,7 +239,7 @@ def speed(flops: float, bandwidth_Bps: float, cores: int) -> Speed:
 def measure(dtype: str, device: str = "cpu") -> dict[str, float]:
     """Measure this machine's matrix product in `dtype`, its memory bandwidth (for `speed`), and the size of its memory.
 
-    Return the best values of MEASURE_S seconds, since other processes only slow it.
+    Return the best values seen in MEASURE_S seconds, since other processes can only slow the machine.
     """
     import torch
 
@@ -282,7 +282,7 @@ def learner_s(sizes: Sizes, work: Work, machine: Speed) -> float:
 
 def rollouts_s(sizes: Sizes, work: Work, compute_bytes: int, machine: Speed) -> float:
     completions = work.generated * work.completions
-    middle = work.prompt + work.length / 2  # mean tokens in the cache
+    middle = work.prompt + work.length / 2  # mean number of tokens in the cache
     weights = completions / work.at_once * work.longest * compute_bytes * sizes.parameters
     caches = completions * work.length * middle * cache_bytes_per_token(sizes, compute_bytes)
     computing_s = 2.0 * sizes.parameters * completions * work.length / machine.decode
@@ -328,7 +328,7 @@ def cache_bytes_per_token(sizes: Sizes, compute_bytes: int) -> int:
 
 
 def layer_bytes(sizes: Sizes, compute_bytes: int) -> int:
-    """Return the bytes that one layer saves of a token for the backward pass."""
+    """Return the bytes per token that one layer saves for the backward pass."""
     elements = 4 * sizes.hidden + 2 * sizes.width + 2 * sizes.kv_width + 3 * sizes.intermediate
     return elements * compute_bytes
 
@@ -401,7 +401,7 @@ def findings(run: Forecast | str) -> Iterator[CheckLine]:
 
 
 def mean_prompt(tokenizer: Any, config: Config, tasks: Iterable[Task]) -> int:
-    """Return the mean tokens of these tasks' prompts, as the chat template writes them. Raise ChatTemplateError."""
+    """Return the mean length in tokens of these tasks' prompts in the chat template. Raise ChatTemplateError."""
     return round(statistics.fmean(len(prompt_tokens(tokenizer, config.tasks, task, 0)) for task in tasks))
 
 

@@ -28,10 +28,11 @@ VERSION_BYTES = 2  # per parameter: versions are published in bf16
 # per parameter: what sites agree on, its velocity, and the rounding error that is carried over (fp32)
 ROUND_BYTES = 20
 ROUNDS = 3  # states of the sites' meeting on disk: two are kept while the next one is written
-DELTA_FRAC = 0.15  # of a version: measured 0.02 (135M parameters, lr 4e-5) to 0.15 (3M parameters, lr 1e-4)
+# size of a delta, as a fraction of a version: measured 0.02 (135M parameters, lr 4e-5) to 0.15 (3M parameters, lr 1e-4)
+DELTA_FRAC = 0.15
 WORKER_KEEP, EVALUATOR_KEEP = 2, 1  # versions in the caches of these roles
 KEEP_LESS = "free space there, choose another folder with --out, or keep less (learner.keep_last)"
-RESERVE_BYTES = 64 << 20  # a run stops while this much is left, so that it ends in order
+RESERVE_BYTES = 64 << 20  # a run stops once less than this is left, so that it can still end cleanly
 SLOW_GFLOPS = 20.0  # below it, even the smallest model trains for hours
 
 Level = Literal["ok", "warning", "fails"]  # "fails" stops a run; "warning" costs speed, trust or comfort
@@ -117,7 +118,7 @@ def of_speed(gflops: Mapping[str, float], threads: int) -> CheckLine:
 
 
 def of_numerics(inexact: Mapping[str, str]) -> CheckLine:
-    """Return the finding about exact numerics. `inexact`: by dtype, why they are not available; "" if they are."""
+    """Return the finding about exact numerics. `inexact`: for each dtype, why they are unavailable, or ""."""
     if exact := [name for name, why in inexact.items() if not why]:
         return ok("numerics", f"exact in {' and '.join(exact)}: work is checked to the last bit within a class")
     why = next(iter(inexact.values()))
@@ -152,7 +153,7 @@ def of_disk(folder: Path, unused_bytes: int) -> CheckLine:
 
 
 def of_sandbox(problems: Mapping[str, str]) -> CheckLine:
-    """Return the finding about sandboxes. `problems`: by tier, why it does not work; "" if it does."""
+    """Return the finding about sandboxes. `problems`: for each tier, why it does not work, or ""."""
     if working := [tier for tier, why in problems.items() if not why]:
         return ok("sandbox", f"tiers that work: {', '.join(working)}")
     why = "; ".join(why for tier, why in problems.items() if why)
@@ -203,10 +204,10 @@ def disk_needs(config: Config, parameters: int) -> DiskNeeds:
     checkpoint = version if learner.lora else CHECKPOINT_BYTES * parameters
 
     def versions(keep: int) -> int:
-        return min(keep + 1, steps + 1) * version  # one more while it is written
+        return min(keep + 1, steps + 1) * version  # one more while the next is written
 
     def store(keep: int) -> int:
-        """Return the bytes of a store of this many versions, and of those that their deltas build on."""
+        """Return the bytes of a store of this many versions and of those that their deltas build on."""
         n = min(keep + ANCHOR_EVERY + 1, steps + 1)
         return int((math.ceil(n / ANCHOR_EVERY) + DELTA_FRAC * n) * version)
 
@@ -264,6 +265,6 @@ def check_left(folder: Path, free: int) -> None:
 
 
 def explain(error: Exception, folder: Path) -> str:
-    """Return the error's message; if a disk is full, with the run's file system."""
+    """Return the error's message, with the run's file system if a disk is full."""
     full = f"; the file system {file_system(folder)} is full: free space there, then resume"
     return f"{error}{full if disk_is_full(error) else ''}"

@@ -2,10 +2,10 @@
 
     announce (size, SHA-256) -> grant -> the node's PUT to the bucket -> stored: checked, named, recorded
 
-Invariants: only a key with a valid grant may upload, up to the size limit, or get a URL of the bucket. A file gets its name
-only once the pool accepts it, so at most one upload per grant is kept, and a refused one leaves nothing. A node may announce
-at most MAX_FILES different files per task, so a worker's files in the bucket are bounded. The bytes of a failed upload count
-against its sender's rate. No credential leaves this process.
+Invariants: only a key with a valid grant may upload, up to the size limit, or get a URL of the bucket. A file gets its
+name only once the pool accepts it, so at most one upload per grant is kept, and a refused upload leaves nothing. A node
+may announce at most MAX_FILES different files per task, so a worker's files in the bucket are bounded. The bytes of a
+failed upload count against its sender's rate. No credential leaves this process.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class FileKind:
     is_used: Callable[[str], bool]  # (hash) -> whether a submission has this file
 
     async def record(self, key: str, id: str, content_hash: str, remove: Callable[[str, str], None]) -> None:
-        """Record a named file. `remove` this file if the pool refuses it, else the file that it replaces."""
+        """Record a named file. Call `remove` on it if the pool refuses it, else on the file that it replaces."""
         before, unused = self.hash_of(id), content_hash
         try:
             self.stored(key, id, content_hash)
@@ -107,7 +107,7 @@ class FileRoutes:
     def __init__(
         self, config: Config, pool: Pool, store: Folder, bucket: BucketFiles | None, admission: Admission
     ) -> None:
-        """`bucket`: None: this process receives and serves the files itself."""
+        """`bucket`: if None, this process receives and serves the files itself."""
         self.config = config
         self.store = store
         self.bucket = bucket
@@ -141,7 +141,7 @@ class FileRoutes:
         return routes
 
     async def receive(self, request: web.Request, kind: FileKind) -> Answer:
-        """Stream a file into the store, from a key with a grant, while the grant is valid, up to the size limit."""
+        """Stream an upload into the store: only from a key with a valid grant, and only up to the size limit."""
         limit_bytes, id = self.config.max_submission_bytes, request.match_info["id"]
         head = self.admission.admit(request, [kind.sender], limit_bytes)
         kind.may_store(head.key, id, "")
@@ -166,7 +166,7 @@ class FileRoutes:
     def _upload(self, kind: FileKind, id: str) -> Iterator[Callable[[], None]]:
         """Register an upload. Yield a check that raises PoolError once a newer upload for the same grant has started.
 
-        Raise PoolError with status 429 at UPLOADS: each may hold a file until its sender's next piece.
+        Raise PoolError with status 429 if UPLOADS are under way: each may hold a file until its sender's next piece.
         """
         uploads, replaced = self._uploads.setdefault((kind.name, id), []), asyncio.Event()
         if len(uploads) >= UPLOADS:
