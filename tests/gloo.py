@@ -1,4 +1,4 @@
-"""A `shoal` command on two ranks, as torchrun would start them: two processes over gloo."""
+"""Run a `shoal` command on two ranks, as torchrun would: in two processes that communicate over gloo."""
 
 import multiprocessing
 import os
@@ -12,11 +12,11 @@ LIMIT_S = 300.0
 
 
 def on_two_ranks(words: list[str], before: Callable[[int], None] | None = None) -> list[int | None]:
-    """Their exit statuses. `before` is called in each process with its rank."""
+    """Return the exit status of each rank. `before` is called in each process with its rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    forked = multiprocessing.get_context("fork")  # a new process would import PyTorch for seconds
+    forked = multiprocessing.get_context("fork")  # a spawned process would take seconds to import PyTorch
     ranks = [forked.Process(target=_rank, args=(rank, port, words, before)) for rank in range(2)]
     for each in ranks:
         each.start()

@@ -1,4 +1,4 @@
-"""A reward that gives every completion the same grade, in place of one that starts processes."""
+"""A reward that gives every completion the same grade. Tests use it instead of a reward that starts processes."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Real servers that tests start for themselves: PostgreSQL, and two that speak S3.
+"""Real servers that tests start: PostgreSQL, and two servers with the S3 API.
 
 A test that needs one is skipped where its program is absent; `make servers` installs them.
 """
@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 def postgres_programs() -> Path:
-    """The folder of initdb and postgres. Skips the test if there is none."""
+    """Return the folder of initdb and postgres. Skip the test if there is none."""
     pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'shoal[postgres]'")
     found = [Path("/usr/lib/postgresql").glob("*/bin/initdb"), map(Path, filter(None, [shutil.which("initdb")]))]
     for initdb in sorted((path for paths in found for path in paths), reverse=True):
@@ -40,8 +40,8 @@ def postgres_programs() -> Path:
 
 @contextlib.contextmanager
 def postgres_server() -> Iterator[str]:
-    """A new server; yields the URL of its database `postgres`. It syncs nothing to the disk."""
-    if url := os.environ.get("SHOAL_TEST_POSTGRES"):  # one that runs already
+    """Start a server that never syncs to the disk. Yield the URL of its database `postgres`."""
+    if url := os.environ.get("SHOAL_TEST_POSTGRES"):  # a server that is already running
         yield url
         return
     programs, port = postgres_programs(), free_port()
@@ -73,10 +73,10 @@ S3_KEY, S3_SECRET = "AKIASHOALTEST0001", "secretsecretsecret0001"
 
 @contextlib.contextmanager
 def s3_server(kind: str) -> Iterator[str]:
-    """A new server with the bucket `pool`; yields its URL.
+    """Start a server with the bucket `pool`. Yield its URL.
 
-    rclone checks signatures, but ignores `if-none-match` and checksums. moto does what S3 does with those, and checks no
-    signature. So each shows what the other cannot.
+    rclone checks signatures, but ignores `if-none-match` and checksums. moto handles those as S3 does, but checks no
+    signatures. So each tests what the other cannot.
     """
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shoal[s3]'")
     here = Path(sys.executable).parent
@@ -116,7 +116,7 @@ def wait_for_port(server: "subprocess.Popen[bytes]", port: int, log: Path) -> No
 
 
 def wait_until_ready(server: "subprocess.Popen[bytes]", log: Path, line: str) -> None:
-    """Until the server has written this line."""
+    """Wait until the server has written this line to its log."""
     deadline_s = time.monotonic() + START_S
     while line not in (words := log.read_text(errors="replace")):
         if server.poll() is not None or time.monotonic() > deadline_s:

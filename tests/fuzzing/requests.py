@@ -1,7 +1,7 @@
-"""Requests for `coordinator`: bytes that are not HTTP, garbage on every route, correctly signed garbage from each role, and
+"""Requests to the coordinator: bytes that are not HTTP, garbage on every route, correctly signed garbage from each role, and
 honest requests that advance the run.
 
-This uses only routes and messages, not the coordinator's internals.
+The module uses only the coordinator's routes and messages, not its internals.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", 
 
 @dataclass
 class Site:
-    """The registered nodes and what they know of the run. Makes the cases."""
+    """Make the cases with registered nodes and what these know of the run."""
 
     random: Random
     port: int
@@ -96,7 +96,7 @@ class Site:
             await self.honest("validator", "POST", "/v1/verdicts", verdict)
 
     async def case(self) -> tuple[bytes, bool, bool]:
-        """Return a request, whether it is complete HTTP, and whether the route's role signed it."""
+        """Return a request, whether it is complete HTTP, and whether a node of the route's role signed it."""
         random = self.random
         if random.random() < 0.05:
             await self.advance()

@@ -1,12 +1,12 @@
-"""A learner as its own process, for tests that kill it or run several ranks.
+"""Run a learner as its own process, for tests that kill it or start several ranks.
 
     python -m tests.learner.process JOBS.json
     python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.process JOBS.json
 
-Each job is a run in its folder: {"model", "out", "files", "validator", "steps", "dtype", "changed", "die"}. The posted
-reports go to OUT/reports.json. `die`: {"updating": n} or {"checkpointing": n}: the process sends itself SIGKILL after n of
-these. A job with "site", the file of an invite, is at one of several sites.
-A job with "check" runs one of `sharding` instead: {"check", "model", "out", "settings"}.
+Each job is a run in its own folder: {"model", "out", "files", "validator", "steps", "dtype", "changed", "die"}. The reports
+it posts are written to OUT/reports.json. With "die": {"updating": n} or {"checkpointing": n}, the process sends itself
+SIGKILL after n updates or checkpoints. A job with "site", an invite's file, runs at one of several sites.
+A job {"check", "model", "out", "settings"} runs a check of `sharding` instead.
 """
 
 import json
@@ -48,7 +48,7 @@ def main() -> None:
             learner.policy.optimizer.step = dies_after(what, learner.policy.optimizer.step)  # type: ignore[method-assign]
         if what := job["die"].get("checkpointing"):
             writer: Any = hf_storage.HuggingFaceStorageWriter
-            writer.finish = dies_after(what, writer.finish)  # the tensors are written, their index is not
+            writer.finish = dies_after(what, writer.finish)  # after the tensors are written, but before their index is
         learner.run(threading.Event())
         if pool is not None:
             reports = [report.model_dump() for report in pool.reports]

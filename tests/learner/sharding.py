@@ -1,6 +1,4 @@
-"""Checks that run inside each of several ranks. Each returns its result, which rank R writes to OUT/R.json
-(`tests.learner.process`).
-"""
+"""Checks that run on each of several ranks. `tests.learner.process` writes the result of rank R to OUT/R.json."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from .support import N_TOKENS, make_groups, make_policy
 
 
 def loads(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Compare a policy loaded in shards with one loaded whole and then sharded, also after two updates."""
+    """Compare a policy loaded in shards with one loaded whole and then sharded, before and after two updates."""
 
     def made() -> tuple[Policy, Tensor]:
         torch.manual_seed(1)
@@ -100,7 +98,7 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local parts come here, too
+            return NotImplemented  # this is called for its local parts, too
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not leaf.is_meta:

@@ -1,4 +1,4 @@
-"""Shared by the learner's tests: policies, groups, accepted files, and stubs of the pool."""
+"""Policies, groups, accepted files and stubs of the pool, shared by the learner's tests."""
 
 import threading
 from pathlib import Path
@@ -47,7 +47,7 @@ def make_policy(
 
 
 def make_groups() -> list[Group]:
-    """Three groups of four completions of different lengths."""
+    """Three groups, each of four completions of different lengths."""
     draw = torch.Generator().manual_seed(0)
     made = []
     for number in range(3):
@@ -84,7 +84,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def alone(folder: Path, out: Path, *, kind: str = "grpo", max_tokens: int = 16, **changed: Any) -> Learner:
-    """A learner without a node: it can train on groups, and publishes nothing."""
+    """A learner without a node, which can train on groups but publishes nothing."""
     section: dict[str, Any] = {"lr": 1e-3, "warmup_steps": 0} | changed
     section["loss"] = {"kind": kind, "beta": 0.0, "entropy": 0.0}
     batch = {"sampling": {"max_tokens": max_tokens}, "coordinator": {"prompts_per_step": 48}}
@@ -187,7 +187,7 @@ def step_file(step: int) -> bytes:
 
 
 class Pool(Store):
-    """A stub of the leader's node: step s's batch is file s. It keeps the reports."""
+    """A stub of the leader's node. The batch of step s is file s. Reports are kept."""
 
     def __init__(self, *files: bytes, validator: str = VALIDATOR.public) -> None:
         super().__init__(*files, validator=validator)
@@ -211,7 +211,7 @@ class Pool(Store):
 
 
 class SitePool(Pool):
-    """A `Pool` that also tells sites how many steps are reported."""
+    """A `Pool` that also tells sites how many steps have been reported."""
 
     def get(self, path: str, kind: Any) -> Any:
         if path == "/v1/status":
@@ -239,7 +239,7 @@ def make_learner(
 def make_site_learner(
     invite: Path, model: Path, out: Path, pool: Pool | None, *, steps: int, ranks: Ranks, **changed: Any
 ) -> SiteLearner:
-    """Make the learner of the site that this invite is for. It reaches its meeting over HTTP."""
+    """Make the learner of the site that this invite names. It calls its meeting over HTTP."""
     of = make_learner(model, out, pool, steps=steps, ranks=ranks, **changed)
     read, terms = read_invite(str(invite)), learner_terms(of.config, of.policy)
     way = Remote(read, out, terms, patience_s=60.0) if ranks.leads else None
@@ -247,7 +247,7 @@ def make_site_learner(
 
 
 class StopsAfter(threading.Event):
-    """An event that is set after `n` queries: training queries it once per step."""
+    """An event that becomes set after `n` queries. Training queries it once per step."""
 
     def __init__(self, n: int) -> None:
         super().__init__()

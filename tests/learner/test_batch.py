@@ -1,4 +1,4 @@
-"""Packing groups into rows: each token once, with its logprob and advantage, whatever the row length."""
+"""Groups are packed into rows: each token once, with its logprob and advantage, whatever the row length."""
 
 import math
 
@@ -14,7 +14,7 @@ from shoal.model.tree import forward_hidden
 
 
 def group(first: int, lengths: list[int], rewards: list[float]) -> Group:
-    """Completions of unique tokens, whose logprobs identify them."""
+    """A group whose tokens are unique and can be identified by their logprobs."""
     completions, at = [], first
     for length in lengths:
         completions.append(list(range(at, at + length)))
@@ -54,17 +54,17 @@ def test_every_token_is_packed_once_with_its_logprob_and_advantage(row_tokens):
 
 
 def test_a_row_is_as_long_as_its_longest_sequence_needs():
-    """A prompt of 3 tokens and a completion of 12, in rows of 8."""
+    """Here a prompt of 3 tokens and a completion of 12 do not fit rows of 8."""
     assert max(len(micro.pack.tokens_T) for micro in packed(row_tokens=8)) == 15
     assert sum(len(micro.advantage_N) for micro in packed(row_tokens=8)) == sum(group.n_tokens for group in GROUPS)
 
 
 @pytest.mark.parametrize("row_tokens", [15, 20, 512])
-def test_the_tokens_of_a_rollout_have_one_index(row_tokens):
+def test_the_tokens_of_a_rollout_share_one_index(row_tokens):
     rollouts = []
     for micro in packed(row_tokens):
         numbers, counts = torch.unique_consecutive(micro.rollout_N, return_counts=True)
-        assert len(set(numbers.tolist())) == len(numbers)  # each is contiguous
+        assert len(set(numbers.tolist())) == len(numbers)  # each rollout is contiguous
         rollouts += [part.tolist() for part in micro.pack.target_N.split(counts.tolist())]
     wanted = [tokens for one in GROUPS for tokens in one.completions if tokens]
     assert sorted(rollouts) == sorted(wanted)
@@ -89,7 +89,7 @@ def test_groups_of_equal_rewards_have_no_gradient_without_beta_and_entropy():
 
 
 def conversation(answer: list[int]) -> Group:
-    """Two completions. The first has three turns, the middle one by the environment."""
+    """Two completions. The first has three turns, of which the environment wrote the second."""
     own = [[500, 501, 502, 503], [600, 601]]
     completions = [[500, 501, *answer, 502, 503], own[1]]
     behaviour = [[-float(token) for token in tokens] for tokens in own]

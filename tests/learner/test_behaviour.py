@@ -1,4 +1,4 @@
-"""Each loss.kind in an update, compared with a forward pass without packing; and which behaviour logprobs are used."""
+"""For each loss.kind, an update's loss equals one computed without packing, and uses the right behaviour logprobs."""
 
 from dataclasses import replace
 from typing import Any
@@ -58,7 +58,7 @@ def test_a_steps_loss_equals_one_computed_rollout_by_rollout(tiny_folder, tmp_pa
 
 
 def test_only_unchecked_logprobs_are_recomputed(tiny_folder, tmp_path):
-    """The worker claims -4 nats, or values that would dominate the batch. Neither is used if the group is unchecked."""
+    """For unchecked groups the worker claims -4 nats, or values that would dominate the batch. Neither claim is used."""
     learner = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=20)
     checked, *rest = make_groups()
     figures = [
@@ -76,7 +76,7 @@ def unchecked() -> list[Group]:
 
 
 def test_unchecked_logprobs_are_recomputed_on_policy(tiny_folder, tmp_path):
-    """The files claim -4 nats for every token, which is false. If that is not used, the first update's ratio is 1."""
+    """The files falsely claim -4 nats for every token. If the claim is not used, the ratio in the first update is 1."""
     figures = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=20).train(unchecked())
     assert figures["policy/mismatch_kl"] == figures["policy/clip_low"] + figures["policy/clip_high"] == 0.0
 
@@ -85,7 +85,7 @@ def test_recomputed_logprobs_are_those_at_the_start_of_the_step(tiny_folder, tmp
     learner = alone(tiny_folder, tmp_path, row_tokens=512, optimizer_steps_per_step=3)
     figures = learner.train(unchecked())
     assert learner.policy.updates == 3
-    assert figures["policy/mismatch_kl"] > 0  # 0 in the first update, not in the others
+    assert figures["policy/mismatch_kl"] > 0  # 0 only in the first update
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 4}}], ids=["weights", "adapters"])

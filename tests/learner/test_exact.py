@@ -34,7 +34,7 @@ def validated(folder: Path, dtype: DtypeName, groups: Sequence[Group]) -> list[G
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_policy_mismatch_kl_is_exactly_zero(tiny_folder, tmp_path, dtype, recompute):
-    """For every published version, although the masters differ from the published weights."""
+    """The KL is zero for every published version, although the masters differ from the published weights."""
     skip_unless_exact(dtype)
     settings: dict[str, Any] = {"temperature": 0.8, "dtype": dtype, "numerics": "exact"}
     trained = make_policy(tiny_folder, **settings, activation_checkpointing=recompute)

@@ -1,4 +1,4 @@
-"""Which groups the learner accepts: signed, complete, recent and plausible ones. A malformed file is quarantined."""
+"""The learner accepts only signed, complete, recent and plausible groups, and quarantines malformed files."""
 
 import logging
 import re
@@ -88,7 +88,7 @@ def test_groups_are_in_the_order_of_the_batch_and_each_file_is_read_once(quarant
     ],
 )
 def test_a_file_of_another_origin_or_with_incomplete_groups_is_left_out(data, message, quarantine, caplog):
-    """It must not stop the learner, because the batch is the same after each restart."""
+    """Such a file must not stop the learner, because a restarted learner gets the same batch again."""
     result = fetched(Store(data, accepted()), quarantine, (0, 2), (1, 0))
     assert ([group.submission for group in result.groups], result.foreign) == ([submission(1)], 1)
     assert re.search(message, caplog.text)
@@ -104,7 +104,7 @@ def test_a_file_that_breaks_the_schema_is_quarantined(broken, why, quarantine, c
     with caplog.at_level(logging.ERROR):
         result = fetched(store, quarantine, (1, 0), (0, 1), (1, 2))
     assert [group.submission for group in result.groups] == [submission(0)]
-    assert (result.refused, result.quarantined) == (0, 2)  # groups, of one file that was asked for once
+    assert (result.refused, result.quarantined) == (0, 2)  # two groups of one file, which was fetched once
     assert len(store.requests) == 2
     assert [path.name for path in quarantine.iterdir()] == [f"{submission(1)}.parquet"]
     assert (quarantine / f"{submission(1)}.parquet").read_bytes() == broken
@@ -159,7 +159,7 @@ def test_a_group_with_an_impossible_reward_or_logprob_is_counted_and_left_out(ro
 
 
 def test_unchecked_logprobs_may_have_any_value_because_they_are_not_used(quarantine):
-    """Otherwise a worker could empty the batch."""
+    """If they were refused, a worker could empty the batch."""
     rows = [replace(row, logprobs=[-9999.0, float("nan")]) for row in rollouts()]
     result = fetched(Store(accepted(rows=rows, prefilled=False)), quarantine, (0, 0), (0, 1))
     assert [group.checked for group in result.groups] == [False, False] and result.implausible == 0
@@ -191,7 +191,7 @@ def test_outlines_are_encoded_exactly():
 
 
 def test_a_groups_arrays_are_views_of_its_file(quarantine):
-    """So a step takes 8 bytes per token."""
+    """Views take no memory beyond the file's 8 bytes per token."""
     [group] = fetched(Store(accepted()), quarantine, (0, 1)).groups
     assert [(array.dtype, array.base is not None) for array in (group.prompt, *group.completions)] == [
         (np.int32, True)

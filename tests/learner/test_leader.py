@@ -1,4 +1,4 @@
-"""What the leader sends to the other ranks: a step's groups, and what it reads for them."""
+"""The leader reads on behalf of the other ranks and sends them the groups of each step."""
 
 import json
 import threading
@@ -23,7 +23,7 @@ def files() -> list[bytes]:
 
 
 class Wire:
-    """One of two ranks. `sent`: the leader's messages to the other."""
+    """One of two ranks. `sent` holds the leader's messages to the other rank."""
 
     size = 2
 
@@ -67,7 +67,7 @@ def test_other_ranks_do_not_wait_for_a_failed_leader(tmp_path):
 
 
 class Slow(Pool):
-    """Step 1's batch fills while step 0 trains."""
+    """A pool that signals when it has sent a file."""
 
     def __init__(self, *files: bytes) -> None:
         super().__init__(*files)
@@ -112,7 +112,7 @@ def test_an_error_in_the_prefetch_ends_the_wait_on_all_ranks(tmp_path):
     assert ranks.sent == [b""]
 
 
-# --- what it reads -----------------------------------------------------------------------------------------------------
+# --- what the leader reads ---------------------------------------------------------------------------------------------
 
 
 def on_rank(rank: Any, read: Callable[[], int]) -> int:

@@ -1,4 +1,4 @@
-"""The learner's loop on accepted files. Killed at any moment, it resumes to the same versions (promise 2)."""
+"""The learner's loop on accepted files. A learner killed at any moment resumes and makes the same versions (promise 2)."""
 
 import json
 import logging
@@ -77,12 +77,12 @@ def killed(folder: Path, out: Path, files: list[bytes], die: dict[str, int]) -> 
 @pytest.mark.parametrize(
     ("die", "kept", "half"),
     [
-        ({"updating": 3}, ["step-000002"], []),  # in step 3: version 3 is published, but not in a checkpoint
+        ({"updating": 3}, ["step-000002"], []),  # in step 3: version 3 is published, but no checkpoint has it
         ({"checkpointing": 1}, ["step-000002"], [".step-000004"]),
     ],
     ids=["in an update", "in a checkpoint"],
 )
-def test_a_killed_learner_resumes_to_the_same_versions_bit_for_bit(
+def test_a_killed_learner_resumes_and_makes_the_same_versions_bit_for_bit(
     tiny_folder, tmp_path, files, straight, die, kept, half, caplog
 ):
     killed(tiny_folder, tmp_path, files, die)
@@ -147,7 +147,7 @@ def test_a_stop_request_leaves_a_complete_checkpoint(tiny_folder, tmp_path, file
 
 
 class Mixed(Pool):
-    """Step 3's batch: two groups of a malformed file, one too old group, and two good groups."""
+    """The batch of step 3 has two groups of a malformed file, one group that is too old, and two good groups."""
 
     def get(self, path: str, kind: Any) -> Any:
         batch = super().get(path, kind)
@@ -203,7 +203,7 @@ def test_a_step_without_usable_groups_is_skipped_and_reported(tiny_folder, tmp_p
 
 def test_several_skipped_steps_in_a_row_stop_the_run(tiny_folder, tmp_path, files):
     pool = Pool(files[0], *[b"broken"] * (MAX_SKIPS + 1))
-    for _ in range(2):  # and after a restart
+    for _ in range(2):  # the second time after a restart
         with pytest.raises(ShoalError, match=r"step 5: .*5 are in files moved to quarantine.* The 3 steps before"):
             make_learner(tiny_folder, tmp_path, pool, steps=5).run(threading.Event())
     assert len(pool.reports) == 1 + MAX_SKIPS
@@ -225,7 +225,7 @@ def test_impossible_unchecked_logprobs_change_neither_training_nor_metrics(tiny_
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of open files are read from Linux's /proc")
 def test_folders_are_fsynced_before_they_get_their_final_name(tiny_folder, tmp_path, files, monkeypatch):
-    """A restart does not write a version again, so it must be complete after a power cut."""
+    """A restarted learner does not rewrite a version, so the version must be complete even after a power cut."""
     done: list[str] = []
     rename, fsync = Path.rename, os.fsync
 

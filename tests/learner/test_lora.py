@@ -1,4 +1,4 @@
-"""LoRA: what is trained, published, merged and saved."""
+"""Training, publishing, merging and saving with LoRA."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_an_update_changes_only_the_adapters(tiny_folder):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lr", [1e-5, 1e-4, 1e-2])
 def test_a_loaded_version_computes_exactly_what_the_learner_computes(tiny_folder, tmp_path, lr, dtype):
-    """Merged into bf16 weights, small updates would vanish. Gain: the sum of advantage times logprob."""
+    """Small updates would vanish if they were merged into bf16 weights."""
     policy = adapted(tiny_folder, lr=lr, dtype=dtype)
     (micro,) = batches(512)
     start = gain(micro, policy.logprobs(micro.pack)[0])
@@ -84,6 +84,7 @@ def test_a_loaded_version_computes_exactly_what_the_learner_computes(tiny_folder
 
 
 def gain(micro: MicroBatch, logp_N: torch.Tensor) -> float:
+    """The sum of advantage times logprob."""
     return float((logp_N.detach() * micro.advantage_N).double().sum())
 
 
@@ -107,7 +108,7 @@ def test_an_engine_samples_with_the_adapters_of_each_version(tiny_folder, tmp_pa
     for version in range(2):
         folder = tmp_path / str(version)
         save(policy, folder)
-        engine.load(folder)  # the second in place
+        engine.load(folder)  # the second version replaces the first in place
         [[one]] = engine.generate([[5, 6, 7]], [[1]], sampling)
         logp_N, _ = policy.logprobs(pack([Tree([5, 6, 7], [one.tokens])]))
         torch.testing.assert_close(torch.tensor(one.logprobs), logp_N.detach(), rtol=1e-4, atol=1e-4)

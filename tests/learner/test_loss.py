@@ -1,4 +1,4 @@
-"""Every `loss.kind` against a plain loop in float64; clips, sums, extreme values, and reported sums."""
+"""Compare every `loss.kind` with a plain loop in float64; test clips, sums, extreme values and reported sums."""
 
 import math
 from typing import Any
@@ -14,13 +14,13 @@ from shoal.config.recipe import LossKind, LossSection
 from shoal.learner.loss import LossTerms, denominator, k3, policy_loss
 
 KINDS: list[LossKind] = ["grpo", "dr_grpo", "gspo", "cispo", "dppo"]
-LENGTHS = [1, 2, 5, 32, 60, 100, 100, 100]  # of the rollouts; 400 tokens
+LENGTHS = [1, 2, 5, 32, 60, 100, 100, 100]  # of the rollouts; 400 tokens in total
 N = sum(LENGTHS)
 D = 200.0
 
 
 def section(kind: LossKind = "grpo", **changed: Any) -> LossSection:
-    """No KL, no entropy bonus; for gspo a range that random rollouts leave on both sides."""
+    """No KL and no entropy bonus; for gspo, a range that random rollouts leave on both sides."""
     wide = {"epsilon": 0.15} if kind == "gspo" else {}
     return LossSection(**{"kind": kind, "beta": 0.0, "entropy": 0.0} | wide | changed)
 
@@ -35,7 +35,8 @@ def case(seed: int = 0) -> dict[str, Tensor]:
     behaviour_N = -normal().abs() - 0.1
     drift_N = 6 * torch.rand(N, generator=generator, dtype=torch.float64) - 3
     rollout_N = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    shift_R = 2.5 * torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)  # so whole rollouts drift, too
+    # whole rollouts drift, too
+    shift_R = 2.5 * torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)
     return {
         "logp_N": (behaviour_N + 0.5 * drift_N + 0.5 * shift_R[rollout_N]).clamp(max=-1e-3),
         "behaviour_N": behaviour_N,
@@ -56,11 +57,11 @@ def gradient(data: dict[str, Tensor], settings: LossSection | None = None) -> Te
     return gradient_N
 
 
-# ---- plain loops: the loss, and its derivative by each token's logprob
+# ---- plain loops: the loss, and its derivative with respect to each token's logprob
 
 
 def clipped_loop(r: float, a: float, low: float, high: float, delta: float) -> tuple[float, float]:
-    """The surrogate and r times its derivative by r."""
+    """The surrogate, and r times its derivative with respect to r."""
     value = min(min(r, delta) * a, min(max(r, low), high) * a)
     free = (a > 0 and r < high) or (a < 0 and low < r < delta)
     return value, r * a if free else 0.0
@@ -144,11 +145,11 @@ def token(logp: float, behaviour: float, advantage: float) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("now", "then", "advantage", "moves"),
     [
-        (0.75, 0.5, 1.0, False),  # 0.25 up, and pushed further up
+        (0.75, 0.5, 1.0, False),  # up by 0.25, and pushed further up
         (0.75, 0.5, -1.0, True),  # pushed back
-        (0.25, 0.5, -1.0, False),  # 0.25 down, and pushed further down
+        (0.25, 0.5, -1.0, False),  # down by 0.25, and pushed further down
         (0.25, 0.5, 1.0, True),
-        (0.65, 0.5, 1.0, True),  # 0.15 up; PPO would clip this ratio of 1.3
+        (0.65, 0.5, 1.0, True),  # up by 0.15; PPO would clip this ratio of 1.3
         (0.15, 0.001, 1.0, True),  # a rare token that became 150 times as likely
         (0.75, 0.95, -1.0, True),  # a common token, just within the bound
         (0.74, 0.95, -1.0, False),  # just beyond it, at a ratio of 0.78
@@ -171,7 +172,7 @@ def test_on_policy_every_kind_is_the_policy_gradient_for_rollouts_of_max_tokens(
     terms = policy_loss(**data | {"logp_N": logp_N}, denominator=of_batch, settings=settings)
     (gradient_N,) = torch.autograd.grad(terms.loss, logp_N)
     expected_N = data["advantage_N"]
-    if kind == "gspo":  # the mean over the rollout, as this data has an advantage per token
+    if kind == "gspo":  # gspo averages over the rollout; this data has an advantage per token
         expected_N = expected_N.view(3, 100).mean(1).repeat_interleave(100)
     torch.testing.assert_close(gradient_N, -expected_N / 300)
 
@@ -247,7 +248,7 @@ def test_a_ratio_too_large_for_float32_gives_no_gradient_if_ratios_are_clipped(k
 
 @pytest.mark.parametrize("d", [-30.0, -1.0, 0.5, 7.9, 8.1, 15.0, 300.0])
 def test_the_gradient_of_k3_points_towards_the_reference_and_is_bounded(d):
-    """Unbounded, one token of 15 nats outweighs three million others; clipped to a constant, it has no gradient."""
+    """Unbounded, one token of 15 nats would outweigh three million; clipped to a constant, it would have no gradient."""
     logp = torch.tensor(-400.0, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(k3(logp, torch.tensor(d - 400.0, dtype=torch.float64)), logp)
     assert float(slope) == pytest.approx(1 - math.exp(min(d, 8.0)))

@@ -1,4 +1,4 @@
-"""One update: what it changes, how a batch is split, and what happens when memory runs out."""
+"""What one update changes, how its batch is split, and what happens when memory runs out."""
 
 from dataclasses import replace
 from typing import get_args
@@ -17,7 +17,7 @@ from .support import N_TOKENS, batches, equal, make_groups, make_policy, masters
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_an_update_changes_every_weight_and_counts(tiny_folder):
+def test_an_update_changes_every_weight_and_is_counted(tiny_folder):
     trained = make_policy(tiny_folder)
     before = masters(trained)
     figures = trained.update(batches(), N_TOKENS)
@@ -28,7 +28,7 @@ def test_an_update_changes_every_weight_and_counts(tiny_folder):
 
 
 @pytest.mark.parametrize(("warmup", "rates"), [(4, [0.25, 0.5, 0.75, 1.0, 1.0]), (1, [1.0, 1.0]), (0, [1.0, 1.0])])
-def test_the_learning_rate_warms_up_in_steps_and_stays(tiny_folder, warmup, rates):
+def test_the_learning_rate_warms_up_in_steps_and_stays_constant(tiny_folder, warmup, rates):
     trained = make_policy(tiny_folder, warmup_steps=warmup)
     figures = [trained.update(batches(), N_TOKENS)["optim/lr"] for _ in rates]
     assert figures == pytest.approx([1e-3 * rate for rate in rates])
@@ -52,7 +52,7 @@ def test_the_reported_norm_is_the_one_before_clipping(tiny_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_an_update_after_a_diverged_one_is_as_if_that_had_not_happened(tiny_folder, bad):
+def test_an_update_after_a_diverged_one_is_not_affected_by_it(tiny_folder, bad):
     once, twice = make_policy(tiny_folder), make_policy(tiny_folder)
     for trained in (once, twice):
         trained.update(batches(), N_TOKENS)
@@ -84,7 +84,7 @@ def test_a_batch_in_pieces_gives_the_same_update(tiny_folder, row_tokens):
 
 @pytest.mark.parametrize("kind", get_args(LossKind))
 def test_computing_logits_in_slices_makes_no_difference(tiny_folder, kind, monkeypatch):
-    """Neither for losses of single tokens nor for gspo, whose gradients depend on whole rollouts."""
+    """This includes gspo, whose gradients depend on whole rollouts."""
     loss = {"kind": kind, "beta": 0.01, "entropy": 0.01}
     whole, sliced = make_policy(tiny_folder, loss=loss), make_policy(tiny_folder, loss=loss)
     one = whole.update(batches(512), N_TOKENS)
@@ -108,7 +108,7 @@ def flat() -> list[MicroBatch]:
 def test_beta_and_entropy_have_a_gradient_and_only_beta_needs_a_reference(tiny_folder):
     free, held = make_policy(tiny_folder), make_policy(tiny_folder, loss={"beta": 0.5})
     assert free.reference is None and free.update(flat(), N_TOKENS)["optim/grad_norm"] == 0
-    # it still equals the reference
+    # the policy still equals the reference
     assert held.update(batches(), N_TOKENS)["policy/kl"] == pytest.approx(0.0, abs=1e-5)
     moved = held.update(flat(), N_TOKENS)
     assert moved["policy/kl"] > 0 and moved["optim/grad_norm"] > 0

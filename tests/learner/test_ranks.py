@@ -1,11 +1,12 @@
-"""Several ranks train like one: real processes under torchrun, over gloo, sharded by FSDP2.
+"""Several ranks train as one does: real processes under torchrun, over gloo, sharded by FSDP2.
 
-Only the order in which the rows' gradients are added up in float32 may differ, about 1e-7 of each. Each row's own gradient
-is the same on every rank, in both dtypes. Over a few updates losses and norms differ by 1e-4. A weight moves by
-lr * m / sqrt(v), which does not depend on the gradient's size. So if a gradient is only rounding, its weight may move either
-way, by at most 2 * lr per update. A master halfway between two bf16 numbers may be published as either, one bf16 step
-apart (2**-8 of it). So each published weight must lie within lr + one step, and all but one in a thousand must be equal
-bit for bit. In bfloat16 this holds for two updates: one different weight changes the rounding of the next forward.
+Each row's own gradient is the same on every rank, in both dtypes. Only the order in which the rows' gradients are added up
+in float32 may differ, which changes each sum by about 1e-7 of it. Over a few updates losses and norms differ by 1e-4. A
+weight moves by lr * m / sqrt(v), which does not depend on the gradient's size. So if a gradient is only rounding error,
+its weight may move either way, by at most 2 * lr per update. A master halfway between two bf16 numbers, which are one bf16
+step apart (2**-8 of the weight), may be rounded to either. So each published weight must lie within lr + one step, and all
+but one in a thousand must be equal bit for bit. In bfloat16 this holds for only two updates, because one different weight
+changes the rounding of the next forward pass.
 """
 
 import json
@@ -39,13 +40,13 @@ CHANGED: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4}, "activation_checkpointing": True},
 }
 RUNS = list(CHANGED)
-SHARDED: dict[str, tuple[str, dict[str, Any]]] = {  # a model in `models`, and settings of its policy
+SHARDED: dict[str, tuple[str, dict[str, Any]]] = {  # name of a model in `models`, and the settings of its policy
     "tied": ("tied", {"dtype": "bfloat16", "loss": {"beta": 0.01}}),
     "untied": ("untied", {}),
     "lora": ("tied", {"lora": {"rank": 4}}),
     "published": ("adapters", {"lora": {"rank": 4}}),
 }
-QUICK = ["tied"]  # checked on two ranks; all are checked on four, which is slow
+QUICK = ["tied"]  # checked on two ranks; on four, which is slow, all are checked
 SUMS = ("loss", "optim/grad_norm", "policy/entropy", "policy/kl", "policy/mismatch_kl", "policy/clip_low")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,7 +61,7 @@ def files(tmp_path_factory) -> Path:
 
 
 def of(name: str) -> dict[str, Any]:
-    """Steps and dtype of the run."""
+    """The steps and dtype of this run."""
     dtype = "bfloat16" if name == "bfloat16" else "float32"
     return {"steps": STEPS if name == "float32" else 2, "dtype": dtype}
 
@@ -97,7 +98,7 @@ def torchrun(n: int, folder: Path, jobs: list[dict[str, Any]]) -> None:
 
 
 def without_last_step(out: Path, to: Path) -> Path:
-    """Copy a run's folder as it was before the last step."""
+    """Copy a run's folder, as it was before the last step, and return the copy."""
     shutil.copytree(out, to)
     shutil.rmtree(to / f"checkpoints/step-{STEPS:06d}")
     for version in (STEPS - 1, STEPS):
@@ -107,7 +108,7 @@ def without_last_step(out: Path, to: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tiny_folder, files, tmp_path_factory, one_thread) -> Path:
-    """One rank's runs, by name."""
+    """Runs on one rank, in folders by name."""
     folder = tmp_path_factory.mktemp("alone")
     for name in RUNS:
         node = pool(files)
@@ -147,7 +148,7 @@ def checks(models: dict[str, Path], folder: Path, names: list[str]) -> list[dict
 
 @pytest.fixture(scope="module")
 def two(tiny_folder, files, models, tmp_path_factory) -> Path:
-    """Two ranks' runs and checks, by name."""
+    """Runs and checks on two ranks, in folders by name."""
     folder = tmp_path_factory.mktemp("two")
     torchrun(
         2, folder, [*(job(tiny_folder, files, folder / name, name) for name in RUNS), *checks(models, folder, QUICK)]
@@ -157,7 +158,7 @@ def two(tiny_folder, files, models, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(tiny_folder, files, models, two, tmp_path_factory) -> Path:
-    """Four ranks' runs and checks, by name, and a run that resumes from two ranks' last checkpoint but one."""
+    """Runs and checks on four ranks, in folders by name, and a run resumed from the two ranks' last checkpoint but one."""
     folder = tmp_path_factory.mktemp("four")
     jobs = [job(tiny_folder, files, folder / name, name) for name in RUNS]
     resumed = without_last_step(two / "float32", folder / "resumed")
@@ -183,7 +184,7 @@ def assert_same_weights(
 
 
 def assert_same_run(result: Path, wanted: Path) -> None:
-    """Each step has five rows, which no number of ranks here divides."""
+    """Compare two runs. Each step has five rows, which cannot be divided equally among two or four ranks."""
     expected = reports(wanted)
     for one, other in zip(reports(result), expected, strict=True):
         for name in SUMS:
@@ -195,7 +196,7 @@ def assert_same_run(result: Path, wanted: Path) -> None:
 
 
 def cases(quick: Iterable[str], every: Iterable[str]) -> list[Any]:
-    """Parameters: names to compare on two ranks, and on four, which is slow."""
+    """Return test parameters: names to compare on two ranks, and on four in slow tests."""
     four = [pytest.param("four", name, marks=pytest.mark.slow) for name in every]
     return [*(("two", name) for name in quick), *four]
 
@@ -226,7 +227,7 @@ def test_two_ranks_checkpoint_resumes_on_four(four, two):
 def assert_continued(out: Path, straight: Path, posted: list[StepReport]) -> None:
     resumed_at = STEPS - 1
     files = [(run / f"versions/v{resumed_at:06d}/model.safetensors").read_bytes() for run in (out, straight)]
-    assert files[0] == files[1]  # written from the checkpoint, which is exact
+    assert files[0] == files[1]  # written from the checkpoint, which stores exact weights
     assert_same_weights(version(out, STEPS), version(straight, STEPS))
     [report], wanted = posted, reports(straight)[-1]
     assert report.step == resumed_at
@@ -253,11 +254,11 @@ def test_loading_in_shards_gives_the_same_bits_as_loading_whole(request, ranks, 
 
 @pytest.mark.parametrize(("ranks", "name"), cases(["memory"], ["memory"]))
 def test_no_rank_reads_or_keeps_more_than_its_share(request, ranks, name):
-    """Of 16 blocks, two are gathered at once (one in use, one prefetched), besides what is outside of blocks."""
+    """Two of 16 blocks are gathered at a time (one in use, one prefetched), besides the tensors outside of the blocks."""
     results = findings(request.getfixturevalue(ranks), name)
     for of in results:
         share = of["whole_bytes"] / len(results)
-        # once to compare, once to train
+        # read once to compare and once to train
         assert of["read_bytes"] == pytest.approx(2 * of["stored_bytes"] / len(results), rel=0.01)
         assert share < of["compared_bytes"] < share + 0.35 * of["whole_bytes"]
         assert of["peak_bytes"] < share + 0.35 * of["whole_bytes"]
@@ -273,7 +274,7 @@ def test_a_model_with_other_tensor_names_is_loaded_whole(four):
 
 @pytest.mark.parametrize("name", ["float32", "lora"])
 def test_two_ranks_publish_the_same_files_as_one(two, alone, name):
-    """The first version, where both have the same weights."""
+    """This compares the first version, for which both have the same weights."""
     versions = [folder / name / "versions/v000000" for folder in (two, alone)]
     first, second = ({path.name: path.read_bytes() for path in version.iterdir()} for version in versions)
     assert first.keys() == second.keys()

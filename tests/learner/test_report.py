@@ -51,12 +51,12 @@ def test_the_shape_counts_matrices_once_and_embeddings_never():
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_flops_equal_torchs_count(kv_heads):
-    """For one long completion after a prompt of one token: then head and body compute nearly the same positions."""
+    """With a prompt of one token and one long completion, head and body compute nearly the same positions."""
     model, length = tiny(tied=False, kv_heads=kv_heads), 9
     with FlopCounterMode(display=False) as counter:
         model(torch.ones(1, length + 1, dtype=torch.long)).logits.sum().backward()
     shape = shape_of(model)
-    # Eager attention computes all T x T pairs and the head at all T positions; the formula counts what is needed.
+    # Eager attention computes all T x T pairs and the head at all T positions; the formula counts only those needed.
     full = (length + 1) ** 2
     needed = (length + 1) * (length + 2) / 2
     waste = 3 * (4 * shape.layers * shape.width * (full - needed) + 2 * shape.head)
@@ -65,11 +65,11 @@ def test_flops_equal_torchs_count(kv_heads):
 
 def test_each_completion_attends_to_its_prompt_and_to_itself():
     shape = Shape(body=0, head=0, layers=2, width=8)
-    pairs = (1 + 2) + 3 + (3 + 4 + 5)  # of the prompt of 2, the completion of 1, and the completion of 3
+    pairs = (1 + 2) + 3 + (3 + 4 + 5)  # in the prompt of 2 tokens, the completion of 1, and the completion of 3
     assert forward_flops(shape, 2, [1, 3]) == 4 * 2 * 8 * pairs
 
 
-def test_a_reference_pass_adds_a_third():
+def test_a_reference_pass_adds_a_third_of_the_flops():
     shape, groups = Shape(body=10, head=5, layers=1, width=4), [group([0, 1], [2, 3])]
     alone = training_flops(shape, groups, extra_forwards=0)
     assert training_flops(shape, groups, extra_forwards=1) == pytest.approx(alone * 4 / 3)

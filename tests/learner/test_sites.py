@@ -1,4 +1,4 @@
-"""The learner at one or two sites: sharing batches, and a site that dies and returns."""
+"""The learner at one or two sites: how they share batches, and how a site that died returns."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Quiet(Shared):
-    """It sleeps before each query, so that the other thread can work."""
+    """A link that sleeps before each query, so that the other thread can work."""
 
     def outcome(self, round: int) -> Any:
         time.sleep(0.01)
@@ -90,7 +90,7 @@ def test_one_site_with_h_1_is_the_plain_learner_bit_for_bit(tiny_folder, tmp_pat
         assert report.metrics["sites/site-0/computed_s"] > 0 < report.metrics["sites/site-0/sent_bytes"]
 
 
-def test_a_dead_site_costs_its_share_of_one_batch_and_returns(tiny_folder, tmp_path):
+def test_a_site_that_dies_costs_its_share_of_one_batch_and_returns(tiny_folder, tmp_path):
     steps, clock, stop = 4, Clock(), threading.Event()
     of, pool = config(steps, 2), SitePool(*(step_file(step) for step in range(steps)))
     meeting = meeting_of(tiny_folder, tmp_path / "meet", of, clock)
@@ -123,7 +123,7 @@ def test_a_dead_site_costs_its_share_of_one_batch_and_returns(tiny_folder, tmp_p
     other.start()
     with pytest.raises(Killed):
         b.run(stop)
-    while meeting.round < 3:  # the first site waits once
+    while meeting.round < 3:  # the first site waits for the dead one in one round
         clock.now_s += 10.0 * (meeting.round == 1 and len(meeting.offers) == 1)
         time.sleep(0.01)
     assert again.run(stop) == "finished"
@@ -157,7 +157,7 @@ def test_an_unreported_step_is_reported_by_the_site_that_returns(tiny_folder, tm
     assert len(records(pool)[0].groups) == GROUPS and records(pool)[0].after == records(pool)[1].before
 
 
-def test_the_metrics_have_each_sites_outcome_and_figures():
+def test_the_metrics_include_each_sites_outcome_and_figures():
     figures = {"a": Figures(loss=0.5, computed_s=3.0, sent_bytes=7), "b": Figures(loss=None)}
     outcome = RoundOutcome(
         round=0, kept=["a"], left_out={"b": "not finite"}, missing=["c"], dealt=["a", "b", "c"], figures=figures,
@@ -172,7 +172,7 @@ def test_the_metrics_have_each_sites_outcome_and_figures():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
-def test_every_group_has_exactly_one_site(count):
+def test_every_group_belongs_to_exactly_one_site(count):
     groups = [BatchGroup(submission=submission(i // 4), group=i % 4) for i in range(12)]
     sites = [f"site-{i}" for i in range(count)]
     result = shares(groups, sites)

@@ -1,4 +1,4 @@
-"""A folder holds one training run, and files of anything else are not touched."""
+"""A training run claims its folder, and never touches files of anything else in it."""
 
 import json
 
@@ -8,7 +8,7 @@ from shoal.config import ConfigError
 from shoal.learner.training import CHECKPOINTS, METRICS, MODEL, claim, drop_after
 
 
-def test_a_folder_is_claimed_once_and_again_by_the_same_training(tmp_path):
+def test_only_the_same_training_can_claim_a_folder_again(tmp_path):
     claim(tmp_path / "new", {"model": "a", "lr": "1"})
     (tmp_path / "new" / "model").mkdir()  # written by this run
     claim(tmp_path / "new", {"lr": "1", "model": "a"})
@@ -19,7 +19,7 @@ def test_a_folder_is_claimed_once_and_again_by_the_same_training(tmp_path):
 
 
 @pytest.mark.parametrize("name", [METRICS, CHECKPOINTS, MODEL])
-def test_a_folder_of_something_else_is_refused_and_kept(tmp_path, name):
+def test_a_folder_with_files_of_something_else_is_refused_and_kept(tmp_path, name):
     (tmp_path / name).write_text("precious")
     with pytest.raises(ConfigError, match=f"holds {name} of something else; choose another --out"):
         claim(tmp_path, {"model": "a"})

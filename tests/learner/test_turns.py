@@ -40,7 +40,7 @@ def groups(talkative_folder, echo) -> list[Group]:
 
 
 def test_the_learners_logprobs_are_those_of_the_file(talkative_folder, groups):
-    """So the behaviour logprobs and targets of a row are of the same tokens."""
+    """This shows that the behaviour logprobs and targets of a row belong to the same tokens."""
     policy = make_policy(talkative_folder)
     assert any(turns for group in groups for turns in group.turns)
     assert [implausible_value(group) for group in groups] == ["", ""]
@@ -54,7 +54,7 @@ def test_the_learners_logprobs_are_those_of_the_file(talkative_folder, groups):
 
 
 def test_only_the_models_tokens_have_a_gradient(talkative_folder, groups):
-    """At a ratio of 1, the gradient of grpo is that of sum(advantage * logp) over the model's tokens."""
+    """At a ratio of 1, the gradient of grpo equals that of sum(advantage * logp) over the model's tokens."""
     n_tokens = sum(group.n_tokens for group in groups)
     assert n_tokens < sum(len(tokens) for group in groups for tokens in group.completions)
     over = denominator("grpo", n_tokens, 8, MAX_TOKENS)

@@ -19,7 +19,7 @@ from .support import alone, batches, equal, make_groups, make_policy, state
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 UPDATES, MAX_TOKENS = 8, 16
-# A clipped gradient would not show its denominator.
+# No clipping, because a clipped gradient does not show its denominator.
 SECTION: dict[str, Any] = {"grad_clip": 1e9, "optimizer_steps_per_step": UPDATES, "row_tokens": 64}
 
 
@@ -51,7 +51,8 @@ def test_each_of_eight_updates_has_its_own_share_and_denominator(tiny_folder, tm
         losses.append(by_hand.update(rows, float(over))["loss"])
     assert trained.policy.updates == UPDATES
     assert figures["loss"] == pytest.approx(sum(losses) / UPDATES)
-    assert equal(state(trained.policy), state(by_hand))  # the moments depend on each gradient's size
+    # the state includes the moments, which depend on the size of each gradient
+    assert equal(state(trained.policy), state(by_hand))
 
 
 def test_fewer_groups_than_updates_get_one_update_each(tiny_folder, tmp_path):
@@ -61,7 +62,7 @@ def test_fewer_groups_than_updates_get_one_update_each(tiny_folder, tmp_path):
 
 
 def test_the_ratio_of_every_update_is_relative_to_the_sampling_policy(tiny_folder, tmp_path):
-    """Not to the policy before the update: in later updates it is not 1."""
+    """So the ratio is not 1 in later updates, as it would be relative to the policy before each update."""
     trained = alone(tiny_folder, tmp_path, **SECTION | {"optimizer_steps_per_step": 2})
     on_policy = []
     for group in groups(2):
@@ -80,7 +81,7 @@ def test_the_ratio_of_every_update_is_relative_to_the_sampling_policy(tiny_folde
     assert seen[0] == pytest.approx(0.0, abs=1e-6) and seen[1] > 1e-4
 
 
-def test_updates_are_adamws_at_the_configured_rate(tiny_folder, monkeypatch):
+def test_updates_follow_adamw_at_the_configured_rate(tiny_folder, monkeypatch):
     """Compare with the formula of arXiv 1711.05101 in float64, over three updates of the warm-up."""
     (beta1, beta2), lr = BETAS, 2e-3
     trained = make_policy(tiny_folder, lr=lr, warmup_steps=5, grad_clip=1e9)
@@ -113,7 +114,7 @@ SMALL = Shape(body=1000, head=64, layers=2, width=8)
 
 
 def several() -> list[Group]:
-    """Groups, one with several turns and one unchecked."""
+    """Three groups: one with several turns, one unchecked, and a plain one."""
     first, second, third = make_groups()
     turns = [[1, 1], [], [2, 1], []]
     behaviour = [of[: len(of) - bool(own)] for of, own in zip(first.behaviour, turns, strict=True)]
@@ -125,7 +126,7 @@ def planned(known: list[Any], row_tokens: int = 12) -> list[Row]:
 
 
 class Wired(Ranks):
-    """One of several ranks in this process. The leader's messages go through `box`."""
+    """One of several ranks in this process. The leader leaves its messages to them in `box`."""
 
     box: list[bytes] = []
 
@@ -159,7 +160,7 @@ def test_each_rank_gets_its_own_rows_and_together_they_are_those_of_one_rank(siz
     assert set(together[0]) == {True, False}
 
 
-def test_a_message_of_other_rows_is_refused():
+def test_a_message_about_other_rows_is_refused():
     rows = planned(several())
     data = encode([row.contents() for row in rows])
     assert len(data) == 4 * sum(row.n_tokens + row.n_trained for row in rows)

@@ -1,4 +1,4 @@
-"""The backends of a pool's accounts, each with a clock that tests set: the ledger, pyrevm and anvil."""
+"""The backends of a pool's accounts: the ledger, pyrevm and anvil, each with a clock that tests set."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ ACCOUNT = "0x" + "11" * 20
 
 
 class InLedger(LedgerStakes):
-    """With the entries that a coordinator appends itself."""
+    """Accounts in the ledger. This appends the entries that a coordinator would append."""
 
     def register(self, key: str, role: str) -> None:
         self._append("registered", key=key, role=role)

@@ -1,4 +1,4 @@
-"""The ledger refuses all but appends, and verification finds every change of a copy."""
+"""The ledger refuses everything but appends, and verification finds every change in a copy."""
 
 import json
 import sqlite3
@@ -146,7 +146,7 @@ def test_a_connection_with_implicit_transactions_is_refused() -> None:
         "INSERT INTO ledger SELECT NULL, time_s, kind, body, previous, digest, signature FROM ledger LIMIT 1",
     ],
 )
-def test_the_database_refuses_all_but_appends(statement: str) -> None:
+def test_the_database_refuses_everything_but_appends(statement: str) -> None:
     ledger, connection = open_ledger()
     before = [ledger.append("accepted", {"step": step}) for step in range(2)]
     with pytest.raises(sqlite3.IntegrityError, match="append-only"):
@@ -211,7 +211,7 @@ def test_verification_finds_entries_out_of_order(order: list[int], seq: int) -> 
     assert first_bad([entries[position] for position in order]) == seq
 
 
-def test_an_export_verifies_without_the_database_and_replaces_the_previous_one(tmp_path: Path) -> None:
+def test_an_export_can_be_verified_without_the_database_and_replaces_the_previous_one(tmp_path: Path) -> None:
     ledger, connection = open_ledger()
     write_export(ledger.entries(), tmp_path / "ledger.jsonl")
     assert (tmp_path / "ledger.jsonl").read_bytes() == b""

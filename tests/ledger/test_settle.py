@@ -1,4 +1,4 @@
-"""Settling copies each ledger entry into the contract once, whatever is repeated or lost on the way."""
+"""Settling copies each ledger entry into the contract once, whatever is repeated or lost in between."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every backend of the accounts has the same rules: the ledger, the contract on pyrevm, and the contract on anvil."""
+"""All backends of the accounts follow the same rules: the ledger, the contract on pyrevm, and the contract on anvil."""
 
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ def refused(*actions: Callable[[], None]) -> None:
             action()
 
 
-def test_registration_comes_first_and_once(backend: Backend) -> None:
+def test_a_key_registers_once_and_before_it_stakes_or_earns(backend: Backend) -> None:
     stakes, _ = backend
     assert stakes.account(A) is None
     refused(lambda: stakes.stake(A, 5), lambda: stakes.credit(A, "w-1", 3), lambda: stakes.slash(A, "w-1", DIGEST))
@@ -71,7 +71,7 @@ def test_work_is_credited_once(backend: Backend) -> None:
     assert account(stakes).credit == 17 and account(stakes, B).credit == 0
 
 
-def test_slashing_takes_stake_and_unstaked_stake_for_the_pool(backend: Backend) -> None:
+def test_slashing_takes_staked_and_unstaked_amounts_for_the_pool(backend: Backend) -> None:
     stakes, advance = backend
     stakes.register(A, "worker")
     stakes.register(B, "worker")
@@ -110,7 +110,7 @@ def test_a_contract_reports_events_in_order(backend: Backend) -> None:
     ]
 
 
-def test_a_deposit_becomes_stake_at_registration_and_can_be_reclaimed_before(backend: Backend) -> None:
+def test_a_deposit_becomes_stake_at_registration_and_can_be_reclaimed_before_that(backend: Backend) -> None:
     stakes, _ = backend
     stakes.deposit(A, 40)
     stakes.deposit(A, 60)
@@ -135,7 +135,7 @@ def test_a_deposit_becomes_stake_at_registration_and_can_be_reclaimed_before(bac
     ]
 
 
-def test_a_rollback_of_the_ledger_is_undone_in_the_accounts() -> None:
+def test_a_rollback_of_the_ledger_also_undoes_its_entries_in_the_accounts() -> None:
     connection = sqlite3.connect(":memory:", isolation_level=None)
     ledger = Ledger(SqliteConnection(connection), Identity.generate(), clock=lambda: 5)
     stakes = InLedger(ledger, lambda: 5)
@@ -168,7 +168,7 @@ def test_the_committed_bytecode_is_what_the_source_compiles_to() -> None:
     assert (compiled["abi"], compiled["bytecode"]) == (committed["abi"], committed["bytecode"])
 
 
-def test_nobody_but_the_operator_and_the_payer_moves_anything() -> None:
+def test_only_the_operator_and_the_payer_can_move_anything() -> None:
     chain = revm_chain()
     address = deploy(chain)
     stakes = InContract(chain, address)

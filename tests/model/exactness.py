@@ -1,4 +1,4 @@
-"""Small random models of many architectures for tests of exact numerics, and their packed results."""
+"""Small random models of many architectures, and their packed results, for tests of exact numerics."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +51,7 @@ def skip_unless_exact(dtype: DtypeName) -> None:
 
 
 def make(architecture: str, folder: Path, seed: int = 0) -> Path:
-    """Save a random model, whose biases and norms are random too, in a folder."""
+    """Save a model with random weights, biases and norms in a folder."""
     kind, changed = ARCHITECTURES[architecture]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZE | changed)))

@@ -1,4 +1,4 @@
-"""The converted SmolLM2 writes sensible English: a wrong permutation or scale of its weights fails here."""
+"""The converted SmolLM2 writes sensible English, which it would not with wrongly permuted or scaled weights."""
 
 import math
 import random
@@ -69,14 +69,14 @@ def test_perplexity_is_low_for_plain_english_and_high_for_shuffled_words(
 
 
 @pytest.mark.parametrize(("index", "question"), list(enumerate(QUESTIONS)))
-def test_trivial_questions_are_answered_right(
+def test_trivial_questions_are_answered_correctly(
     answers: list[list[int]], bundled_tokenizer: Any, index: int, question: str
 ) -> None:
     assert QUESTIONS[question] in bundled_tokenizer.decode(answers[index])
     assert index or answers[index][-1] == bundled_tokenizer.eos_token_id, "a short answer ends"
 
 
-def test_the_converted_weights_are_stored_in_bfloat16_with_the_tied_head_once(bundled: Path) -> None:
+def test_the_converted_weights_are_stored_in_bfloat16_and_the_tied_head_once(bundled: Path) -> None:
     tensors = load_file(bundled / WEIGHTS)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert sum(tensor.numel() for tensor in tensors.values()) == 134_515_008

@@ -1,4 +1,4 @@
-"""The compute dtype: as configured, or the faster one by measurement."""
+"""The compute dtype is the configured one, or the one that was measured to be faster."""
 
 import pytest
 import torch

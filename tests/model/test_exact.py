@@ -1,4 +1,4 @@
-"""With exact numerics a token's results depend on its prefix alone, and each test of that notices another order of sums."""
+"""With exact numerics a token's results depend only on its prefix. The tests would notice another order of summation."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_appending_tokens_changes_no_bit_of_the_earlier_ones(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_learners_forward_has_the_validators_bits(tmp_path: Path, dtype: DtypeName) -> None:
+def test_the_learners_forward_pass_has_the_validators_bits(tmp_path: Path, dtype: DtypeName) -> None:
     model = exact_model("three to a key head", tmp_path, dtype)
     trees = random_trees(2, model.config.vocab_size)
     _, expected_N = states(model, trees, 0.7)
@@ -147,7 +147,7 @@ def test_a_products_row_does_not_depend_on_the_others(dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_way_has_the_references_bits(dtype: torch.dtype) -> None:
-    """Even where no way computes a product as a whole, and its rows are halved."""
+    """This includes products that no way computes as a whole, so that their rows are halved."""
     skip_unless_exact("float32" if dtype == torch.float32 else "bfloat16")
     x_RK, weight_CK, expected_RC = products._reference(576, 300, dtype)
     for count in (16, 48, 96, 176, 256):
@@ -189,7 +189,7 @@ def test_a_way_with_other_bits_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> 
         products._way.__wrapped__(16, 64, 130, torch.float32, 1)
 
 
-def test_a_products_gradients() -> None:
+def test_a_products_gradients_are_those_of_pytorch() -> None:
     x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((5, 8), (3, 8), (3,)))
     got = torch.autograd.grad(products.linear(x, weight, bias).square().sum(), (x, weight, bias))
     expected = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias).square().sum(), (x, weight, bias))
@@ -197,7 +197,7 @@ def test_a_products_gradients() -> None:
         torch.testing.assert_close(grad, plain)
 
 
-def test_a_logprob_does_not_depend_on_the_rows_beside_it() -> None:
+def test_a_logprob_does_not_depend_on_other_rows() -> None:
     scaled_NV = torch.randn(40, 40_000, generator=torch.Generator().manual_seed(0))
     tokens_N = torch.arange(40)
     for threads in (1, 2):

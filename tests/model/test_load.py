@@ -78,7 +78,7 @@ def test_weights_come_back_rounded_to_bfloat16(make_tiny: Any, tokenizer: Any, t
 
 
 def test_loading_and_saving_a_version_again_changes_no_byte(tiny_folder: Path, tmp_path: Path) -> None:
-    """After the first load, which changes tokenizer_config.json: transformers records there that it was local."""
+    """Only the first load changes a file: transformers records in tokenizer_config.json that it was loaded from a folder."""
     folders = [tiny_folder, tmp_path / "once", tmp_path / "twice"]
     for source, target in pairwise(folders):
         save_model(load_model(source), load_tokenizer(source), target)
@@ -119,7 +119,7 @@ def test_weights_are_stored_in_bfloat16_and_a_tied_output_head_once(
 def test_a_failed_write_is_an_error_that_names_the_folder(
     make_tiny: Any, tokenizer: Any, tmp_path: Path, refused: str
 ) -> None:
-    model = make_tiny(3, hidden_size=256)  # so that the weights are the longest file
+    model = make_tiny(3, hidden_size=256)  # large enough that the weights are the longest file
     save_model(model, tokenizer, tmp_path / "whole")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "whole" / refused).stat().st_size - 1, limits[1]))
@@ -134,7 +134,7 @@ def test_a_failed_write_is_an_error_that_names_the_folder(
 def test_weights_are_written_last_tensor_by_tensor_and_renamed_when_complete(
     tiny_model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
-    """One tensor is in memory at a time: each is requested once the earlier ones are written."""
+    """Only one tensor is in memory at a time: each is requested after the earlier ones are written."""
     folder, seen_bytes = tmp_path / "m", []
     shapes = stored_shapes(tiny_model)
 
@@ -233,7 +233,7 @@ def test_a_refused_file_leaves_every_weight_as_it_was(tiny_folder: Path, edited:
         (None, None, ()),
     ],
 )
-def test_end_tokens_are_the_tokenizers_then_the_generation_configs(
+def test_end_tokens_are_the_tokenizers_followed_by_the_generation_configs(
     tokenizers: int | None, declared: Any, expected: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     GenerationConfig(eos_token_id=declared).save_pretrained(tmp_path)
@@ -241,7 +241,7 @@ def test_end_tokens_are_the_tokenizers_then_the_generation_configs(
     assert eos_ids(tmp_path) == expected
 
 
-def test_loading_shows_no_progress_bar_and_leaves_those_of_others(
+def test_loading_shows_no_progress_bar_and_leaves_them_enabled_for_others(
     tiny_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shown = transformers_logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Logprobs, entropies and gradients computed in slices equal those through the full log softmax."""
+"""Logprobs, entropies and gradients computed in slices equal those computed with the full log softmax."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from shoal.model import logprobs
 from shoal.model.logprobs import Scoring, chosen_logprobs, chosen_loss
 
 VOCAB, HIDDEN = 64, 32
-PRODUCT, CACHED = 8, 3  # rows of a product, and of a chunk that is exponentiated
+PRODUCT, CACHED = 8, 3  # the number of rows in a product, and in a chunk that is exponentiated
 SIZES = [1, PRODUCT - 1, PRODUCT, PRODUCT + 1, 2 * PRODUCT + 3]
 
 

@@ -1,4 +1,4 @@
-"""Seeds, the bits and distribution of the noise, sampling, and replay."""
+"""Seeds, the noise (its bits and distribution), sampling, and replay."""
 
 import math
 from collections.abc import Sequence
@@ -97,7 +97,7 @@ def test_noise_equals_a_plain_python_implementation() -> None:
         (1, 2, 3, 4.7205272),
         (12345, 7, 31999, 0.5123168),
         (2**63 - 1, 10**6, 49151, 0.6447365),
-        (1, 5, 633193, -2.8115408),  # seed 1 hashes to all zeros, and to all ones, at these two places
+        (1, 5, 633193, -2.8115408),  # here the hash is all zeros, and in the next line all ones
         (1, 2, 150487, 16.6355324),
     ],
 )
@@ -108,11 +108,11 @@ def test_noise_is_a_known_number(seed: int, position: int, token: int, value: fl
 # ---- the distribution of noise
 
 
-def test_noise_is_gumbels_and_depends_on_its_own_row_and_token_alone() -> None:
+def test_noise_is_gumbel_distributed_and_depends_only_on_its_own_row_and_token() -> None:
     noise_NV = dense([11] * 500, range(500), SIZE)
     x = noise_NV.flatten().double().sort().values
     distance = float((torch.exp(-torch.exp(-x)) - torch.arange(1, len(x) + 1) / len(x)).abs().max())
-    assert distance < 1.95 / math.sqrt(len(x))  # Kolmogorov and Smirnov, p = 0.001
+    assert distance < 1.95 / math.sqrt(len(x))  # Kolmogorov-Smirnov test, p = 0.001
     assert float(x.mean()) == pytest.approx(0.5772156649, abs=0.005)
     assert float(x.var()) == pytest.approx(math.pi**2 / 6, rel=0.008)
     assert bool(((noise_NV > -2.9) & (noise_NV < LARGEST_NOISE)).all())
@@ -155,7 +155,7 @@ def test_logprobs_are_at_the_sampling_temperature_or_at_one_if_greedy(temperatur
 
 
 @pytest.mark.parametrize("vocab_size", [61, 49152])
-def test_a_row_alone_is_bitwise_the_same_row_in_a_batch(vocab_size: int) -> None:
+def test_a_row_alone_has_the_same_bits_as_in_a_batch(vocab_size: int) -> None:
     logits_NV = random_logits(7, vocab_size)
     tokens_N, logprobs_N = choose(logits_NV, range(7), range(7), 0.7)
     alone = [choose(logits_NV[i : i + 1], [i], [i], 0.7) for i in range(7)]
@@ -191,7 +191,7 @@ def test_margins_of_chosen_tokens_are_exactly_zero_and_of_any_other_positive(tem
     assert float((replay_margins(flat_NV, tokens_N, range(1, 201), rows) > 0).float().mean()) > 0.8
 
 
-def test_a_margin_is_the_nats_by_which_the_logits_would_have_to_move() -> None:
+def test_a_margin_is_how_many_nats_the_logits_would_have_to_move() -> None:
     logits_NV = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
     scores_V = logits_NV[0] / 0.5 + dense([9], [4], 64)[0]
     best, second = scores_V.topk(2).indices.tolist()

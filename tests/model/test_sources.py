@@ -1,4 +1,4 @@
-"""Resolving the names of models, and the number of their positions."""
+"""Names of models are resolved to folders, and limits on tokens are checked against their number of positions."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""A model is refused when it is loaded unless its logprobs in packed rows are those of plain transformers."""
+"""Loading refuses a model unless its logprobs in packed rows equal those of plain transformers."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,12 +65,12 @@ def test_a_model_with_full_attention_is_accepted(tmp_path: Path, name: str, conf
     assert load_model(architectures.create(tmp_path, name, **config)).config.model_type == name
 
 
-QUICK = ("qwen2", "gpt2", "granite", "lfm2", "bloom", "gemma2", "bert")  # the default run; `slow` tests all
+QUICK = ("qwen2", "gpt2", "granite", "lfm2", "bloom", "gemma2", "bert")  # for the default run; slow tests use all
 TREES = [Tree(list(range(4, 24)), [[5, 6, 7], [8, 9]]), Tree([30, 31, 32], [list(range(33, 50))])]
 
 
 def by_transformers(model: Any, trees: list[Tree], temperature: float = 1.0) -> torch.Tensor:
-    """Return the logprobs of all completions by transformers' eager forward of each sequence alone."""
+    """Return the logprobs of all completions, computed by transformers' eager attention for each sequence alone."""
     own = model.config._attn_implementation
     model.set_attn_implementation("eager")
     parts = []
@@ -91,7 +91,7 @@ def each(names: tuple[str, ...]) -> Any:
 
 
 @each(architectures.PACKED)
-def test_learner_and_engine_compute_an_accepted_architecture_right(tmp_path: Path, name: str) -> None:
+def test_learner_and_engine_compute_an_accepted_architecture_correctly(tmp_path: Path, name: str) -> None:
     loaded = load_model(architectures.create(tmp_path, name))
     expected_N = by_transformers(loaded, TREES, 0.7)
     logp_N, entropy_N = Scorer(loaded)(pack(TREES), 0.7, True)
@@ -115,7 +115,7 @@ def test_an_architecture_that_packed_rows_would_compute_wrongly_is_refused(tmp_p
         load_model(folder)
 
 
-def test_the_page_names_every_architecture_of_the_table() -> None:
+def test_the_documentation_names_every_tested_architecture() -> None:
     page = (Path(__file__).parents[2] / "docs/recipe.md").read_text()
     for name in (*architectures.PACKED, *architectures.REFUSED):
         assert f"`{name}`" in page, name
@@ -125,7 +125,7 @@ def test_the_page_names_every_architecture_of_the_table() -> None:
     ("name", "settings"),
     [("granite", {"logits_scaling": 4.0}), ("nanochat", {"final_logit_softcapping": 2.0})],
 )
-def test_gradients_through_scaled_and_capped_logits_are_transformers(
+def test_gradients_through_scaled_and_capped_logits_equal_those_of_transformers(
     tmp_path: Path, name: str, settings: dict[str, Any]
 ) -> None:
     loaded = load_model(architectures.create(tmp_path, name, **settings))
@@ -156,7 +156,7 @@ def test_the_change_of_logits_is_identified_by_field_and_example(config: Any, ch
 
 
 def test_the_difference_is_measured_in_float32_whatever_the_dtype(tmp_path: Path) -> None:
-    """In bfloat16, rounding alone differs by as much as a state that leaks."""
+    """In bfloat16, rounding alone causes differences as large as a state that leaks does."""
     folder, differences = architectures.create(tmp_path, "lfm2"), []
     for dtype in ("float32", "bfloat16"):
         with pytest.raises(UnsupportedModelError, match=r"Lfm2ForCausalLM.* by \S+ nats per token") as error:
@@ -178,7 +178,7 @@ def test_the_comparison_leaves_the_model_and_the_random_state_as_they_were(tiny_
 
 
 def test_a_window_under_an_unknown_name_is_noticed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compared sequences are longer than any small number in the config that may be a window."""
+    """Any small number in the config may be a window, so the compared sequences are longer than that."""
     eager = modeling_llama.eager_attention_forward
 
     def windowed(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ def test_a_window_under_an_unknown_name_is_noticed(tiny_folder: Path, monkeypatc
 
     model = load_model(tiny_folder)
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", windowed)
-    check_logprobs_(model, tiny_folder)  # too short to show it
+    check_logprobs_(model, tiny_folder)  # its sequences are too short to show the window
     model.config.local_window_tokens = 100
     with pytest.raises(UnsupportedModelError, match="differ from plain transformers"):
         check_logprobs_(model, tiny_folder)
@@ -221,7 +221,9 @@ def test_the_compared_sequences_fit_the_models_positions(positions: int, length:
 
 
 @pytest.mark.parametrize("difference", [0.9 * TOLERANCE, 1.1 * TOLERANCE, float("nan")])
-def test_the_mean_difference_decides(tiny_folder: Path, difference: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mean_difference_decides_whether_a_model_is_refused(
+    tiny_folder: Path, difference: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = support._own_logprobs
 
     def changed(model: Any, trees: list[Tree]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Trees packed into one row: packed equals unpacked, nothing leaks, and turns, splitting and masks are right."""
+"""Trees packed into one row: results equal unpacked ones, nothing leaks, and turns, splitting and masks are right."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,7 +51,7 @@ def packed_logprobs(model: Any, trees: Sequence[Tree], kernel: Kernel = "cascade
 
 
 def plain_logprobs(model: Any, trees: Sequence[Tree]) -> Tensor:
-    """Return the targets' logprobs by transformers' own forward of one sequence at a time."""
+    """Return the targets' logprobs, computed by transformers' own forward pass of one sequence at a time."""
     parts = []
     for tree in trees:
         for completion, turns in tree.branches():
@@ -94,9 +94,9 @@ def test_logprobs_of_a_split_tree_are_those_of_the_whole(tiny_model: Any) -> Non
     [
         ([8, 8, 8], [0], True),  # contiguous: no copy
         ([8, 8, 6], [None], True),  # the last one is padded
-        ([6, 8, 8], [None], False),  # another one is padded
+        ([6, 8, 8], [None], False),  # one that is not the last is padded
         ([12, 4, 4], [0, 12], True),  # two batches
-        ([4, 12, 4], [4, None], False),  # another between them
+        ([4, 12, 4], [4, None], False),  # two of one length with another between them
     ],
 )
 def test_contiguous_sequences_are_not_copied_and_have_the_same_gradients(
@@ -144,7 +144,7 @@ def test_smollm2_packed_logprobs_equal_plain_forwards(bundled_model: Any, bundle
 
 
 @torch.no_grad()
-def test_a_change_reaches_its_own_tree_or_completion_alone(tiny_model: Any) -> None:
+def test_a_change_affects_only_its_own_tree_or_completion(tiny_model: Any) -> None:
     def moved(tokens: Sequence[int]) -> list[int]:
         return [(token + 1) % 64 for token in tokens]
 
@@ -181,7 +181,7 @@ def test_a_predictor_sees_exactly_its_prompt_and_the_earlier_tokens_of_its_compl
 
 
 @pytest.mark.parametrize("root", [[], ROOT], ids=["the_picture", "shared_prefix_of_a_row"])
-def test_the_layout_is_that_of_the_modules_pictures(root: list[int]) -> None:
+def test_the_layout_is_the_one_pictured_in_the_module(root: list[int]) -> None:
     packed = pack(rooted(root, [Tree([10, 11, 12], [[1, 2, 3], [4, 5]]), Tree([20, 21], [[6, 7]])]))
     n = len(root)
     assert packed.tokens_T.tolist() == [*root, 10, 11, 12, 1, 2, 3, 4, 5, 20, 21, 6, 7]
@@ -194,10 +194,10 @@ def test_the_layout_is_that_of_the_modules_pictures(root: list[int]) -> None:
     [
         ([[*ROOT, 1, 2], [*ROOT, 3]], len(ROOT)),
         ([[*ROOT, 1, 2], [*ROOT, 3], [*ROOT[:10], 0, 0]], 10),
-        ([ROOT, ROOT], len(ROOT) - 1),  # each keeps a token
+        ([ROOT, ROOT], len(ROOT) - 1),  # each prompt keeps a token of its own
         ([ROOT], 0),
         ([ROOT, ROOT, []], 0),
-        ([[*ROOT[: SHORTEST_ROOT - 1], 1], [*ROOT[: SHORTEST_ROOT - 1], 2]], 0),  # not worth it
+        ([[*ROOT[: SHORTEST_ROOT - 1], 1], [*ROOT[: SHORTEST_ROOT - 1], 2]], 0),  # too short to be worth sharing
         ([ROOT, [63, *ROOT[1:]]], 0),
     ],
 )
@@ -205,7 +205,7 @@ def test_how_long_a_shared_prefix_is(prompts: list[list[int]], shared: int) -> N
     assert shared_prefix(prompts) == shared
 
 
-def test_a_pack_moves_to_a_device_whole() -> None:
+def test_all_tensors_of_a_pack_move_to_a_device() -> None:
     packed = pack(some_trees()).to(torch.device("meta"))
     assert {field.device.type for field in vars(packed).values()} == {"meta"}
 
@@ -218,7 +218,7 @@ def test_rows_hold_the_trees_in_order(sizes: list[int], row_tokens: int) -> None
 
 
 @given(trees, st.integers(16, 40))
-def test_parts_of_a_split_tree_fit_a_row_and_keep_prompt_and_completions(tree: Tree, row_tokens: int) -> None:
+def test_the_parts_of_a_split_tree_fit_a_row_and_keep_its_prompt_and_completions(tree: Tree, row_tokens: int) -> None:
     parts = split(tree, row_tokens)
     assert [c for part in parts for c in part.completions] == list(tree.completions)
     assert split(tree, tree.n_tokens) == [tree], "it fits"
@@ -237,7 +237,7 @@ lengths = st.lists(st.integers(1, 6), min_size=1, max_size=9).filter(lambda turn
 
 @given(lengths)
 def test_spans_are_the_models_turns(all_lengths: list[int]) -> None:
-    """The tokens are the numbers of their turns."""
+    """Each token is the number of its turn."""
     written = [number for number, length in enumerate(all_lengths) for _ in range(length)]
     turns, n = all_lengths[:-1], len(written)
     assert fit(turns, n)
@@ -259,7 +259,7 @@ def test_impossible_turns_do_not_fit_and_an_empty_list_is_a_single_turn() -> Non
 
 
 @given(st.lists(st.integers(-3, 12), max_size=8), st.integers(0, 30))
-def test_turns_that_fit_leave_no_turn_empty_and_no_token_out(turns: list[int], n: int) -> None:
+def test_turns_that_fit_cover_all_tokens_and_none_is_empty(turns: list[int], n: int) -> None:
     if fit(turns, n) and n:
         spans = model_spans(turns, n)
         assert spans[0][0] == 0 and spans[-1][1] == n
@@ -274,7 +274,7 @@ MODELS_TOKENS = [10, 11, 15, 16, 20, 21, 22, 30, 32, 34]
 
 
 @torch.no_grad()
-def test_only_the_models_tokens_are_targets_each_after_the_token_before_it(tiny_model: Any) -> None:
+def test_only_the_models_tokens_are_targets_predicted_from_the_token_before(tiny_model: Any) -> None:
     packed = pack([TURNS])
     assert packed.tokens_T.tolist() == [*PROMPT, *COMPLETIONS[0], *COMPLETIONS[1], *COMPLETIONS[2]]
     assert packed.target_N.tolist() == MODELS_TOKENS
@@ -336,7 +336,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_building_a_mask_holds_one_tile_of_pairs_at_a_time() -> None:
+def test_building_a_mask_keeps_only_one_tile_of_pairs_in_memory() -> None:
     row = flex_layout((500, (700, 900)), (948, (1000,)))
     with Largest() as largest:
         assert row.block_mask.sparsity() > 50

@@ -1,7 +1,7 @@
 """Deliberate faults, each with the tests that should catch it. `run` applies them; a surviving fault means a missing test.
 
-Each block of `faults.txt` is a fault: a file in src/shoal, a file in tests/ and an optional -k for pytest; then the text to
-replace (`-`) and its replacement (`+`; without one the text is deleted).
+Each block of `faults.txt` is a fault. Its first line names a file in src/shoal, a file in tests/ and, optionally, an
+expression for pytest's -k. Then come the text to replace (`-`) and its replacement (`+`), without which the text is deleted.
 Invariant: the text to replace occurs exactly once in its file. `test_faults` checks this.
 """
 

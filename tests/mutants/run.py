@@ -2,8 +2,8 @@
 
     make mutants ARGS="--only toploc --out survivors.json"
 
-PyTorch, transformers and pytest are imported once, and each fault runs in a fork. Invariants: the checkout is not changed,
-and a child that does not import Shoal from its copy counts as an error.
+PyTorch, transformers and pytest are imported once, and each fault runs in a forked process. Invariants: the checkout is not
+changed, and a process that does not import Shoal from its copy counts as an error.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers  # noqa: F401  for the children
+import transformers  # noqa: F401  for the forked processes
 
 from .faults import FAULTS, Fault
 

@@ -1,4 +1,4 @@
-"""A coordinator that is a function (httpx.MockTransport), and what joins it."""
+"""A fake coordinator (a function behind httpx.MockTransport), and nodes that join it."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ RUN = "run-0"
 
 
 def signer_of(request: httpx.Request, audience: str, now_s: float, nonces: NonceStore | None = None) -> str:
-    """The key that signed this request, verified as servers do. Raises SignatureError."""
+    """Verify this request as servers do and return the key that signed it. Raise SignatureError if it is invalid."""
     target = request.url.raw_path.decode("ascii")
     head = verify_head(request.method, target, request.headers, audience=audience, now_s=now_s)
     if nonces:
@@ -32,7 +32,7 @@ def signer_of(request: httpx.Request, audience: str, now_s: float, nonces: Nonce
 def answered(
     request: httpx.Request, response: httpx.Response, signer: Identity = COORDINATOR, now_s: float | None = None
 ) -> httpx.Response:
-    """The response, signed as an answer to the request. A stream is left as it is."""
+    """Sign the response as an answer to the request and return it. A streamed response stays unsigned."""
     if isinstance(response.stream, httpx.ByteStream) and "content-encoding" not in response.headers:
         digest = sha256(response.content).digest()
         headers = sign_answer(
@@ -47,7 +47,7 @@ def answered(
 
 
 class FakeCoordinator:
-    """Answers what is in `answers` (path -> JSON text or response), after failing `away` times; keeps what came."""
+    """Fail `away` times, then answer from `answers` (path -> JSON text or response). All requests are kept."""
 
     def __init__(self, away: int = 0, **descriptor: Any) -> None:
         self.away = away
@@ -88,7 +88,7 @@ def join(coordinator: FakeCoordinator, folder: Path, patience_s: float = 5.0, **
 
 
 class NoPauses(threading.Event):
-    """A stop event that notes how long it is waited for, and is set after `most` waits."""
+    """A stop event whose waits return at once. It records their timeouts, and is set after `most` waits."""
 
     def __init__(self, most: int = 1_000) -> None:
         super().__init__()

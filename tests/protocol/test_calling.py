@@ -1,4 +1,4 @@
-"""Requests to a coordinator that is away, silent or busy, whose answer is forged, or too large."""
+"""Requests to a coordinator that is away, silent or busy, or whose answer is forged or too large."""
 
 import gzip
 import itertools
@@ -33,8 +33,8 @@ def test_requests_are_repeated_while_the_coordinator_is_away(tmp_path: Path, cap
     assert caplog.messages == ["waiting up to 5 s for the coordinator at http://c:1: ConnectError: refused"], "once"
 
 
-def test_a_large_body_is_sent_in_pieces_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """httpcore copies what is left of a piece after each part that is sent: 270 MB in one piece took 15 s on loopback."""
+def test_a_large_body_is_sent_completely_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """httpcore copies the rest of a piece each time it has sent a part: 270 MB in one piece took 15 s on loopback."""
     monkeypatch.setattr(calling, "SEND_BYTES", 1000)
     coordinator = FakeCoordinator()
     node, data = join(coordinator, tmp_path), bytes(range(250)) * 10
@@ -63,7 +63,7 @@ def test_a_node_that_is_told_to_stop_makes_no_further_attempt(tmp_path: Path) ->
 
 
 def test_a_stop_does_not_wait_for_a_silent_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = itertools.count()  # the clock goes on by a quarter of a second with each look at it
+    looks = itertools.count()  # each call of the clock advances it by a quarter of a second
     monkeypatch.setattr(calling, "time", SimpleNamespace(monotonic=lambda: next(looks) / 4))
     monkeypatch.setattr(calling, "LOOK_S", 0.001)
     stop, freed = threading.Event(), threading.Event()
@@ -84,7 +84,7 @@ def test_a_stop_does_not_wait_for_a_silent_coordinator(tmp_path: Path, monkeypat
     assert 1 <= (next(looks) - looks_before_stop) / 4 <= 2.5, "seconds"
 
 
-def test_an_answer_soon_after_the_stop_counts(tmp_path: Path) -> None:
+def test_an_answer_that_arrives_soon_after_the_stop_is_used(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
     assert join(FakeCoordinator(), tmp_path, stop=stop).name == "w-0", "a last report is not lost"
@@ -102,8 +102,8 @@ def test_a_refusal_without_a_reason_is_reported_with_its_status(tmp_path: Path, 
 # --- forged answers --------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_by_anyone_else_is_ignored(tmp_path: Path) -> None:
-    """A proxy whose coordinator is away, or somebody in between: neither may stop a node, nor be believed."""
+def test_an_answer_that_the_coordinator_did_not_sign_is_ignored(tmp_path: Path) -> None:
+    """A proxy without its coordinator, or somebody in between, can neither stop a node nor be believed."""
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path, patience_s=0.2, stop=NoPauses())
     for signer, word in ((None, "not signed"), (OTHER, "signed by")):
@@ -117,7 +117,7 @@ def test_an_answer_by_anyone_else_is_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["body", "status", "another request"])
 def test_an_answer_changed_in_between_is_ignored(tmp_path: Path, change: str) -> None:
-    """Also the coordinator's own answer to another request, such as another worker's task or a batch of another step."""
+    """So is the coordinator's own answer to another request, such as another worker's task or another step's batch."""
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path, patience_s=0.2, stop=NoPauses())
     requests: list[httpx.Request] = []
@@ -140,7 +140,7 @@ def test_an_answer_changed_in_between_is_ignored(tmp_path: Path, change: str) ->
 
 @pytest.mark.parametrize("status", [429, 425, 503])
 def test_a_request_that_was_told_to_wait_is_signed_again_and_repeated(tmp_path: Path, status: int) -> None:
-    """429: too many requests; 425: a coordinator that just started suspects a replay; 503: another one takes over."""
+    """429: too many requests; 425: a new coordinator suspects a replay; 503: another one takes over."""
     coordinator, stop = FakeCoordinator(), NoPauses()
     node = join(coordinator, tmp_path, stop=stop)
     coordinator.answers["/v1/steps"] = '{"ok": true}'
@@ -172,7 +172,7 @@ def test_a_node_polls_a_slow_coordinator_less_often(tmp_path: Path) -> None:
     assert node.pause_s(0.1) >= 0.2 * (1 - WAITING_SHARE) / WAITING_SHARE
 
 
-def test_an_answer_that_is_another_message_is_an_error(tmp_path: Path) -> None:
+def test_an_answer_of_another_message_type_is_an_error(tmp_path: Path) -> None:
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path)
     coordinator.answers["/v1/steps"] = '{"ok": true, "more": 1}'
@@ -189,7 +189,7 @@ class Endless(httpx.SyncByteStream):
     sent = 0
 
     def __iter__(self) -> Iterator[bytes]:
-        while self.sent < 1 << 26:  # the test ends even if reading never stops
+        while self.sent < 1 << 26:  # so that the test ends even if reading never stops
             self.sent += 1 << 16
             yield bytes(1 << 16)
 
@@ -226,7 +226,7 @@ def watch(transport: httpx.MockTransport) -> None:
         PoolWatch(URL, httpx.Client(transport=transport)).look()
 
 
-def test_a_reader_of_open_routes_does_not_read_without_end_or_decompress() -> None:
+def test_a_reader_of_open_routes_neither_reads_without_end_nor_decompresses() -> None:
     flood, packed = Endless(), Endless()
     watch(httpx.MockTransport(lambda request: httpx.Response(200, stream=flood)))
     assert flood.sent <= 20 << 20
@@ -244,7 +244,7 @@ def response(pieces: Iterator[bytes]) -> httpx.Response:
     return httpx.Response(200, content=pieces, request=httpx.Request("GET", URL))
 
 
-def test_a_body_that_trickles_ends_when_it_is_slower_than_the_least() -> None:
+def test_reading_a_body_that_trickles_too_slowly_ends() -> None:
     clock = itertools.count(0.0, 1.0)
     with pytest.raises(httpx.ReadTimeout, match="bytes in 31 s"):
         read_body(response(b"x" for _ in range(10**6)), 10**9, lambda: next(clock))
@@ -252,7 +252,7 @@ def test_a_body_that_trickles_ends_when_it_is_slower_than_the_least() -> None:
     assert len(read_body(response(piece for _ in range(100)), 10**9, lambda: next(clock))) == 100 * len(piece)
 
 
-def test_the_limit_of_a_body_itself_is_allowed() -> None:
+def test_a_body_may_be_exactly_as_large_as_its_limit() -> None:
     assert read_body(response(iter([b"abc"])), 3) == b"abc"
     with pytest.raises(BodyError, match="more than 2 bytes"):
         read_body(response(iter([b"abc"])), 2)

@@ -31,7 +31,7 @@ ALICE = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))
 MESSAGE = b"four legs good"
 
 
-def test_a_signature_is_good_for_its_key_message_and_domain_only() -> None:
+def test_a_signature_is_valid_only_for_its_key_message_and_domain() -> None:
     signature = ALICE.sign(MESSAGE, domain="ledger")
     assert verify(ALICE.public, MESSAGE, signature, domain="ledger")
     assert not verify(ALICE.public, MESSAGE, signature, domain="manifest")
@@ -64,7 +64,7 @@ def test_verify_under_any_32_bytes_is_false(raw: bytes) -> None:
     assert not verify(raw.hex(), MESSAGE, ALICE.sign(MESSAGE, domain="ledger"), domain="ledger")
 
 
-def test_a_key_has_one_spelling() -> None:
+def test_a_key_has_only_one_spelling() -> None:
     signature = ALICE.sign(MESSAGE, domain="ledger")
     for spelling in (ALICE.public.upper(), f" {ALICE.public}", f"{ALICE.public}\n"):
         assert not verify(spelling, MESSAGE, signature, domain="ledger")
@@ -79,12 +79,12 @@ def test_small_order_keys_are_refused(y: int, sign_bit: int) -> None:
 
 def test_a_signature_made_without_a_private_key_is_refused() -> None:
     neutral = (1).to_bytes(32, "little")
-    forged = neutral + bytes(32)  # R neutral, S zero: under the neutral key it fits every message
-    Ed25519PublicKey.from_public_bytes(neutral).verify(forged, MESSAGE)  # raises nothing: the library lets it pass
+    forged = neutral + bytes(32)  # with R neutral and S zero, it is valid for every message under the neutral key
+    Ed25519PublicKey.from_public_bytes(neutral).verify(forged, MESSAGE)  # the library accepts it without an error
     assert not verify(neutral.hex(), MESSAGE, forged.hex(), domain="ledger")
 
 
-def test_a_saved_key_is_for_its_owner_only_and_never_overwritten(tmp_path: Path) -> None:
+def test_a_saved_key_is_readable_by_its_owner_only_and_never_overwritten(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         ALICE.save(tmp_path / "key.pem")
@@ -139,7 +139,7 @@ def test_repr_shows_no_secret() -> None:
     assert repr(ALICE) == "Identity()"
 
 
-def test_signed_refuses_a_change_another_signer_and_another_purpose() -> None:
+def test_signed_refuses_changes_other_signers_and_other_purposes() -> None:
     signed = Signed.model_validate_json(Signed.make(ALICE, "fünf", domain="manifest").model_dump_json())
     assert signed.open(ALICE.public, domain="manifest") == "fünf"
     for changed in ({"payload": "x"}, {"signature": "0" * 128}, {"signature": "x"}):

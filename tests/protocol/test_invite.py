@@ -28,7 +28,7 @@ def invite(identity: Identity = COORDINATOR, run: str = RUN, **changed: Any) -> 
     return make_invite(identity, run=run, **fields)
 
 
-def test_a_copied_invite_names_address_key_run_role_and_name() -> None:
+def test_a_copied_invite_contains_address_key_run_role_and_name() -> None:
     made = invite()
     assert Invite.decode(f"  {made.encode()}\n") == made
     payload = open_payload(made.signed.model_dump_json(), COORDINATOR.public, RUN)
@@ -115,7 +115,7 @@ def test_an_invite_needs_a_url_that_a_node_can_reach(url: str) -> None:
         Invite.decode(invite().model_copy(update={"url": url}).encode())
 
 
-def test_an_invite_is_checked_for_role_and_time() -> None:
+def test_an_invites_role_and_expiry_are_checked() -> None:
     made = invite()
     made.check("worker", now_s=1_999_999_999)
     made.check("worker", now_s=None)
@@ -125,15 +125,15 @@ def test_an_invite_is_checked_for_role_and_time() -> None:
         made.check("worker", now_s=2_000_000_001)
 
 
-def test_two_pools_of_one_name_are_two_runs() -> None:
-    """Else a request, a file or a seed of one is valid in the other."""
+def test_two_pools_with_the_same_name_are_two_runs() -> None:
+    """Otherwise a request, a file or a seed of one would be valid in the other."""
     ids = [run_id("sums", identity.public) for identity in (COORDINATOR, OTHER)]
     assert ids[0] != ids[1] and all(id.startswith("sums-") for id in ids)
     assert run_id(ids[0], COORDINATOR.public) == ids[0], "a restart keeps it"
 
 
 def test_an_invite_into_a_run_that_another_coordinator_founded_is_refused() -> None:
-    """A coordinator that takes another run's id would get its members' signatures for that run."""
+    """A coordinator that reused another run's id would get signatures from its own members that are valid in that run."""
     invite(COORDINATOR, RUN).check("worker", None)
     with pytest.raises(InviteError, match="did not found"):
         invite(OTHER, RUN).check("worker", None)

@@ -1,4 +1,4 @@
-"""The node against a coordinator that is a function (httpx.MockTransport)."""
+"""A node that talks to a fake coordinator (`FakeCoordinator`)."""
 
 import threading
 import time
@@ -87,7 +87,7 @@ def test_if_an_older_coordinator_cannot_read_the_registration_the_error_names_bo
         join(coordinator, tmp_path)
 
 
-def test_the_first_key_of_a_role_is_waited_for(tmp_path: Path) -> None:
+def test_a_node_waits_for_the_first_key_of_a_role(tmp_path: Path) -> None:
     coordinator = FakeCoordinator(keys={"origin": ["a" * 64, "b" * 64]})
     node, stop = join(coordinator, tmp_path, patience_s=0.05), threading.Event()
     assert node.wait_for_key("origin", stop) == "a" * 64
@@ -101,7 +101,7 @@ def test_the_first_key_of_a_role_is_waited_for(tmp_path: Path) -> None:
 # --- heartbeats ------------------------------------------------------------------------------------------------------
 
 
-def test_a_heartbeat_reports_the_activity_and_the_time_busy_and_waiting(
+def test_a_heartbeat_reports_the_activity_and_the_busy_and_waiting_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 100.0

@@ -1,4 +1,4 @@
-"""Middleware of signed servers: bodies are bounded and are the signed ones; a client at its limit affects no other."""
+"""The middleware of signed servers bounds and verifies bodies, and a client at its limit affects no other client."""
 
 import asyncio
 import contextlib
@@ -114,7 +114,7 @@ def test_a_member_has_a_bounded_number_of_requests_in_progress() -> None:
         pass
 
 
-def test_refusals_are_held_back_once_there_are_many_and_never_long() -> None:
+def test_refusals_are_delayed_once_there_are_many_and_never_for_long() -> None:
     strangers = Strangers(Clock())
     holds_s = [strangers.refusal_hold_s("192.0.2.1") for _ in range(int(REFUSED_RATE * (BURST_S + 2 * MAX_HOLD_S)))]
     assert holds_s[: int(REFUSED_RATE * BURST_S)] == [0.0] * int(REFUSED_RATE * BURST_S)
@@ -122,7 +122,7 @@ def test_refusals_are_held_back_once_there_are_many_and_never_long() -> None:
     assert strangers.refusal_hold_s("192.0.2.2") == 0
 
 
-def test_open_routes_have_a_rate_by_address() -> None:
+def test_open_routes_are_rate_limited_by_address() -> None:
     strangers = Strangers(Clock())
     for _ in range(int(OPEN_RATE * BURST_S) + 1):
         strangers.reader("192.0.2.1")
@@ -131,7 +131,7 @@ def test_open_routes_have_a_rate_by_address() -> None:
     strangers.reader("192.0.2.2")
 
 
-def test_unread_answers_are_bounded_by_reader_and_for_all_strangers() -> None:
+def test_unread_answers_are_bounded_per_reader_and_for_all_strangers_together() -> None:
     unread, size_bytes = Unread(), 3 << 20
     with contextlib.ExitStack() as held:
         for number in range(STRANGERS_UNREAD // size_bytes):
@@ -177,8 +177,8 @@ def test_large_and_rare_requests_have_lower_limits() -> None:
     pace.member("ann")
 
 
-def test_refused_bodies_are_read_at_one_bounded_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a limit, twenty connections that send 64 MiB each, over and over, take three quarters of a core."""
+def test_refused_bodies_are_read_at_a_bounded_total_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the limit, twenty connections that repeatedly send 64 MiB each would take three quarters of a core."""
     strangers, size_bytes = Strangers(clock := Clock()), 64 << 10
     pieces = 3 * int(DISCARD_RATE * BURST_S) // size_bytes
 
@@ -198,15 +198,15 @@ def test_refused_bodies_are_read_at_one_bounded_rate(monkeypatch: pytest.MonkeyP
     async def sleep(hold_s: float) -> None:
         clock.now_s += hold_s
 
-    # For this module alone: a coordinator in another thread sleeps too.
+    # Patch only this module, because a coordinator in another thread sleeps, too.
     monkeypatch.setattr(server, "asyncio", SimpleNamespace(sleep=sleep, timeout=asyncio.timeout))
     asyncio.run(server.Front(strangers)._discard(Sender()))  # type: ignore[arg-type]
     assert clock.now_s == pytest.approx(2 * BURST_S, rel=0.01)
 
 
-def test_a_client_waits_once_it_is_ahead_by_more_than_a_burst_and_idle_time_is_not_credited() -> None:
+def test_a_client_that_exceeds_its_burst_waits_and_idle_time_is_not_credited() -> None:
     rates = Rates(100.0)
-    rates.charge("ann", 1_000, 0.0)  # ten seconds' worth: the burst
+    rates.charge("ann", 1_000, 0.0)  # the whole burst: ten seconds at this rate
     assert rates.wait_s("ann", 0.0) == 0
     rates.charge("ann", 500, 0.0)
     assert [rates.wait_s("ann", now_s) for now_s in (0.0, 3.0, 5.0)] == [5, 2, 0]
@@ -215,7 +215,7 @@ def test_a_client_waits_once_it_is_ahead_by_more_than_a_burst_and_idle_time_is_n
     assert rates.wait_s("ann", 1_000.0) == 10
 
 
-def test_the_least_recent_clients_are_forgotten() -> None:
+def test_the_least_recently_active_clients_are_forgotten() -> None:
     rates = Rates(1.0, clients=3)
     for client in ("ann", "bob", "cy", "ann", "dee"):
         rates.charge(client, 100, 0.0)

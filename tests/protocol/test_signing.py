@@ -159,14 +159,14 @@ def test_headers_of_another_request_or_key_are_refused(nonces: Nonces) -> None:
     assert accept(nonces, signed()) == ALICE.public, "a forged request does not spend the nonce"
 
 
-def test_after_a_restart_of_the_machine_nothing_signed_before_it_is_served(tmp_path: Path) -> None:
-    """Rows are not synced one by one: a power cut may lose the newest."""
+def test_after_the_machine_restarts_no_request_signed_earlier_is_served(tmp_path: Path) -> None:
+    """Rows are not synced one by one, so a power cut may lose the newest."""
     first = Nonces(database(tmp_path / "nonces.db"), boot="one", now_s=NOW_S)
     assert accept(first, signed()) == ALICE.public
     first.connection.change("DELETE FROM nonces")
     same = Nonces(database(tmp_path / "nonces.db"), boot="one", now_s=NOW_S + 1)
     assert accept(same, signed(nonce="n" * 16)) == ALICE.public, "the process alone restarted"
-    for now_s in (NOW_S + 5, NOW_S + 9):  # the second opening is of the same boot
+    for now_s in (NOW_S + 5, NOW_S + 9):  # the database is opened twice in the same boot
         again = Nonces(database(tmp_path / "nonces.db"), boot="two", now_s=now_s)
         assert reason(again, signed()) == "replayed"
         assert reason(again, signed(created_s=NOW_S + 5)) == "replayed"
@@ -185,7 +185,7 @@ def test_a_request_without_one_of_its_headers_or_with_one_twice_is_refused(nonce
     assert reason(nonces, httpx.Headers(pairs)) in ("malformed", "wrong audience")
 
 
-def test_a_request_is_served_for_a_minute_before_and_after_it_was_signed() -> None:
+def test_a_request_is_served_up_to_a_minute_before_and_after_its_time() -> None:
     for age_s in (-60, 0, 60):
         assert accept(Nonces(database()), signed(), now_s=NOW_S + age_s) == ALICE.public
     assert reason(Nonces(database()), signed(), now_s=NOW_S + 60.5) == "stale"
@@ -197,7 +197,7 @@ def test_the_case_of_header_names_and_repeated_other_headers_do_not_matter(nonce
     assert accept(nonces, CIMultiDict([*pairs, ("accept", "a"), ("accept", "b")])) == ALICE.public
 
 
-def test_a_nonce_is_used_once_for_the_same_request_or_another(nonces: Nonces) -> None:
+def test_a_nonce_cannot_be_reused_for_the_same_or_another_request(nonces: Nonces) -> None:
     accept(nonces, signed())
     assert reason(nonces, signed()) == "replayed"
     assert reason(nonces, signed(path="/other"), path="/other") == "replayed"
@@ -215,7 +215,7 @@ def test_old_nonces_are_purged() -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 300)), max_size=40))
 def test_no_nonce_is_ever_spent_twice(uses: list[tuple[int, int]]) -> None:
     nonces = Nonces(database(), keep_s=50)
-    created = dict(uses)  # a nonce is bound to one time by its signature
+    created = dict(uses)  # the signature binds a nonce to one time
     spent = [nonce for nonce, _ in uses if nonces.spend("key", str(nonce), created[nonce])]
     assert len(spent) == len(set(spent))
 

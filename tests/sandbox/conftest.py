@@ -1,4 +1,4 @@
-"""A sandbox of each tier, and helpers that look at programs and processes from outside."""
+"""A sandbox of each tier, and helpers that run programs in it and watch processes from outside."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ def box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 
 
 def attack(box: Sandbox, source: str, limits: ProgramLimits = WIDE) -> Result:
-    """Run a hostile program, which prints ESCAPED if it succeeds, and then a normal one."""
+    """Run a hostile program, which prints ESCAPED if its attack succeeds, and then a normal program."""
     result = box.run(Program(source), limits)
     assert b"ESCAPED" not in result.stdout, result
     assert_works(box)

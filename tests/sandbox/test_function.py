@@ -1,4 +1,4 @@
-"""Functions called in children of the sandbox: every call gets an answer, whatever the function does."""
+"""Functions called in child processes of the sandbox: every call gets an answer, whatever the function does."""
 
 import math
 import os
@@ -83,7 +83,7 @@ def test_values_come_back_in_order(function: RemoteFunction) -> None:
         (["set"], "died", "a set or a dict"),
     ],
 )
-def test_every_ending_is_an_answer_and_the_next_call_works(
+def test_every_ending_of_a_call_is_an_answer_and_the_next_call_works(
     function: RemoteFunction, value: list[object], ending: str, detail: str
 ) -> None:
     bad, good = function.calls([value, ["add", 2, 3]])
@@ -91,7 +91,7 @@ def test_every_ending_is_an_answer_and_the_next_call_works(
     assert (good.ending, good.value) == ("answered", 5)
 
 
-def test_wall_time_ends_a_call_that_waits_and_waiting_costs_no_cpu_time(function: RemoteFunction) -> None:
+def test_a_waiting_call_ends_at_its_wall_time_limit_and_uses_no_cpu_time(function: RemoteFunction) -> None:
     short = remote(ProgramLimits(wall_s=0.5))
     assert [call.ending for call in short.calls([["sleep", 60], ["add", 1]])] == ["timeout", "answered"]
     short.close()
@@ -108,7 +108,7 @@ def test_no_call_starts_after_the_end_of_the_budget() -> None:
     late.close()
 
 
-def test_usage_is_measured_and_more_than_half_of_a_limit_is_not_repeatable(function: RemoteFunction) -> None:
+def test_usage_is_measured_and_a_call_that_uses_over_half_a_limit_is_not_repeatable(function: RemoteFunction) -> None:
     idle, large, huge = function.calls([["add", 1], ["memory", 100 << 20], ["memory", 150 << 20]])
     assert idle.repeatable and large.repeatable and not huge.repeatable
     [worked] = function.calls([["work", 0.2]])
@@ -124,7 +124,9 @@ def test_each_call_starts_from_the_same_state_and_hashes_are_the_same_everywhere
     other.close()
 
 
-def test_it_runs_as_the_user_with_the_installed_packages_and_leaves_nothing_behind(function: RemoteFunction) -> None:
+def test_a_function_runs_as_the_user_with_installed_packages_and_leaves_nothing_behind(
+    function: RemoteFunction,
+) -> None:
     assert function.call(["where"]).value == [str(Path.cwd()), os.environ.get("HOME"), sys.executable]
     assert not alive(function.call(["fork"]).value)
 
@@ -137,7 +139,7 @@ def test_it_runs_as_the_user_with_the_installed_packages_and_leaves_nothing_behi
         ({"python": "/no/python"}, "/no/python"),
     ],
 )
-def test_a_failed_start_has_its_reason(options: dict[str, Any], message: str) -> None:
+def test_a_failed_start_gives_its_reason(options: dict[str, Any], message: str) -> None:
     with pytest.raises(StartError, match=message):
         remote(**options).call([1])
 

@@ -1,7 +1,7 @@
 """Attacks on the sandbox under every tier that promises to withstand them (see `shoal.sandbox`).
 
 After each attack the pool's next program must run normally and the target of the attack must be unchanged. A program prints
-ESCAPED if its attack succeeds. `test_red_team_kernel` has the attacks on the kernel's walls.
+ESCAPED if its attack succeeds. `test_red_team_kernel` attacks the kernel's walls.
 """
 
 import os
@@ -74,7 +74,7 @@ while True: pass
     [
         ("import time; time.sleep(10**6)", 20.0),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", 20.0),
-        (DEAF, 0.5),  # it ignores every signal and closes all output
+        (DEAF, 0.5),  # ignores every signal and closes all output
     ],
     ids=["sleep", "stopping itself", "deaf"],
 )
@@ -93,14 +93,14 @@ def test_an_output_flood_stops_at_its_limit(box: Sandbox, stream: str) -> None:
 def test_an_unread_frame_pipe_blocks_nobody(box: Sandbox) -> None:
     source = "import channel\nwhile True: channel.send(b'x' * 1000)"
     with box.open(Program(source), ProgramLimits(wall_s=60.0, output_bytes=50_000)) as process:
-        process.send(b"y" * 10_000_000)  # never read: stays in the buffer and blocks nobody
+        process.send(b"y" * 10_000_000)  # never read, so it stays in the buffer
         while process.receive() is not None:
             pass
         assert process.close().outcome == "output"
     assert_works(box)
 
 
-def test_a_frame_with_a_false_length_is_no_frame(box: Sandbox) -> None:
+def test_an_incomplete_frame_is_not_received(box: Sandbox) -> None:
     with box.open(Program("import os; os.write(4, b'\\0\\0\\0\\x10half')"), WIDE) as process:
         assert process.receive() is None
         assert process.close().outcome == "exited"
@@ -183,7 +183,7 @@ def test_a_program_cannot_reach(box: Sandbox, what: str) -> None:
 
 def test_the_parents_environment_cannot_be_read(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_TEST_SECRET", "the secret")
-    with Sandbox(box.tier) as fresh:  # its server starts with the secret in the environment
+    with Sandbox(box.tier) as fresh:  # whose server starts with the secret in its environment
         paths = f"[f'/proc/{{pid}}/environ' for pid in ['self', *range(1, 99), {os.getpid()}, {os.getppid()}]]"
         attack(fresh, f"PATHS, SECRET = {paths}, b'the secret'" + READ)
         attack(fresh, "import os, sys\nif 'secret' in repr(os.environ) + repr(sys.argv): print('ESCAPED')")
@@ -281,10 +281,10 @@ def test_kill_reaches_no_process_outside(box: Sandbox) -> None:
 # What a program claims about itself
 
 
-def test_os_exit_gives_no_answer(box: Sandbox) -> None:
+def test_os_exit_does_not_count_as_an_answer(box: Sandbox) -> None:
     with box.open(Program("import os; os._exit(0)"), WIDE) as process:
         process.send(b"question")
-        assert process.receive() is None  # whatever the exit code
+        assert process.receive() is None  # even though the exit code is 0
         assert process.close().exit_code == 0
     assert_works(box)
 
@@ -355,7 +355,7 @@ def test_standard_input_cannot_be_changed_or_the_pipes_read_back(box: Sandbox) -
 # From one run to the next
 
 
-def test_nothing_of_one_run_reaches_the_next(box: Sandbox) -> None:
+def test_no_state_of_one_run_reaches_the_next(box: Sandbox) -> None:
     poison = (
         "import builtins, json, sys, os, channel, gc, types, ctypes\n"
         "builtins.print = lambda *a, **k: os.write(1, b'POISON')\n"

@@ -1,4 +1,4 @@
-"""Attacks on the kernel's walls: system calls, limits, privileges, with one wall missing, with a plain user as owner."""
+"""Attacks on the kernel's walls: system calls, limits and privileges, also with one wall missing or as a plain user."""
 
 import os
 import platform
@@ -104,7 +104,7 @@ def test_a_program_gains_no_privilege(box: Sandbox, name: str) -> None:
 
 
 @pytest.mark.parametrize("missing", ["seccomp", "landlock"])
-def test_the_other_walls_hold_without_one(box: Sandbox, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_walls_hold_if_one_is_missing(box: Sandbox, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = forkserver.sources()
     line = {"seccomp": "    FILTERS[0].apply()\n",
             "landlock": "    kernel.restrict_files(config[\"binds\"], config[\"devices\"], SCRATCH)\n"}[missing]  # fmt: skip
@@ -139,7 +139,7 @@ def test_the_other_walls_hold_without_one(box: Sandbox, missing: str, monkeypatc
 
 
 @X86
-def test_user_namespaces_without_seccomp(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_namespaces_are_refused_even_without_seccomp(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     if box.tier != "bubblewrap":
         pytest.skip(f"{box.tier} forbids them by seccomp alone")
     whole = forkserver.sources()
@@ -197,7 +197,7 @@ for tier in ("bubblewrap", "kernel"):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="the other tests already run as a plain user")
-def test_it_holds_for_a_plain_user_too(tmp_path: Path) -> None:
+def test_the_sandbox_of_a_plain_user_holds_too(tmp_path: Path) -> None:
     """Only root may enter the folders of the interpreter and of the sources."""
     if all(map(problem, TIERS)):
         pytest.skip(problem("kernel"))

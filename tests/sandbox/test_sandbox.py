@@ -1,4 +1,4 @@
-"""Sandbox: a program's environment, how programs end, frames, the pool."""
+"""The sandbox: a program's environment, how programs end, frames, and the pool of servers."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ def test_a_program_reads_its_input_and_the_result_names_the_tier(box: Sandbox) -
     assert 0 < result.cpu_s < 20 and 0 < result.wall_s < 60
 
 
-def test_a_budget_stops_all_programs_at_its_end_and_none_after_it_is_stopped(box: Sandbox) -> None:
+def test_a_budget_that_ends_stops_all_programs_and_a_stopped_budget_stops_none(box: Sandbox) -> None:
     endless = Program("import time\nprint(1, flush=True)\ntime.sleep(3600)")
     with Sandbox(box.tier, ProgramLimits(wall_s=3600.0), budget=(budget := Budget())) as bounded:
         budget.start(0.5)
@@ -66,7 +66,7 @@ def test_programs_run_in_the_same_environment_in_every_server(box: Sandbox) -> N
     assert len(outputs) == 1
 
 
-def test_the_library_works(box: Sandbox) -> None:
+def test_pythons_standard_library_works(box: Sandbox) -> None:
     source = (
         "import asyncio, threading, tempfile, decimal, sqlite3, hashlib\n"
         "async def two(): return await asyncio.sleep(0.001, 2)\n"
@@ -87,7 +87,9 @@ def test_the_library_works(box: Sandbox) -> None:
         *(("exit(256)", "exited", 0), ("import os; os.kill(os.getpid(), 11)", "killed", -11)),
     ],
 )
-def test_exit_codes_and_signals_are_the_interpreters(box: Sandbox, source: str, outcome: str, code: int) -> None:
+def test_exit_codes_and_signals_are_those_of_the_interpreter(
+    box: Sandbox, source: str, outcome: str, code: int
+) -> None:
     result = box.run(Program(source))
     assert (result.outcome, result.exit_code) == (outcome, code)
 
@@ -98,7 +100,7 @@ def test_a_traceback_shows_the_program_and_nothing_of_the_sandbox(box: Sandbox) 
     assert "sandbox" not in text and text.count("File ") == 2
 
 
-def test_a_program_ends_after_its_threads_and_exit_functions(box: Sandbox) -> None:
+def test_a_program_ends_only_after_its_threads_and_exit_functions(box: Sandbox) -> None:
     source = (
         "import atexit, threading, time\n"
         "atexit.register(print, 'last')\n"
@@ -180,7 +182,7 @@ def test_threads_share_a_pool(box: Sandbox) -> None:
         assert list(results) == [f"{number * 2}\n" for number in range(12)]
 
 
-def test_waiting_for_a_busy_pool_ends_in_time_with_advice(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_busy_pool_times_out_with_advice(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.sandbox.pool.QUEUE_S", 0.2)
     with Sandbox(box.tier) as pool:
         process = pool.open(Program("import channel; channel.receive()"))
@@ -200,7 +202,7 @@ def test_a_server_that_died_is_replaced(box: Sandbox) -> None:
         assert out(pool, "print(2)") == "2\n"
 
 
-def test_a_server_that_dies_under_a_program_is_an_error_of_the_sandbox_and_is_given_back_once(box: Sandbox) -> None:
+def test_a_server_that_dies_during_a_program_is_a_sandbox_error_and_is_given_back_once(box: Sandbox) -> None:
     with Sandbox(box.tier) as pool:
         with pool.open(Program("import channel, time; channel.send(b'up'); time.sleep(600)")) as process:
             assert process.receive() == b"up"
@@ -254,10 +256,12 @@ def test_preloaded_modules_are_fresh_for_every_program(box: Sandbox) -> None:
             assert own.run(Program("import preloaded; print(preloaded.add(1))")).stdout == b"[1]\n"
 
 
-# --- where it starts --------------------------------------------------------------------------------------------------
+# --- where a sandbox starts -------------------------------------------------------------------------------------------
 
 
-def test_the_best_tier_is_the_first_that_works_or_an_error_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_tier_is_the_first_that_works_and_without_any_the_error_gives_the_reasons(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("shoal.sandbox.pool.problem", lambda tier: f"no {tier}")
     with pytest.raises(SandboxError, match="no bubblewrap\nno kernel$"):
         best_tier()
@@ -265,14 +269,14 @@ def test_the_best_tier_is_the_first_that_works_or_an_error_with_the_reasons(monk
     assert best_tier() == "kernel"
 
 
-def test_an_unavailable_tier_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_problem_of_an_unavailable_tier_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.sandbox.forkserver.bwrap", lambda: None)
     assert "make sandbox" in problem.__wrapped__("bubblewrap")
     with pytest.raises(SandboxError, match="bubblewrap, kernel"):
         Sandbox("docker")
 
 
-def test_it_starts_with_any_umask(box: Sandbox) -> None:
+def test_a_sandbox_starts_with_any_umask(box: Sandbox) -> None:
     before = os.umask(0o077)
     try:
         with Sandbox(box.tier) as own:
@@ -281,7 +285,7 @@ def test_it_starts_with_any_umask(box: Sandbox) -> None:
         os.umask(before)
 
 
-def test_it_shows_the_library_behind_a_virtual_environment_and_not_the_environment(tmp_path: Path) -> None:
+def test_programs_see_the_library_of_a_virtual_environment_but_not_the_environment(tmp_path: Path) -> None:
     environment = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     read = "from shoal.sandbox import forkserver; print(*forkserver.binds(), sep='\\n')"
@@ -299,7 +303,7 @@ def root_only(tmp_path: Path) -> Path:
     return folder
 
 
-def test_it_starts_where_only_root_may_enter_the_folder_of_temporary_files(
+def test_a_sandbox_starts_where_only_root_may_enter_the_folder_of_temporary_files(
     box: Sandbox, root_only: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(root_only))
@@ -309,7 +313,7 @@ def test_it_starts_where_only_root_may_enter_the_folder_of_temporary_files(
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_it_starts_where_only_root_may_enter_the_folder_of_bubblewrap(
+def test_a_sandbox_starts_where_only_root_may_enter_the_folder_of_bubblewrap(
     linked: bool, root_only: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reason := problem("bubblewrap"):

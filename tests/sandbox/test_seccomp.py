@@ -1,4 +1,4 @@
-"""The seccomp filter, run by a small interpreter of BPF: both machine types must decide alike; only one can show it live."""
+"""The seccomp filter, run in a small BPF interpreter: on one machine, this tests that both machine types decide alike."""
 
 import pytest
 
@@ -17,7 +17,7 @@ THREAD = 0x3D0F00  # what the C library passes for a thread
 
 
 def decide(machine: str, number: int, *arguments: int, arch: int | None = None) -> int:
-    """What the kernel would do with this call."""
+    """Return what the kernel would do with this call."""
     program = assemble(machine)
     data = {0: number, 4: AUDIT_ARCH[machine] if arch is None else arch}
     data |= {16 + 8 * index: value & 0xFFFFFFFF for index, value in enumerate(arguments)}
@@ -67,7 +67,7 @@ def test_a_call_of_another_machine_type_kills_the_program(machine: str) -> None:
     assert decide(machine, 0, arch=0x40000003) == KILL  # i386
 
 
-def test_the_table_has_no_number_twice() -> None:
+def test_no_number_occurs_twice_in_the_table() -> None:
     rows = [row.split() for row in ALLOWED.replace("\n", " ").split(",")]
     assert {len(row) for row in rows} == {3}
     for column in (1, 2):

@@ -1,4 +1,4 @@
-"""Servers shared by the tests: `api`, which no test changes, and `page`, one per file, with users."""
+"""Servers shared by the tests: `api`, which no test changes, and `page`, which has users and is new in each file."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +35,7 @@ def ada(page: Running) -> User:
 
 @pytest.fixture(scope="module")
 def run_folder(tiny_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with length targets: a tiny base model, and another one as version 3."""
+    """A run with length targets. Its base model is tiny, and version 3 is another tiny model."""
     folder = tmp_path_factory.mktemp("run") / "steps"
     (folder / "learner" / "versions").mkdir(parents=True)
     copy_tree(tiny_folders[1], folder / "learner" / "versions" / "v000003")

@@ -1,4 +1,4 @@
-"""A server in a thread, over real sockets, with a tiny random Llama; API clients, and users of the chat page."""
+"""A server with a tiny random Llama, in a thread and on real sockets; its API clients and users of its chat page."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ def serving(
     new_engine: Callable[[], TorchEngine] = engine,
     **settings: Any,
 ) -> Iterator[Running]:
-    """Run the whole application on a free port; with `ready`, wait until its model is loaded."""
+    """Run the whole application on a free port. With `ready`, wait until its model is loaded."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "api.keys").write_text(f"tester {KEY}\n")
     source = source if isinstance(source, ModelSource) else source_of(str(source))

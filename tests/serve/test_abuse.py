@@ -1,4 +1,4 @@
-"""One client cannot block the others: slow work runs in threads, in turns, and everything is bounded."""
+"""No client can block the others: clients take turns, slow work runs in threads, and everything is bounded."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from shoal.watch.page import guard
 
 from .support import DEADLINE_S, Running, User, serving, until
 
-SHORT_S = 30.0  # more than an idle server needs for any response
+SHORT_S = 30.0  # longer than an idle server takes for any response
 MESSAGES = [{"role": "user", "content": "one"}]
 
 
@@ -37,7 +37,7 @@ def gate() -> Iterator[threading.Event]:
 
 
 def disconnect(user: User, reply: str, started: Callable[[], object] = lambda: True) -> None:
-    """Request a verification and disconnect; repeat with a longer timeout until one has `started`."""
+    """Request a verification and disconnect. Repeat with longer timeouts until a verification has `started`."""
     after_s = 0.1
     while after_s < DEADLINE_S:
         after_s *= 2
@@ -58,7 +58,7 @@ def test_stop_strings_are_bounded_in_reply_files_and_requests(ada: User, page: R
 def test_verifications_of_disconnected_clients_run_one_at_a_time_and_do_not_block_logins(
     page: Running, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_once = [0, 0]  # now, and the maximum
+    at_once = [0, 0]  # the number now, and its maximum
 
     def stuck(*_: Any) -> None:
         at_once[0] += 1
@@ -201,7 +201,7 @@ def test_tokenizing_blocks_neither_the_event_loop_nor_another_caller(
         assert [request.result().status_code for request in requests] == [200] * 4
 
 
-def test_a_caller_has_few_large_bodies_in_memory_and_small_ones_pass(page: Running, ada: User) -> None:
+def test_a_caller_has_few_large_bodies_in_memory_and_its_small_ones_do_not_wait(page: Running, ada: User) -> None:
     slots = page.service.bodies
     cookie = "; ".join(f"{name}={value}" for name, value in ada.http.cookies.items())
     head = (
@@ -245,7 +245,7 @@ def test_brackets_and_quotes_inside_strings_are_only_text() -> None:
 
 
 @pytest.mark.parametrize("field", ["tokens", "prompt", "proofs", "messages"])
-def test_many_wrong_values_give_few_errors(field: str) -> None:
+def test_many_invalid_values_give_few_errors(field: str) -> None:
     with pytest.raises(ReplyError) as reply_error:
         proof.Reply.read(b'{"%s":[' % field.encode() + b"-1," * 9_999 + b"-1]}")
     assert reply_error.value.__cause__.error_count() < 20  # type: ignore[union-attr]
@@ -254,7 +254,7 @@ def test_many_wrong_values_give_few_errors(field: str) -> None:
     assert request_error.value.__cause__.error_count() < 20  # type: ignore[union-attr]
 
 
-def test_logprobs_and_completions_of_one_response_are_bounded(api: Running) -> None:
+def test_the_logprobs_and_completions_of_a_response_are_bounded(api: Running) -> None:
     params = {"logprobs": True, "top_logprobs": 20}
     refused = api.chat(MESSAGES, n=64, max_tokens=100, **params)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs"
@@ -262,7 +262,7 @@ def test_logprobs_and_completions_of_one_response_are_bounded(api: Running) -> N
     assert api.complete(prompt=["one"] * 64, n=64, stop=["a" * 400]).status_code == 429
 
 
-def test_a_body_without_a_content_length_holds_a_slot(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_body_without_a_content_length_releases_its_slot(tiny_folder: Path, tmp_path: Path) -> None:
     with serving(tiny_folder, tmp_path) as running, running.api() as client:
         data = json.dumps({"model": running.model, "prompt": "one", "max_tokens": 2}).encode()
         headers = {"Content-Type": "application/json"}

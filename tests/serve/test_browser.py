@@ -1,4 +1,4 @@
-"""The chat page in a real Chromium: what a user does, and what the browser itself reports.
+"""The chat page in a real Chromium: the tests act as a user and check what the browser reports.
 
 Two security tests run by default if Chromium and Playwright are installed (`make browser`); the others are slow.
 """
@@ -49,7 +49,7 @@ class Visit:
         self.page.goto("/")
         self.page.get_by_label("Name or email").fill(name)
         if (register := self.page.get_by_role("button", name="New here? Create an account")).is_visible():
-            register.click()  # the first account needs no click
+            register.click()  # not shown for the first account
         self.page.get_by_label("Password").fill(PASSWORD)
         self.page.get_by_role("button", name="Create account").click()
         self.page.get_by_role("textbox", name="Message", exact=True).wait_for()
@@ -179,7 +179,7 @@ def test_stop_regenerate_edit_and_branch(browser: Any, run: Running) -> None:
 def test_escape_stops_a_reply_and_keeps_its_text(browser: Any, tiny_folder: Path, tmp_path: Path) -> None:
     with serving(tiny_folder, tmp_path) as running:
         assert running.service.versions.newest is not None
-        running.service.versions.newest.eos_ids = ()  # it would continue for long
+        running.service.versions.newest.eos_ids = ()  # so that the reply is long
         step = running.service.scheduler._step
         running.service.scheduler._step = lambda: (step(), time.sleep(0.05))
         visit = Visit(browser, running).enter("stopper")
@@ -220,7 +220,7 @@ def test_expiry_and_logging_out_lead_to_the_login(browser: Any, run: Running) ->
     visit.page.keyboard.press("Enter")
     visit.page.get_by_role("button", name="Log out").click()
     visit.page.get_by_role("heading", name="Welcome back").wait_for()
-    visit.context.close()  # without its check: the refused request is a console error
+    visit.context.close()  # not visit.close(), whose check would fail: the refused request is a console error
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The chat page's server: accounts, conversations as trees, saved replies that can be recomputed."""
+"""The chat page's server: accounts, conversations as trees, and saved replies that can be recomputed."""
 
 import json
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_regenerating_and_editing_add_branches_and_lose_nothing(ada: User) -> No
 
 
 def test_stopping_saves_the_text_so_far_with_its_proof(page: Running, ada: User) -> None:
-    for _ in range(20):  # a reply may end with its first token
+    for _ in range(20):  # several tries, because a reply may end with its first token
         id = ada.begin()
         body = {"content": "go on", "models": [page.model], "max_tokens": 400, "temperature": 2}
         route, headers = f"/chat/conversations/{id}/replies", {"X-CSRF-Token": ada.csrf}

@@ -1,4 +1,4 @@
-"""Completions that join and leave the batch get what the engine gives them alone; queues are bounded; tokens to text."""
+"""Completions that join and leave a batch equal those of the engine alone; queues are bounded; tokens become text."""
 
 import asyncio
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_exact_completions_equal_those_of_the_engine_alone(tiny_folder: Path) ->
         assert torch.equal(torch.stack(each.states), alone.hidden_TH)
 
 
-def test_fast_completions_keep_the_states_of_their_own_tokens(tiny: LoadedModel) -> None:
+def test_each_fast_completion_keeps_the_states_of_its_own_tokens(tiny: LoadedModel) -> None:
     for each in decode(tiny, ServeLimits(rows=4)):
         expected = tiny.engine.model.base_model(
             input_ids=torch.tensor([[*each.request.prompt, *each.tokens]]), use_cache=False
@@ -68,7 +68,7 @@ def test_fast_completions_keep_the_states_of_their_own_tokens(tiny: LoadedModel)
         assert torch.allclose(torch.stack(each.states).float(), expected.float(), atol=0.05)
 
 
-def test_the_queue_is_bounded_for_all_callers_and_for_each(tiny: LoadedModel) -> None:
+def test_the_queue_is_bounded_for_each_caller_and_for_all_together(tiny: LoadedModel) -> None:
     async def main() -> None:
         scheduler = ServeScheduler(ServeLimits(rows=2, waiting=3, per_caller=4))  # not started, so nothing leaves
         scheduler.submit([generation(tiny, range(5, 9), n, 4, caller="one") for n in range(4)])

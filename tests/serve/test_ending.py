@@ -1,4 +1,4 @@
-"""How a reply ends follows from its tokens, so a file cannot claim that a cut reply is complete."""
+"""A reply's tokens show how it ended, so a file cannot claim that a cut reply is complete."""
 
 import asyncio
 from dataclasses import replace
@@ -114,7 +114,7 @@ def test_a_verification_ends_when_the_client_disconnects(tiny: LoadedModel, repl
     with pytest.raises(ClientGoneError):
         proof.verify(reply, tiny, client_left=lambda: True)
     answers = iter([False] * 20 + [True])
-    with pytest.raises(ClientGoneError):  # between two tokens
+    with pytest.raises(ClientGoneError):  # disconnects between two tokens
         proof.verify(reply, tiny, client_left=lambda: next(answers))
 
 
@@ -128,7 +128,7 @@ def test_a_reply_with_another_text_is_refused_without_a_forward_pass(
 
 
 class CountingDecoder:
-    """A token is a character; 999 is an incomplete one, and tokens above 1000 have no text. Counts decoded tokens."""
+    """Decode each token as a character (999 as an incomplete one, those above 1000 as nothing) and count decoded tokens."""
 
     decoded = 0
 
@@ -145,7 +145,7 @@ def test_tokens_without_text_cost_no_more_than_others(token: int) -> None:
 
 
 def before_first_stop(text: str, stops: list[str]) -> str:
-    """Return the text before the stop string that is complete first; of several, the longest."""
+    """Return the text before the first stop string to be complete, or before the longest if several are complete at once."""
     for end in range(1, len(text) + 1):
         if complete := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end - len(max(complete, key=len))]

@@ -1,4 +1,4 @@
-"""The API as clients see it: the official Python client where it is installed, plain requests otherwise."""
+"""The API as clients see it: the official Python client if it is installed, and plain requests."""
 
 import threading
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What one user may store. Every addition, with proof and facts, is charged before it is stored."""
+"""How much one user may store. Every addition, with its proof and facts, is charged before it is stored."""
 
 import asyncio
 import sqlite3
@@ -57,7 +57,7 @@ def test_conversations_created_first_and_filled_later_stay_within_the_quota(
 
 
 @pytest.mark.parametrize(("content", "proof"), [("x", TEXT), ("\U0001f600" * 25_000, None)])
-def test_proofs_and_the_bytes_of_characters_are_charged(
+def test_proofs_are_charged_and_text_by_its_bytes(
     db: sqlite3.Connection, user: int, monkeypatch: pytest.MonkeyPatch, content: str, proof: str | None
 ) -> None:
     monkeypatch.setattr(module, "USER_BYTES", LIMIT)
@@ -67,14 +67,14 @@ def test_proofs_and_the_bytes_of_characters_are_charged(
     assert stored_bytes(db) <= LIMIT
 
 
-def test_one_conversation_is_bounded_with_its_proofs(db: sqlite3.Connection, user: int) -> None:
+def test_the_size_of_one_conversation_with_its_proofs_is_bounded(db: sqlite3.Connection, user: int) -> None:
     tree = Conversations(db)
     with pytest.raises(HttpError, match="this conversation is full"):
         fill(tree, user, [tree.create(user)], content="x", proof="y" * 500_000)
     assert stored_bytes(db) <= module.CONVERSATION_BYTES
 
 
-def test_short_messages_are_charged_for_their_rows(
+def test_short_messages_are_also_charged_for_their_rows(
     db: sqlite3.Connection, user: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "USER_BYTES", 100 * ROW_BYTES)

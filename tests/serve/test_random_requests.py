@@ -1,4 +1,4 @@
-"""Random requests, generated from the request schemas: none gives a 5xx, and invalid ones are refused."""
+"""Random requests, generated from the request schemas: none gets a 5xx response, and invalid ones are refused."""
 
 import json
 import re

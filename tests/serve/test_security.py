@@ -1,4 +1,4 @@
-"""Attacks by strangers and other users, one per test."""
+"""Attacks by strangers and by other users, one per test."""
 
 import asyncio
 import contextlib
@@ -117,7 +117,7 @@ def test_guessing_passwords_is_rate_limited_and_locks_nobody_out_of_a_known_brow
 def test_forwarded_addresses_count_only_behind_a_proxy(page: Running, tiny_folder: Path, tmp_path: Path) -> None:
     def last_status(running: Running) -> int:
         user = User(running)
-        for n in range(22):  # each with another name, and claiming another address
+        for n in range(22):  # each with another name and another claimed address
             user.name = f"somebody-{n}"
             user.http.headers["X-Forwarded-For"] = f"1.2.3.4, 10.0.{n}.1"
             status = user.enter("login").status_code
@@ -179,7 +179,7 @@ def test_the_database_holds_no_password_and_no_token(tmp_path: Path) -> None:
         "/chat/conversations/..%2f..%2fetc",
     ],
 )
-def test_no_path_leads_out_of_the_static_files(ada: User, path: str, page: Running) -> None:
+def test_no_path_leads_out_of_the_folder_of_static_files(ada: User, path: str, page: Running) -> None:
     with socket.create_connection(page.address, timeout=10) as connection:  # httpx would normalize the path
         cookie = f"shoal_session={ada.http.cookies['shoal_session']}"
         request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nCookie: {cookie}\r\nConnection: close\r\n\r\n"

@@ -1,4 +1,4 @@
-"""Fair turns of callers, and calls in threads whose clients disconnect."""
+"""Callers take fair turns, and a slot is held until its thread ends, even if the client disconnects."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ async def until_idle() -> None:
         await asyncio.sleep(0)
 
 
-def test_callers_take_turns_however_many_requests_one_has() -> None:
+def test_callers_take_turns_however_many_requests_each_has() -> None:
     async def main() -> list[str]:
         slots, order = FairSemaphore(1), list[str]()
 
@@ -79,7 +79,7 @@ def test_a_queue_is_bounded_and_waiting_has_a_deadline() -> None:
     asyncio.run(main())
 
 
-def test_a_slot_is_free_when_the_thread_ends_not_when_the_client_disconnects() -> None:
+def test_a_slot_becomes_free_when_the_thread_ends_not_when_the_client_disconnects() -> None:
     go, started = threading.Event(), list[int]()
 
     def work() -> int:

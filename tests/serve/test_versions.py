@@ -1,4 +1,4 @@
-"""Which versions a source offers, and which stay in memory while a run continues."""
+"""Which versions a source offers, and which versions stay in memory while a run continues."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A role as its own process, for tests that kill it: process.py ROLE JSON. It prints its progress as JSON lines."""
+"""Run a role as its own process, for tests that kill it: process.py ROLE JSON. Progress is printed as JSON lines."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Stores made by hand, and single requests to their server."""
+"""Stores that are made without an origin, and single requests to their server."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def stream(data: bytes, shard_bytes: int = SHARD_BYTES) -> Stream:
 
 
 def announced(folder: Path, data: bytes, shard_bytes: int = SHARD_BYTES, *, delta: bool = True) -> ShardStore:
-    """A store with the manifest of version 7, an anchor, and no shards."""
+    """A store that has the manifest of version 7, which is an anchor, but none of its shards."""
     store = ShardStore(folder)
     manifest = Manifest(
         run=RUN,
@@ -57,7 +57,7 @@ def put(path: Path, data: bytes) -> None:
 
 
 def whole(folder: Path, data: bytes | None = None, shard_bytes: int = SHARD_BYTES) -> ShardStore:
-    """A store with all of version 7."""
+    """A store with the manifest and all shards of version 7."""
     data = content() if data is None else data
     store = announced(folder, data, shard_bytes)
     for index, shard in enumerate(cut(data, shard_bytes)):
@@ -87,7 +87,7 @@ async def health(url: str) -> dict:
 
 
 async def open_raw(url: str, path: str = "", *, receive_bytes: int = 0) -> socket.socket:
-    """Open a socket, request `path` if given, and read nothing. `receive_bytes`: size of the kernel's buffer."""
+    """Open a socket, request `path` if given, and read nothing. `receive_bytes` is the size of the kernel's buffer."""
     raw = socket.socket()
     raw.setblocking(False)
     if receive_bytes:

@@ -49,12 +49,12 @@ PUBLIC_KEY = public_key_hex(KEY)
 RUN = "test"
 PUBLICATION = "a" * 32
 SHARD_BYTES = 10_000
-SMALL_BYTES = 3_000  # more than the listings and manifests of one fetch, less than a shard
+SMALL_BYTES = 3_000  # larger than the listings and manifests of one fetch together, smaller than a shard
 PIECE_BYTES = 1_000
 
 
 def model_folder(path: Path, seed: int = 0) -> Path:
-    """Files of odd sizes: empty, smaller than a shard, several shards, in a subfolder."""
+    """Write files of various sizes: empty, smaller than a shard, as large as several shards, and in a subfolder."""
     sizes = {"config.json": 700, "empty.txt": 0, "model.safetensors": 34_567, "tokenizer/vocab.json": 2_345}
     for name, size_bytes in sizes.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def model_folder(path: Path, seed: int = 0) -> Path:
 
 
 def weights_folder(path: Path, version: int = 0, *, words: int = 20_000, every: int = 500) -> Path:
-    """A model of one tensor, of which one word in `every` changes with each version."""
+    """Write a model of one tensor. With each version, one word in `every` changes."""
     data = bytearray(random.Random("weights").randbytes(2 * words))
     for step in range(1, version + 1):
         for word in range(step % every, words, every):
@@ -84,12 +84,12 @@ def origin(tmp_path: Path, *, keep: int = 5, **options: Any) -> Origin:
     store = ShardStore(tmp_path / "origin", keep=keep, lease_s=0)
     settings = {"shard_size_bytes": SHARD_BYTES, "anchor_every": 1, "clock": lambda: 1.5, **options}
     source = Origin(store, KEY, run=RUN, **settings)
-    store.unlock()  # tests hand a store from one process to another
+    store.unlock()  # so that another process can open it
     return source
 
 
 def published(tmp_path: Path, *versions: int, **options: Any) -> Origin:
-    """An origin with these versions in full; version v is `model_folder(seed=v)`."""
+    """An origin that published these versions in full. Version v is `model_folder(seed=v)`."""
     source = origin(tmp_path, **options)
     for version in versions:
         source.publish(model_folder(tmp_path / f"model{version}", seed=version), version)
@@ -97,7 +97,7 @@ def published(tmp_path: Path, *versions: int, **options: Any) -> Origin:
 
 
 def stepped(tmp_path: Path, *versions: int, **options: Any) -> Origin:
-    """An origin with these versions, as deltas if possible; version v is `weights_folder(v)`."""
+    """An origin that published these versions, as deltas if possible. Version v is `weights_folder(v)`."""
     source = origin(tmp_path, **{"anchor_every": 100, **options})
     for version in versions:
         source.publish(weights_folder(tmp_path / f"model{version}", version), version)
@@ -127,7 +127,7 @@ def client(tmp_path: Path, *urls: str, limits: dict[str, float] | None = None, *
 
 
 def against(act: Callable[..., Any], *stores: Path, serving: Callable[..., Any] | None = None) -> Any:
-    """Serve the stores and run act(*urls) in a thread, as workers do."""
+    """Serve these stores and run act(*urls) in a thread, as workers do."""
     serve_it = serving or quickly
 
     async def run() -> Any:
@@ -160,7 +160,7 @@ def mirror_of(tmp_path: Path, name: str) -> Path:
 
 @contextmanager
 def full_disk(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Iterator[None]:
-    """Let writes of shards fail, but not of small files."""
+    """Make writes of shards fail, but not those of small files."""
     real = module.write_all
 
     def write_all(fd: int, data: bytes, offset_bytes: int) -> None:
@@ -191,7 +191,7 @@ async def serving(
 
 
 def quickly(store: ShardStore | Path) -> AbstractAsyncContextManager[str]:
-    """Serve a store without waiting for missing shards."""
+    """Serve a store that waits only briefly for missing shards."""
     return serving(store, wait_s=0.1)
 
 
@@ -199,7 +199,7 @@ def quickly(store: ShardStore | Path) -> AbstractAsyncContextManager[str]:
 async def answering(
     answer: Callable[[web.Request], Awaitable[web.StreamResponse]], port: int = 0
 ) -> AsyncIterator[str]:
-    """Run a server whose every request `answer` handles."""
+    """Run a server that answers every request with `answer`."""
     application = web.Application()
     application.add_routes([web.get("/{any:.*}", answer)])
     runner, bound = await serve(application, port=port, shutdown_s=0.05)
@@ -220,18 +220,18 @@ def plainly(folder: Path) -> AbstractAsyncContextManager[str]:
 
 
 class Middle:
-    """A proxy of another server that records requests, and slows, changes or withholds responses."""
+    """A proxy for another server that records requests, and slows, changes or withholds responses."""
 
     def __init__(self, target: str) -> None:
         self.target = target
         self.url = ""
-        self.requests: list[tuple[str, str]] = []  # for shards: path and Range header
-        self.sent_bytes = 0  # of shards
-        self.rate_Bps = inf  # of each shard
-        self.cut_after_bytes = inf  # of all shards together; then connections break
-        self.hold_after_bytes = inf  # of all shards together; then nothing is sent until this is raised
+        self.requests: list[tuple[str, str]] = []  # path and Range header of each request for a shard
+        self.sent_bytes = 0  # of all shards together
+        self.rate_Bps = inf  # for each shard
+        self.cut_after_bytes = inf  # after so many sent bytes, connections break
+        self.hold_after_bytes = inf  # after so many sent bytes, nothing more is sent until this is raised
         self.passes_ranges = True
-        self.silent: Callable[[str], bool] = lambda path: False  # whether to send nothing
+        self.silent: Callable[[str], bool] = lambda path: False  # whether this path gets no response
         self.refuse: Callable[[str], web.Response | None] = lambda path: None
         self.change: Callable[[str, bytes], bytes] = lambda path, data: data
 
@@ -276,7 +276,7 @@ class Middle:
         return response
 
     def requested_bytes(self, since: int = 0, shard_bytes: int = SHARD_BYTES) -> int:
-        """Bytes requested by all but the first `since` requests, if all shards have full size."""
+        """The bytes requested by all but the first `since` requests, if all shards have full size."""
         return sum(shard_bytes - start for start in self.starts()[since:])
 
     def starts(self) -> list[int]:
@@ -342,7 +342,7 @@ def flipped(data: bytes) -> bytes:
 
 
 def read_and_written_bytes() -> tuple[int, int]:
-    """Bytes that this process has read and written so far; sendfile counts as both. Linux only."""
+    """The bytes that this process has read and written so far (Linux only). What sendfile sends counts as both."""
     lines = Path("/proc/self/io").read_text().splitlines()
     figures = {name: int(figure) for name, figure in (line.split(": ") for line in lines)}
     return figures["rchar"], figures["wchar"]
@@ -368,10 +368,10 @@ class Known(Standing):
 
 
 class Stub(Source):
-    """A source without a network. It follows its script, one entry per shard, and then delivers at once."""
+    """A source without a network. It follows its script, one entry per requested shard, and after that delivers at once."""
 
     def __init__(self, url: str, *script: Exception | float, standing: Standing | None = None, pieces: int = 1) -> None:
-        """`script`: an exception is raised; a number is how many seconds a delivery in `pieces` takes."""
+        """An exception in `script` is raised; a number is how many seconds it takes to deliver a shard in `pieces`."""
         super().__init__(None, url, Access(PUBLIC_KEY, RUN))  # type: ignore[arg-type]
         self.standing = standing or self.standing
         self.standing._clock = virtual.now_s

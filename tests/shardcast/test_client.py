@@ -75,7 +75,7 @@ def test_latest_is_none_if_nothing_is_published(tmp_path):
         fetched(tmp_path)
 
 
-def test_if_no_relay_answers_the_error_names_each_url_and_why(tmp_path):
+def test_if_no_relay_answers_the_error_gives_the_reason_for_each_url(tmp_path):
     urls = dead_url(), dead_url()
     for act in (client(tmp_path, *urls).latest, client(tmp_path, *urls).fetch):
         with pytest.raises(FetchError, match="Connect") as error:
@@ -103,7 +103,7 @@ def spoil(shard, harm: str) -> None:
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "lengthen", "delete"])
 async def test_a_bad_shard_is_fetched_from_another_relay(tmp_path, harm):
-    random.seed(1)  # the bad relay is queried first
+    random.seed(1)  # with this seed, the bad relay is queried first
     published(tmp_path, 7)
     for shard in (mirror_of(tmp_path, "bad") / "v000007" / "full").glob("*.shard"):
         spoil(shard, harm)
@@ -128,8 +128,8 @@ async def test_the_next_fetch_reuses_finished_shards(tmp_path):
     spoil(published(tmp_path, 7).store.shard_path(7, "full", 2), "flip")
     with pytest.raises(FetchError):
         await asyncio.to_thread(fetched, tmp_path, 7)
-    published(tmp_path, 7)  # repaired
-    flip_bit(tmp_path / "cache" / ".v000007.full" / "files" / "config.json")  # shard 0 is damaged meanwhile
+    published(tmp_path, 7)  # repairs the shard
+    flip_bit(tmp_path / "cache" / ".v000007.full" / "files" / "config.json")  # damages shard 0 in the cache
     async with quickly(tmp_path / "origin") as url:
         reader = client(tmp_path, url)
         folder, _ = await asyncio.to_thread(reader.fetch, 7)
@@ -139,7 +139,7 @@ async def test_the_next_fetch_reuses_finished_shards(tmp_path):
 
 
 def test_a_partial_download_of_other_weights_is_not_trusted(tmp_path):
-    """They have the same file names and sizes."""
+    """The other weights have the same file names and sizes."""
     spoil(published(tmp_path, 7).store.shard_path(7, "full", 2), "flip")
     with pytest.raises(FetchError):
         fetched(tmp_path, 7)
@@ -174,7 +174,7 @@ def test_only_the_requested_digest_is_accepted(tmp_path):
         fetched(tmp_path, 7, digest="0" * 64)
 
 
-def test_old_versions_leave_the_cache_but_not_the_one_just_fetched(tmp_path):
+def test_old_versions_leave_the_cache_unless_just_fetched(tmp_path):
     published(tmp_path, 1, 2, 3)
     for version in (1, 2, 3):
         fetched(tmp_path, version, keep=2)
@@ -227,7 +227,7 @@ def test_a_forged_manifest_is_refused_and_nothing_is_written(tmp_path, forge, re
     assert cached(tmp_path) == []
 
 
-def test_a_forging_relay_beside_an_honest_one_changes_nothing(tmp_path):
+def test_a_forging_relay_does_no_harm_beside_an_honest_one(tmp_path):
     published(tmp_path, 7)
     forger = Origin(tmp_path / "forged", OTHER_KEY, run="test")
     for version in (7, 9):

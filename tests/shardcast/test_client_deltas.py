@@ -1,4 +1,4 @@
-"""Clients fetch deltas: the route they choose, what they wait for, and what they do if a parent is missing or damaged."""
+"""How clients fetch deltas: which route they choose, what they wait for, and what a missing or damaged parent causes."""
 
 import random
 import shutil
@@ -43,7 +43,7 @@ def reports(tmp_path, *versions, store="origin", **options):
 
 
 def mostly_changed(path, seed: int):
-    """Weights of which 40 % of the words differ from the previous seed's, so that the delta has about half their size."""
+    """Write weights of which 40 % of the words differ from the previous seed's, so a delta is about half as large."""
     weights_folder(path)
     data = bytearray((path / "model.safetensors").read_bytes())
     for step in range(seed + 1):
@@ -60,7 +60,7 @@ def test_a_client_that_has_the_previous_version_fetches_only_the_delta(tmp_path)
     assert second.transferred_bytes < SMALL_BYTES < first.transferred_bytes
 
 
-def test_a_newcomer_fetches_the_anchor_and_the_deltas_after_it_and_others_the_deltas_alone(tmp_path):
+def test_a_newcomer_fetches_the_anchor_and_the_deltas_after_it_and_others_only_the_deltas(tmp_path):
     stepped(tmp_path, *range(7), anchor_every=4, keep=9)
     (report,) = reports(tmp_path, 6)
     assert report.parent is None
@@ -87,7 +87,7 @@ def test_a_client_that_is_far_behind_takes_the_cheapest_route(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes in /proc/self/io")
 def test_a_chain_of_deltas_reads_and_writes_the_files_once(tmp_path):
-    """The server is in this process: sendfile counts as read and written."""
+    """The server is in the measured process, where what sendfile sends counts as read and written."""
     source = origin(tmp_path, anchor_every=100, shard_size_bytes=1 << 20, keep=9)
     for version in range(6):
         folder = weights_folder(tmp_path / f"model{version}", version, words=1_000_000, every=5_000)
@@ -188,7 +188,7 @@ def test_the_wait_for_a_parent_has_a_limit(tmp_path):
 
 @pytest.mark.parametrize("new_client", [True, False])
 def test_a_parent_that_was_damaged_in_the_cache_is_not_used(tmp_path, new_client):
-    """A new client notices it before it applies the delta; the client that verified it, afterwards."""
+    """A new client notices the damage before it applies the delta; the client that verified the parent, only afterwards."""
     stepped(tmp_path, 0, 1)
 
     def act(url):

@@ -1,4 +1,4 @@
-"""Which connections a server accepts, closes and resets, and how many it can have."""
+"""Which connections a server accepts, closes and resets, and how many it can hold."""
 
 import asyncio
 import resource
@@ -94,7 +94,7 @@ async def test_connections_per_address_and_in_total_are_bounded(tmp_path, bounds
             raw.close()
         await asyncio.sleep(0.3)
         facts = await health(url)
-    assert facts["connections_refused"] >= 3  # two of the five, and the health request
+    assert facts["connections_refused"] >= 3  # two of the five connections, and the request for health
     assert facts["connections"] == 1
 
 
@@ -107,7 +107,7 @@ def test_a_client_is_an_ipv4_address_or_an_ipv6_network():
 # Idle and slow clients
 
 
-async def test_a_frozen_server_does_not_count_its_own_delay_against_clients():
+async def test_a_frozen_server_does_not_blame_clients_for_its_own_delay():
     door = Door(total=3, patience=Patience(headers_s=0.5))
     watching = door.listener.watching(None)
     await anext(watching)
@@ -144,7 +144,7 @@ async def test_an_idle_connection_is_closed(tmp_path):
         for _ in range(3):
             writer.write(b"GET /versions.json HTTP/1.1\r\nHost: x\r\n\r\n")
             assert b"200" in await reader.readuntil(b"}")
-            await asyncio.sleep(0.3)  # longer than headers_s, which limits only the first request
+            await asyncio.sleep(0.3)  # longer than headers_s, which only limits the first request
         assert await asyncio.wait_for(reader.read(), 5) == b""
         writer.close()
         assert (await health(url))["connections_cut"] == 0
@@ -189,8 +189,8 @@ def stalls_at(monkeypatch, taken_bytes, until_s: int = 10) -> int | None:
 def test_a_client_that_reads_too_slowly_or_stops_counts_as_stalled(monkeypatch):
     assert stalls_at(monkeypatch, lambda second: 900 * second) == 2
     assert stalls_at(monkeypatch, lambda second: 1_100 * second) is None
-    assert stalls_at(monkeypatch, lambda second: 9_000) == 3  # read before the first check, and nothing since
-    assert stalls_at(monkeypatch, lambda second: None) is None  # it has read everything
+    assert stalls_at(monkeypatch, lambda second: 9_000) == 3  # the peer reads only before the first check
+    assert stalls_at(monkeypatch, lambda second: None) is None  # the peer has read everything
     assert stalls_at(monkeypatch, lambda second: None if second < 5 else 9_000) == 7
 
 
@@ -211,7 +211,7 @@ asyncio.run(main())
 
 
 def start_server(folder, open_files: int) -> tuple[subprocess.Popen, int]:
-    """Start a server in a process with this limit of open files. Return it and its port."""
+    """Start a server in a process with this limit on open files. Return the process and its port."""
     command = [sys.executable, "-c", SERVER, str(folder), str(open_files)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert server.stdout is not None
@@ -263,7 +263,7 @@ async def test_many_idle_and_slow_readers_do_not_slow_a_normal_one(tmp_path):
 
 
 async def test_a_request_body_is_not_read(tmp_path):
-    """A relay that read bodies of 64 MiB to their end served its honest readers six times slower."""
+    """A relay that read bodies of 64 MiB to the end would serve its honest readers six times slower."""
     async with serving(whole(tmp_path)) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port)
         writer.write(b"POST /versions.json HTTP/1.1\r\nhost: s\r\ncontent-length: 67108864\r\n\r\n")
@@ -278,7 +278,7 @@ async def test_a_request_body_is_not_read(tmp_path):
     "sent", [b"\x16\x03\x01" * 100, b"GET / HTTP/1.1\r\nx-a: " + bytes(100_000)], ids=["tls", "header"]
 )
 async def test_a_malformed_request_is_refused_and_not_logged(tmp_path, caplog, sent):
-    """Otherwise strangers could fill the log, a hundred kilobytes at a time."""
+    """If it were logged, strangers could fill the log, a hundred kilobytes at a time."""
     async with serving(whole(tmp_path)) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port)
         writer.write(sent + b"\r\n\r\n")
@@ -308,7 +308,7 @@ async def test_accepted_connections_use_the_congestion_control_that_health_repor
     finally:
         await runner.cleanup()
     assert used.rstrip(b"\0").decode() == reported
-    with socket.socket() as trial, suppress(OSError):  # if BBR is not available, any is right
+    with socket.socket() as trial, suppress(OSError):  # without BBR, any congestion control is right
         trial.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
         assert reported == "bbr"
 
@@ -338,13 +338,13 @@ def test_raise_limit_raises_the_file_limit_to_the_hard_limit(soft_limit):
     assert connections.raise_limit() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-async def test_more_idle_connections_than_open_files_cause_no_traceback_and_no_wait(tmp_path):
+async def test_more_idle_connections_than_open_files_cause_neither_tracebacks_nor_waits(tmp_path):
     (tmp_path / "versions.json").write_text('{"versions":[]}')
     server, port = start_server(tmp_path, 256)
     try:
         idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(300)]
         facts: dict[str, int] = {}
-        for _ in range(20):  # as a client does
+        for _ in range(20):  # tries again as a client does
             with suppress(aiohttp.ClientError, TimeoutError):
                 facts = await asyncio.wait_for(health(f"http://127.0.0.1:{port}"), 5)
                 break

@@ -1,4 +1,4 @@
-"""Deltas reproduce the new version bit for bit, and anything else than a delta of the old version is a DeltaError."""
+"""Deltas reproduce the new version bit for bit, and anything but a delta of the old version raises a DeltaError."""
 
 import json
 import random
@@ -78,8 +78,8 @@ def round_trip(old: Path, new: Path) -> bytes:
 
 @pytest.fixture
 def versions(tmp_path) -> tuple[Path, Path]:
-    """Two small versions with every kind of file and piece: some words of `a` changed, the start of `b.weight` became zeros,
-    and the scalar is unchanged."""
+    """Two small versions with every kind of file and piece: some words of `a` change, the start of `b.weight` becomes
+    zeros, and the scalar does not change."""
     words = np.random.default_rng(1).integers(0, 1 << 16, 350 + 64 + 2, dtype=np.uint16)
     others = words.copy()
     others[:350:18] += 1
@@ -114,8 +114,8 @@ def test_any_words_of_any_dtype_are_reproduced_bit_for_bit(shapes, share, piece_
 
 @pytest.mark.parametrize("piece_words", [1, 1000, 1 << 20])
 @pytest.mark.parametrize(("numpy_dtype", "dtype"), [("<u2", torch.bfloat16), ("<u2", torch.float16)])
-def test_every_16_bit_word_changes_by_every_kind_of_step(tmp_path, piece_words, numpy_dtype, dtype):
-    """All 65536 patterns (both zeros, infinities, every NaN), with steps in both directions, across zero and overflowing."""
+def test_steps_of_every_kind_from_all_16_bit_words_are_reproduced(tmp_path, piece_words, numpy_dtype, dtype):
+    """All 65536 words (both zeros, infinities, every NaN) take steps in both directions, across zero and overflowing."""
     words = np.arange(1 << 16, dtype=numpy_dtype)[:: 64 if piece_words == 1 else 1]
     steps = np.array([1, -1, 0x8000, 0x7FFF, 0, -300, 2, 0xFFFE], np.int64).astype(numpy_dtype)
     others = words + np.resize(steps, len(words))
@@ -134,7 +134,7 @@ def test_a_few_small_steps_need_few_bytes(tmp_path):
     for name, words in {"old": old_words, "new": new_words}.items():
         write_tensors(tmp_path / name / "m.safetensors", {"w": ("BF16", words.shape)}, words.astype("<u2").tobytes())
     delta_bytes = len(round_trip(tmp_path / "old", tmp_path / "new"))
-    # their positions and directions
+    # the entropy of the positions and directions of the steps
     entropy_bytes = int((old_words != new_words).sum()) * (np.log2(100 * np.e) + 1) / 8
     assert delta_bytes < 1.2 * entropy_bytes
 
@@ -244,7 +244,7 @@ def test_a_delta_truncated_anywhere_is_refused(tmp_path, versions):
             apply_one(old, tmp_path / "delta", tmp_path / "out", sizes(new))
 
 
-def test_any_flipped_bit_ends_in_an_error_or_in_the_right_sizes(tmp_path, versions):
+def test_any_flipped_bit_causes_an_error_or_files_of_the_right_sizes(tmp_path, versions):
     old, new = versions
     with pieces_of(200):
         write_delta(old, new, tmp_path / "delta")
@@ -257,7 +257,7 @@ def test_any_flipped_bit_ends_in_an_error_or_in_the_right_sizes(tmp_path, versio
 
 @settings(deadline=None)
 @given(st.binary(max_size=300) | st.lists(st.sampled_from([0, 0, 0, 1, 2, 3, 4, 255]), max_size=300).map(bytes))
-def test_random_bytes_end_in_an_error_or_in_the_right_sizes(garbage):
+def test_random_bytes_cause_an_error_or_files_of_the_right_sizes(garbage):
     with TemporaryDirectory() as name, pieces_of(200):
         old = Path(name) / "old"
         write_tensors(old / "model.safetensors", TENSORS, bytes(900))
@@ -289,7 +289,7 @@ CLAIMS_MUCH = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 60) + b"\x01\x00\
         (b"x" * 101, "a plane of 100 bytes takes 101"),
     ],
 )
-def test_a_plane_of_another_size_is_refused(tmp_path, plane, reason):
+def test_a_malformed_plane_or_one_of_another_size_is_refused(tmp_path, plane, reason):
     (tmp_path / "delta").write_bytes(MAGIC + bytes([Kind.WHOLE]) + struct.pack("<I", len(plane)) + plane)
     with pytest.raises(DeltaError, match=reason):
         apply_one(tmp_path, tmp_path / "delta", tmp_path / "out", [("f", 100)])
@@ -309,7 +309,7 @@ CHANGES = bytes([Kind.CHANGES])
         (bytes([Kind.TENSORS]), "kind 2, expected one of 0 .SAME., 1 .WHOLE., 3 .CHANGES."),
     ],
 )
-def test_changes_outside_of_their_piece_are_refused(tmp_path, versions, body, reason):
+def test_impossible_changes_of_a_piece_are_refused(tmp_path, versions, body, reason):
     old, _ = versions
     path = old / "model.safetensors"
     start = MAGIC + bytes([Kind.TENSORS]) + blake3(read_layout(path).header).digest()
@@ -379,8 +379,8 @@ def write_chain(tmp_path: Path, *folders: Path) -> list[Link]:
 
 
 def chain_of(tmp_path: Path, versions: int) -> list[Path]:
-    """Versions of two files. Some words of the tensors change each time, all of one tensor in version 2, and config.json in
-    versions 1 and 3."""
+    """Versions of two files. Some words of the tensors change with each version, all words of one tensor in version 2, and
+    config.json in versions 1 and 3."""
     words = np.random.default_rng(3).integers(0, 1 << 16, 350 + 64 + 2, dtype=np.uint16)
     made = []
     for version in range(versions):
@@ -416,7 +416,7 @@ def test_a_chain_with_a_malformed_delta_is_refused(tmp_path, broken):
 
 
 def test_a_chain_is_split_where_one_pass_cannot_continue(tmp_path):
-    """Version 2 has another file. In version 4 a tensor has another name, in a file of the same size."""
+    """Version 2 has a further file. In version 4 a tensor has another name, in a file of the same size."""
     folders = chain_of(tmp_path, 6)
     for folder in folders[2:]:
         (folder / "more.json").write_bytes(b"{}")
@@ -433,7 +433,7 @@ def test_a_chain_is_split_where_one_pass_cannot_continue(tmp_path):
     assert contents(made) == contents(folders[-1])
 
 
-def test_encode_passes_every_byte_of_the_new_files_to_on_read_in_order(versions, tmp_path):
+def test_encode_calls_on_read_with_every_byte_of_the_new_files_in_order(versions, tmp_path):
     passed = bytearray()
     names = [name for name, _ in sizes(versions[1])]
     encode(*versions, names, lambda data: None, passed.extend)

@@ -1,4 +1,4 @@
-"""`StreamDownload` in virtual time: all shards of a stream, several at a time, from several servers."""
+"""`StreamDownload`, in virtual time, fetches all shards of a stream, several at a time, from several servers."""
 
 import asyncio
 
@@ -43,7 +43,7 @@ class Run:
         return virtual.now_s() - started_s
 
 
-def test_shards_are_fetched_in_order_and_parallel_at_once():
+def test_shards_are_requested_in_order_and_several_at_once():
     stub = Stub("http://a", *[0.01] * 40)
     Run(stub, parallel=4).all(40)
     assert stub.requests == list(range(40))
@@ -71,7 +71,7 @@ def test_a_disk_error_ends_the_download():
         run.all(3)
 
 
-def test_a_download_without_progress_ends_and_names_the_servers():
+def test_a_download_without_progress_fails_and_names_the_servers():
     silent = [Stub(f"http://{name}", *[1e6] * 99) for name in "ab"]
     run = Run(*silent, stall_s=20.0)
     with pytest.raises(
@@ -84,7 +84,7 @@ def test_a_download_without_progress_ends_and_names_the_servers():
 
 
 def slow_and_quick(*script) -> tuple[Stub, Stub]:
-    """A slow server whose standing is far better, so that it is tried first, and a quick one."""
+    """A slow server, which is tried first because its standing is far better, and a quick one."""
     return Stub("http://slow", *script, standing=Known(1e12)), Stub("http://quick", standing=Known(1.0))
 
 
@@ -94,7 +94,7 @@ def test_shards_that_hang_are_fetched_from_another_server():
     assert sorted(quick.requests) == [2, 3, 4]
 
 
-def test_a_shard_that_stops_continues_at_another_server_at_the_same_byte():
+def test_a_shard_that_stops_arriving_continues_from_another_server_at_the_same_byte():
     class Slow(Stub):
         async def shard(self, version, part, incoming):
             incoming.take(shard_data(0)[:40])
@@ -132,7 +132,7 @@ def test_the_fallback_is_not_used_if_the_only_relay_is_slow_to_start():
 
 
 def test_a_relay_waits_for_the_first_server_in_its_order():
-    """Its sibling may still be receiving the shard, and a second copy would cost the origin's uplink."""
+    """That server may still be receiving the shard, and a second copy would burden the origin's uplink."""
     slow, other = slow_and_quick(0, 0, 0, 1.3)
     Run(slow, other, order=lambda shard, usable: [slow, other]).all(4)
     assert other.requests == []
@@ -145,7 +145,7 @@ def test_slow_but_steady_shards_are_not_fetched_twice():
 
 
 def test_a_relay_that_hangs_delays_few_downloads():
-    """Small deltas of one shard, 40 times: in half of the cases the relay that hangs is drawn first."""
+    """For 40 downloads of one shard each, the relay that hangs would be tried first in half of the cases."""
     hanging, quick = Stub("http://hangs", *[60.0] * 99), Stub("http://quick", *[0.01] * 99)
     sources, took_s = choosing(hanging, quick, patience_s=30), []
     for _ in range(40):

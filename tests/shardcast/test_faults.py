@@ -1,4 +1,4 @@
-"""Flipped bits, lying relays, full disks, killed processes: a fetch returns exactly the published files, or an error."""
+"""Despite flipped bits, lying relays, full disks or killed processes, a fetch returns the published files or fails."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture
 def two_versions(tmp_path, prepared):
-    """Version 0 in full and version 1 as its delta, each in several shards, in the stores `origin` and `bad`."""
+    """Version 0 in full and version 1 as a delta, each of several shards, in the stores `origin` and `bad`."""
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     shutil.copytree(prepared / "origin", tmp_path / "bad")
 
@@ -95,7 +95,7 @@ def test_bits_flipped_in_every_shard_of_one_relay_do_no_harm_if_another_is_intac
     assert against(lambda *urls: fetch_both(tmp_path, *urls), tmp_path / "bad", tmp_path / "origin").parent == 0
 
 
-async def test_a_bit_of_each_shard_flipped_once_on_the_way(tmp_path, two_versions):
+async def test_a_bit_flipped_once_in_each_shard_on_the_way_does_no_harm(tmp_path, two_versions):
     left = [f"/v{version:06d}/{part}/{index:05d}.shard" for version, part, index in EVERY_SHARD]
 
     def flip_once(path, data):
@@ -109,7 +109,7 @@ async def test_a_bit_of_each_shard_flipped_once_on_the_way(tmp_path, two_version
     assert left == []
 
 
-async def test_a_bit_flipped_in_each_manifest_on_the_way(tmp_path, two_versions):
+async def test_a_bit_flipped_in_each_manifest_on_the_way_is_an_error(tmp_path, two_versions):
     def flip_manifests(path, data):
         return flipped(data) if "manifest" in path else data
 
@@ -159,7 +159,7 @@ def test_a_damaged_cached_file_is_noticed_at_its_next_use(tmp_path, two_versions
 def test_a_damaged_manifest_or_layout_in_the_cache_does_no_harm(tmp_path, two_versions, name, text):
     fetched(tmp_path, 0)
     flip_bit(tmp_path / "bad/v000001/delta/00001.shard")
-    with pytest.raises(FetchError):  # leaves half a delta
+    with pytest.raises(FetchError):  # leaves half a delta in the cache
         fetched(tmp_path, 1, at=["bad"])
     assert (tmp_path / "cache" / name).exists()
     (tmp_path / "cache" / name).write_text(text)
@@ -183,7 +183,7 @@ def test_shards_of_another_version_under_a_genuine_manifest_are_refused(tmp_path
 
 @pytest.mark.parametrize("lie", ["older", "forged"])
 async def test_a_relay_does_not_accept_a_false_manifest(tmp_path, lie):
-    """The relay `bad` serves an older version as version 8, or signs with its own key."""
+    """The relay `bad` serves an older version's manifest as version 8, or one that it signed with its own key."""
     published(tmp_path, 7, 8)
     mirror_of(tmp_path, "bad")
     manifest = tmp_path / "bad/v000008/manifest.json"
@@ -240,7 +240,7 @@ async def test_a_relay_resumes_when_its_upstream_is_back(tmp_path):
     source.publish(model_folder(tmp_path / "model7"), 7)
     port = free_port()
 
-    # At most one piece of each connection is lost.
+    # At most one piece per connection is lost.
     mirror = relay(tmp_path, f"http://127.0.0.1:{port}", stall_s=0.5)
     async with serving(source.store) as up, serving(mirror.store) as down, mirroring(mirror):
         fetching = asyncio.create_task(asyncio.to_thread(client(tmp_path, down, wait_s=20).fetch, 7))
@@ -255,7 +255,7 @@ async def test_a_relay_resumes_when_its_upstream_is_back(tmp_path):
 
 
 class Process:
-    """A role as its own process: see process.py."""
+    """A role in its own process (see process.py)."""
 
     def __init__(self, role: str, tmp_path: Path, **settings) -> None:
         arguments = [role, json.dumps({"tmp_path": str(tmp_path), **settings})]
@@ -301,7 +301,7 @@ async def test_a_killed_client_resumes(tmp_path, large, start):
     async with serving(source.store) as up, between(up, hold_after_bytes=160_000) as slow:
         first = start("client", urls=[slow.url])
         await until(lambda: slow.sent_bytes >= 160_000, timeout_s=60)
-        await asyncio.sleep(0.3)  # it has written what was sent
+        await asyncio.sleep(0.3)  # until it has written what was sent
         first.kill()
         slow.hold_after_bytes = inf
         await asyncio.sleep(0.1)  # until its last requests are counted
@@ -310,7 +310,7 @@ async def test_a_killed_client_resumes(tmp_path, large, start):
         report = await second.next_line()
         reused_bytes, fetched_bytes = report["reused_bytes"], slow.requested_bytes(since=before)
     assert contents(tmp_path / "cache" / "v000007") == contents(large)
-    assert reused_bytes >= 80_000  # all but the shards in transfer
+    assert reused_bytes >= 80_000  # all shards but those in transfer
     assert fetched_bytes <= LARGE_BYTES - 80_000
 
 
@@ -334,7 +334,7 @@ async def test_a_killed_relay_and_its_reader_resume(tmp_path, large, start):
         before = len(slow.requests)
         (tmp_path / "another").mkdir()
         folder, _ = await asyncio.to_thread(client(tmp_path / "another", url, up).fetch, 7)
-        assert contents(folder) == contents(large)  # readers that know another server do not notice
+        assert contents(folder) == contents(large)  # a reader that knows another server is not affected
         assert not fetching.done()
         start("relay", upstream=[slow.url], port=port)
         folder, _ = await fetching

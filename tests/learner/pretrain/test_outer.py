@@ -1,4 +1,4 @@
-"""Sites that pretrain, in one process: rounds, healing, and places in the data."""
+"""Several pretraining sites in one process: rounds, healing, and positions in the data."""
 
 import json
 import threading
@@ -26,7 +26,7 @@ SHAPES = {"layers.0.w": (30, 3), "layers.1.w": (30, 3), "embed": (40, 2)}
 
 
 class Shared(Direct):
-    """Call the meeting from one thread at a time, as its server does."""
+    """Call the meeting from only one thread at a time, as its server does."""
 
     def __getattribute__(self, name: str) -> Any:
         result = super().__getattribute__(name)
@@ -50,7 +50,7 @@ def config(**sites: Any) -> Any:
 
 
 class Trainee:
-    """A site whose training is random numbers."""
+    """A site whose training only adds random numbers to its tensors."""
 
     def __init__(self, name: str, meeting: Meeting, settings: Any, folder: Path) -> None:
         self.name, self.folder, self.tensors = name, folder / name, tensors()
@@ -147,7 +147,7 @@ def test_a_killed_site_resumes_after_its_last_accepted_offer(saved, tmp_path):
     settings = config(sites=1)
     meeting = meeting_of(tmp_path, settings)
     first = Trainee("site-a", meeting, settings, tmp_path)
-    first.train(first.begin(), 10)  # round 1 is accepted, then it is killed
+    first.train(first.begin(), 10)  # the site is killed after round 1 is accepted
     again = Trainee("site-a", meeting, settings, tmp_path)
     assert again.begin(saved) == 8  # at the start of round 2
     assert again.place == {"share": 8, "document": 0, "token": 0}  # after the data of round 1
@@ -156,7 +156,7 @@ def test_a_killed_site_resumes_after_its_last_accepted_offer(saved, tmp_path):
     assert meeting.over
 
 
-def test_a_site_without_accepted_offers_resumes_at_its_checkpoints_place(tmp_path):
+def test_a_site_without_accepted_offers_resumes_at_its_checkpoint(tmp_path):
     settings = config(sites=1)
     meeting = meeting_of(tmp_path, settings)
     trainee = Trainee("site-a", meeting, settings, tmp_path)

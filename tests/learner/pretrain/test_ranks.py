@@ -1,7 +1,7 @@
-"""Two ranks of one site, real processes over gloo, train like one.
+"""Two ranks of one site, real processes over gloo, train as one rank does.
 
 They compute the same micro-batches, but round the gradient's norm differently, and clipping scales the gradient by it. AdamW
-moves a weight by lr * m / sqrt(v), so a gradient that is only rounding may move its weight by up to lr in either direction.
+moves a weight by lr * m / sqrt(v), so a gradient of only rounding error may move its weight by up to lr in either direction.
 """
 
 import json
@@ -55,7 +55,7 @@ def alone(config, one_thread) -> Path:
     return config.parent / "one"
 
 
-def test_two_ranks_train_like_one_and_one_resumes_them(config, alone, tmp_path):
+def test_two_ranks_train_as_one_does_and_one_resumes_them(config, alone, tmp_path):
     """A step of one micro-batch leaves a rank idle."""
     out = tmp_path / "two"
     assert on_two_ranks(command(config, out)) == [DONE, DONE]
@@ -70,11 +70,11 @@ def test_two_ranks_train_like_one_and_one_resumes_them(config, alone, tmp_path):
 
 
 class Alone(Direct):
-    """A site alone in its meeting."""
+    """A meeting of one site, in its process."""
 
     def __init__(self, invite: None, folder: Path, terms: Terms, **_: object) -> None:
         model = load_model(self.model, seed=0)
-        tensors = {name: 0.5 * each.detach() for name, each in model.named_parameters()}  # unlike the site's own
+        tensors = {name: 0.5 * each.detach() for name, each in model.named_parameters()}  # not the site's own
         super().__init__(Meeting(folder / "meet", terms, {}, "run", lambda: Agreed.of(tensors, terms.shapes)), "site-0")
 
     model: Path

@@ -1,4 +1,4 @@
-"""Real processes: `shoal pool meet`, and sites that are killed, stopped, restarted or refused."""
+"""`shoal pool meet` and its sites as real processes that are killed, stopped, restarted or refused."""
 
 import json
 import signal
@@ -31,7 +31,7 @@ def run(tmp_path, tiny_folder) -> Iterator[Run]:
 
 
 def test_all_sites_have_the_same_bits_after_every_round_although_processes_die(run):
-    # until the test ends it
+    # more steps than the test waits for
     run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 100_000_000"))
     sites = ["site-0", "site-1", "site-2"]
     for name in ("meet", *sites):
@@ -56,7 +56,7 @@ def test_all_sites_have_the_same_bits_after_every_round_although_processes_die(r
     run.until(lambda: any(each["step"] > 0 for each in heldout(run, "site-0")), "a held-out loss of site-0")
     run.close()
     rounds = run.rounds()
-    assert [each["round"] for each in rounds] == list(range(len(rounds)))  # none is lost
+    assert [each["round"] for each in rounds] == list(range(len(rounds)))  # no round is lost
     assert {name for each in rounds for name in each["healed"]} == set(sites)
     agreed = {each["round"]: each["digest"] for each in rounds}
     for name in sites:
@@ -92,7 +92,7 @@ def heldout(run: Run, name: str) -> list[dict[str, Any]]:
 
 def test_a_site_of_two_ranks_returns_after_one_rank_died(run):
     a_row_each = "pretrain.micro_batch=1"
-    run.start("meet", "sites.sites=2", "sites.quorum=2")  # so that each waits for the other
+    run.start("meet", "sites.sites=2", "sites.quorum=2")  # so that each site waits for the other
     run.start("site-0", a_row_each, ranks=2)
     run.start("site-1")
     run.until_together("site-0", "site-1")
@@ -108,7 +108,7 @@ def test_a_site_of_two_ranks_returns_after_one_rank_died(run):
     assert held[-1] < held[0]
 
 
-def test_a_site_that_differs_is_refused_and_the_others_continue(run):
+def test_a_site_with_other_settings_is_refused_and_the_others_continue(run):
     run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 20"))
     run.start("meet", "sites.sites=2")
     invite = run.invite("site-1")
@@ -133,7 +133,7 @@ def test_a_site_with_a_full_disk_ends_and_the_others_continue(run, tmp_path):
         pytest.skip("only root may mount a small disk")
     try:
         run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 60"))
-        run.start("meet", "sites.quorum=3")  # no round closes before all have joined
+        run.start("meet", "sites.quorum=3")  # no round closes before all sites have joined
         for name in ("site-0", "site-2"):
             run.start(name)
         run.start("site-1", out=disk / "site-1")

@@ -1,4 +1,4 @@
-"""Documents from files of every format, and token streams that resume anywhere."""
+"""Documents are read from files of every format, and token streams resume at any token."""
 
 import gzip
 import json
@@ -48,7 +48,7 @@ def test_every_format_gives_the_same_documents(name, tmp_path):
     assert texts(Corpus(f"{tmp_path}/[az]*.*")) == [*TEXTS, "three"] or name.startswith("c4"), "in the order of names"
 
 
-def test_the_pieces_of_a_text_file_add_up_to_it(tmp_path):
+def test_a_text_file_is_the_concatenation_of_its_pieces(tmp_path):
     content = "".join(f"line {i} ünï\r\n" for i in range(5000)) + "no end"
     path = tmp_path / "a.txt"
     path.write_bytes(content.encode())
@@ -74,14 +74,14 @@ def test_a_faulty_file_is_named(name, content, words, tmp_path):
         texts(Corpus(str(tmp_path / name)))
 
 
-def test_no_file_is_an_error_with_the_next_step(tmp_path):
+def test_missing_files_and_an_empty_setting_are_refused(tmp_path):
     with pytest.raises(UserError, match="no file matches"):
         Corpus(f"{tmp_path}/*.jsonl")
     with pytest.raises(UserError, match=r"pretrain\.data is empty"):
         Corpus("")
 
 
-def test_files_of_a_data_set_on_the_hub(tmp_path, monkeypatch):
+def test_files_of_a_hub_data_set_are_fetched(tmp_path, monkeypatch):
     for name in ("en/part-1.txt", "en/part-0.txt", "de/part-0.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)

@@ -52,7 +52,7 @@ def newest(out: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(config, tmp_path, stop_after, monkeypatch, capsys):
-    """After a kill it resumes from the newest complete checkpoint, and after a stop where it stopped."""
+    """After a kill, training resumes from the newest complete checkpoint; after a stop, from where it stopped."""
     assert train(config, tmp_path / "whole") == DONE
     assert capsys.readouterr().out == f"{tmp_path / 'whole' / 'model'}\n"
     load_model(tmp_path / "whole" / "model")
@@ -80,7 +80,7 @@ def test_micro_batches_change_a_step_only_by_rounding(config, tmp_path, stop_aft
     assert all(torch.allclose(one[name], four[name], atol=1e-3) for name in one if name.startswith("exp_avg."))
 
 
-def test_the_rate_warms_up_and_follows_a_cosine():
+def test_the_learning_rate_warms_up_and_follows_a_cosine():
     settings = PretrainSection(lr=1.0, warmup_steps=10, steps=110)
     assert [rate(step, settings) for step in (0, 4, 9, 10)] == [0.1, 0.5, 1.0, 1.0]
     assert rate(60, settings) == pytest.approx(0.5)

@@ -1,4 +1,4 @@
-"""Conversations: read from files, and encoded as tokens of which the assistant's are trained."""
+"""Conversations are read from files and encoded as tokens; only the assistant's tokens are trained on."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "harbour.jsonl"
 
 
 def test_json_lines_and_parquet_give_the_same_conversations(tmp_path):
-    """Absent fields, which Parquet stores as null, are dropped. A prompt and completion are a conversation, too."""
+    """Absent fields, which Parquet stores as null, are dropped. A prompt with a completion is read as a conversation."""
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
     rows = [{"messages": [{"role": "user", "content": "a"}, call], "tools": [{"name": "f"}]}, *ROWS]
     short = {"prompt": "a", "completion": "b"}
@@ -69,7 +69,7 @@ def test_the_error_for_a_bad_row_names_file_and_row(tmp_path, line, words):
     assert str(raised.value).startswith(f"{path}, row 2") and words in str(raised.value)
 
 
-def test_a_hub_data_sets_training_files_or_those_of_a_pattern_are_fetched(tmp_path, monkeypatch):
+def test_training_files_or_those_matching_a_pattern_are_fetched_from_the_hub(tmp_path, monkeypatch):
     fetched: list[list[str]] = []
 
     def of(*files: str) -> None:
@@ -138,7 +138,7 @@ def test_smollm2s_trained_spans_equal_a_mask_made_by_hand(bundled, bundled_token
     assert example.n_trained == sum(trained)
 
 
-def test_the_tiny_tokenizers_turns_end_with_eos(tiny_folder):
+def test_turns_of_the_tiny_tokenizer_end_with_eos(tiny_folder):
     tokenizer = load_tokenizer(tiny_folder)
     example = ChatTemplate(tokenizer, eos_ids(tiny_folder)).example(
         conversation(("user", "1+1"), ("assistant", "2"), ("user", "2+2"), ("assistant", "4"), ("user", "bye"))
@@ -156,7 +156,7 @@ def test_without_end_tokens_in_the_template_eos_follows_the_last_turn():
 
 
 def test_generation_marks_in_a_template_are_used(tiny_folder):
-    forgets = (  # it shortens earlier answers, so a prefix's tokens are not a prefix of the whole conversation's
+    forgets = (  # shortens earlier answers, so the tokens of a prefix do not begin the whole conversation
         "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}"
         "{{ m['content'] if loop.last else m['content'][-1:] }}<eos>{% endgeneration %}{% else %}{{ m['content'] }}<eos>"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -171,7 +171,7 @@ def test_generation_marks_in_a_template_are_used(tiny_folder):
 
 
 def test_an_undeclared_end_token_is_collected(tiny_folder):
-    # <user>, a special token, stands in for an end of turn
+    # <user>, a special token, serves as the end of a turn
     template = other_template(tiny_folder, "{% for m in messages %}{{ m['content'] }}<user>\n{% endfor %}")
     assert trained_text(template.tokenizer, template.example(conversation(("user", "a"), ("assistant", "b")))) == [
         "b<user>"

@@ -1,5 +1,5 @@
-"""Two ranks, real processes over gloo, fine-tune like one except for rounding (see `tests.learner.pretrain.test_ranks`).
-Weights are published in bf16, so a master halfway between two numbers may be published as either."""
+"""Two ranks, real processes over gloo, fine-tune as one does except for rounding (see `tests.learner.pretrain.test_ranks`).
+Weights are published in bf16, so a master weight halfway between two bf16 numbers may be rounded to either."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def command(folder: Path, rows: Path, out: Path) -> list[str]:
 
 
 def check_close(one: Path, other: Path, moved: float = 2 * LR * UPDATES) -> None:
-    """Check that few published weights differ, and those by no more than the updates can move them."""
+    """Check that few published weights differ, and by no more than the updates can move them."""
     weights = [load_file(out / "model" / "model.safetensors") for out in (one, other)]
     assert weights[0].keys() == weights[1].keys()
     a, b = (torch.cat([held[name].flatten().float() for name in weights[0]]) for held in weights)
@@ -39,7 +39,7 @@ def check_close(one: Path, other: Path, moved: float = 2 * LR * UPDATES) -> None
     assert float((a != b).float().mean()) < 1e-3
 
 
-def test_data_are_encoded_exactly_for_other_ranks(tiny_folder, rows):
+def test_other_ranks_decode_exactly_the_encoded_data(tiny_folder, rows):
     data = data_of(tiny_folder, config(rows))
     assert Data.from_bytes(data.to_bytes()) == data
 

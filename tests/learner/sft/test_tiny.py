@@ -1,4 +1,4 @@
-"""The training of bundled:tiny: it learns, on the answers only, and never from held-out sums."""
+"""Training bundled:tiny lowers the loss, uses only the answers, and never sees held-out sums."""
 
 from pathlib import Path
 
