@@ -1,19 +1,19 @@
-"""What the learner reports of each step: metrics, and a signed record of what it trained on. It also signs checkpoints.
+"""What the learner reports about each step: metrics and a signed record of what it trained on. Also signs checkpoints.
 
-Invariant: a metric that is unknown or not finite is left out. Names are those of docs/pages.md. The coordinator adds
-`reward/mean` and `reward/zero_std_frac`, because only it knows the groups that were not trained on. The record names rows
-and weights by digest: an auditor with the accepted files can check what a step trained on, and a machine that computes alike
-can reproduce the weights.
+Invariant: a metric that is unknown or not finite is left out. docs/pages.md lists the names. The coordinator adds
+`reward/mean` and `reward/zero_std_frac`, because only the coordinator knows the groups that were not trained on. The record
+identifies files and weights by digest: an auditor with the accepted files can check what a step trained on, and a machine
+that computes the same bits can reproduce the weights.
 
 FLOPs of training on one group (a prompt of P tokens, completions of L_1..L_G), with the prompt counted once:
 
     tokens    S = P + sum(L)                               positions that go through the body
     pairs     K = P(P+1)/2 + sum( L*P + L(L+1)/2 )         query-key pairs that attention computes
-    forward   2*body*S + 2*head*N + 4*layers*width*K       N of them trained; 2 for multiply and add; attention: QK^T, AV
+    forward   2*body*S + 2*head*N + 4*layers*width*K       N: trained tokens; 2: multiply and add; attention: QK^T, AV
     training  3 * forward                                  backward has two products for each one of forward
 
 Source: PaLM (arXiv 2204.02311, appendix B): 6N + 12LHQT per token, with the tree's pairs in place of T. As in PaLM,
-MFU does not count recomputation and padding. Left out: embedding look-ups, norms, activations, softmax and the optimizer
+MFU does not count recomputation or padding. Left out: embedding look-ups, norms, activations, softmax and the optimizer
 (together under 1 % at these sizes); mixtures of experts, where a token uses only some of the weights.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shoal.learner.policy import Policy
 
 PER_TOKEN = "policy/"
-LAST = "optim/lr"  # reported from a step's last update instead of averaged
+LAST = "optim/lr"  # taken from a step's last update, not averaged
 
 log = logging.getLogger(__name__)
 
@@ -80,17 +80,17 @@ def forward_flops(shape: Shape, prompt: int, completions: Sequence[int], trained
 def training_flops(shape: Shape, groups: Sequence[Group], *, extra_forwards: int) -> float:
     """Return the floating-point operations of training on these groups.
 
-    `extra_forwards`: passes without gradient per training pass: 1 for a reference model.
+    `extra_forwards`: forward passes without gradient per training pass, such as 1 for a reference model.
     """
     forward = sum(forward_flops(shape, len(g.prompt), [len(c) for c in g.completions], g.n_tokens) for g in groups)
     return (3 + extra_forwards) * forward
 
 
 def batch_metrics(fetched: Fetched, step: int, *, max_tokens: int) -> dict[str, float]:
-    """Return metrics of what the step trained on and what it left out; of a skipped step, only the latter.
+    """Return metrics of what the step trained on and what it left out; for a skipped step, only the latter.
 
     Lengths count the tokens that the model wrote. A completion of `max_tokens` or more counts as truncated. A group's age is
-    the number of policy versions between the sampling one and the one trained at `step`.
+    the number of policy versions between the one that sampled it and the one trained at `step`.
     """
     metrics = {
         "data/quarantined": float(fetched.quarantined),
@@ -116,10 +116,10 @@ def batch_metrics(fetched: Fetched, step: int, *, max_tokens: int) -> dict[str, 
 
 
 def update_metrics(updates: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Combine the metrics of a step's updates. An update is its number of computed tokens and `Policy.update`'s result.
+    """Combine the metrics of a step's updates. Each update: (trained tokens, result of `Policy.update`).
 
-    `policy/...` are sums over tokens and become means per token, or are left out if no token was computed. `optim/lr` is
-    the last update's. Everything else becomes the mean over the updates.
+    `policy/...` are sums over tokens and become means per token, or are left out if no token was trained. `optim/lr` is
+    taken from the last update. Everything else becomes the mean over the updates.
     """
     metrics = {"optim/skipped": 0.0}
     n_tokens = sum(n for n, _ in updates)
@@ -136,7 +136,7 @@ def update_metrics(updates: Sequence[tuple[int, Mapping[str, float]]]) -> dict[s
 def speed_metrics(
     *, n_tokens: int, flops: float, train_s: float, busy_s: float, waiting_s: float, peak_gflops: float
 ) -> dict[str, float]:
-    """Return the step's speed. `train_s`: the part of `busy_s` in updates. `peak_gflops`: measured by a matrix product.
+    """Return the step's speed. `train_s`: the part of `busy_s` spent in updates. `peak_gflops`: that of a matrix product.
 
     Tokens per second count the whole step, waiting included. MFU counts `train_s` only.
     """
@@ -150,7 +150,7 @@ def speed_metrics(
 
 
 def memory_metrics(device: str) -> dict[str, float]:
-    """Return the peak memory of this process; on CUDA also the peak of tensors on `device`."""
+    """Return the peak memory of this process; on CUDA also the peak memory of tensors on `device`."""
     unit_bytes = 1 if sys.platform == "darwin" else 1024  # getrusage(2) of macOS counts bytes, Linux's KiB
     metrics = {"memory/rss_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes)}
     if device.startswith("cuda"):
@@ -159,7 +159,7 @@ def memory_metrics(device: str) -> dict[str, float]:
 
 
 def sync_metrics(version: Path, seconds: float) -> dict[str, float]:
-    """Return the size of the published folder `version`, without deltas, and the seconds to write it."""
+    """Return the size of the published folder `version`, without deltas, and the seconds that writing it took."""
     size_bytes = sum(path.stat().st_size for path in version.rglob("*") if path.is_file())
     return {"sync/bytes": float(size_bytes), "sync/seconds": seconds}
 
@@ -195,14 +195,14 @@ def signed_record(node: Node, step: int, fetched: Fetched, before: str, after: s
 
 
 def sign_folder(node: Node, folder: Path, step: int, files: dict[str, str]) -> None:
-    """Write SIGNED into a checkpoint's folder: its files' BLAKE3, signed by the learner."""
+    """Write SIGNED into a checkpoint's folder: the BLAKE3 digests of its files, signed by the learner."""
     record = CheckpointRecord(run=node.invite.run, step=step, files=files)
     signed = Signed.make(node.identity, record.model_dump_json(), domain=CHECKPOINT)
     (folder / SIGNED).write_text(signed.model_dump_json())
 
 
 def computed(policy: "Policy") -> Computed:
-    """Describe how this process computes. Equal descriptions mean equal bits; unequal ones mean nothing."""
+    """Describe how this process computes. Equal descriptions mean equal bits; different ones do not mean different bits."""
     return Computed(
         dtype="bfloat16" if policy.compute is torch.bfloat16 else "float32",
         threads=torch.get_num_threads(),

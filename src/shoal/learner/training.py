@@ -83,7 +83,7 @@ class Training(ABC):
         return bool(self.ranks.broadcast((b"stop" if stop.is_set() else b"") if self.leads else None))
 
     def claim(self, about: Mapping[str, str], differs: str = "") -> None:
-        """Claim the folder: see `claim`. Raise ConfigError on the leader, ShoalError on the other ranks."""
+        """Claim the folder with the function `claim`. Raise ConfigError on the leader, ShoalError on the other ranks."""
         from_leader(self.ranks, lambda: claim(self.folder, about, differs), lambda _: b"", lambda _: None)
 
     def record(self, **figures: Any) -> None:

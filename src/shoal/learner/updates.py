@@ -3,10 +3,10 @@
     share      of n updates, update i trains on groups i, i + n, ...
     rows       planned from lengths alone, so every rank plans the same rows
     deal       FSDP gathers each block for all ranks at once, so in a turn every rank computes one row, and the turn lasts
-               as long as its costliest row. Rows are dealt by cost, costliest first (a single rank keeps their order). The
-               leader, which alone has the tokens, sends each rank the tokens of its rows: 8 bytes per token
-    behaviour  unchecked logprobs are recomputed by the policy before the step's first update
-    update     a rank packs and computes one row at a time; one denominator counts the tokens of all ranks
+               as long as its costliest row. Rows are dealt by cost, costliest first (a single rank keeps their order). Only
+               the leader has the tokens; it sends each rank those of its rows: 8 bytes per token
+    behaviour  logprobs that no validator checked are recomputed by the policy before the step's first update
+    update     a rank packs and computes one row at a time; the denominator counts the tokens of all ranks
 
 Invariant: each row is computed once, by one rank; a rank without a row computes a loss of 0.
 """
@@ -30,8 +30,8 @@ class OwnRow:
     """This rank's row in one turn, in which every rank computes one row."""
 
     row: Row | None  # None: the rank idles
-    contents: Contents | None  # None: this rank has the groups
-    checked: bool  # a validator checked the behaviour logprobs of all ranks' rows
+    contents: Contents | None  # None: this rank has the groups, so `row` can make them
+    checked: bool  # a validator checked the behaviour logprobs of all ranks' rows in this turn
 
     def packed(self, *, normalize_std: bool) -> MicroBatch | None:
         """Pack the row; return None if this rank idles."""
@@ -124,7 +124,7 @@ def deal(rows: Sequence[Row], ranks: Ranks) -> list[OwnRow]:
             messages = [encode([row.contents() for row in rows[rank :: ranks.size]]) for rank in range(ranks.size)]
         computed = [row for row in own if row is not None]
         size_bytes = 4 * sum(row.n_tokens + row.n_trained for row in computed)
-        # ranks idle in the last turn only
+        # a rank can be idle only in the last turn
         contents[: len(computed)] = decode(ranks.deal(messages, size_bytes), computed)
     return [OwnRow(*each) for each in zip(own, contents, checked, strict=True)]
 
@@ -135,7 +135,7 @@ def encode(contents: Sequence[Contents]) -> bytes:
 
 
 def decode(data: bytes, rows: Sequence[Row]) -> list[Contents]:
-    """Decode a message of `encode` about these rows. Raise ValueError if the sizes differ."""
+    """Decode what `encode` returned for these rows. Raise ValueError if the sizes differ."""
     result, at = [], 0
     for row in rows:
         tokens_T = np.frombuffer(data, np.int32, row.n_tokens, at)

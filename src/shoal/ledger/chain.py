@@ -1,12 +1,12 @@
-"""The hash chain: entries, how they are hashed, linked, signed, verified and exported, and heads. No storage.
+"""The hash chain: how entries are hashed, linked, signed, verified and exported; and heads. `table` stores the entries.
 
-Invariants: entry n holds the digest of entry n-1, and the coordinator signs each digest. If an entry of a copy is changed,
+Invariants: entry n holds the digest of entry n-1, and the coordinator signs each digest. If an entry in a copy is changed,
 moved or removed, `verify_chain` names the first wrong entry. A head is the position and digest of the newest entry that
 somebody has seen, printed as `SEQ:DIGEST`. A chain that contains a head also contains every entry before it, unchanged. So
 anyone who keeps a head can detect that the ledger was truncated before it.
 
-Left out: truncation without a head (a log without its last entries is still a valid chain); which run the log belongs to
-(its first entry says so); several writers; the evidence itself (bodies hold its digest).
+Left out: detecting truncation without a head (a log without its last entries is still a valid chain); which run the log
+belongs to (its first entry names it); several writers; the evidence itself (bodies hold its digest).
 """
 
 import json
@@ -44,7 +44,7 @@ class Entry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     seq: int  # from 1, without gaps
-    time_s: int  # by the coordinator's clock, which may step back
+    time_s: int  # by the coordinator's clock, which may jump back
     kind: str  # docs/trust.md lists them
     body: str  # canonical JSON text of an object
     previous: str  # digest of entry seq - 1; GENESIS in the first entry
@@ -129,7 +129,7 @@ def _fault(entry: Entry, seq: int, previous: str, public_key: str) -> str | None
 
 
 class Head(BaseModel):
-    """The newest entry of a run's ledger that somebody has seen."""
+    """The newest entry that somebody has seen in a run's ledger."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 

@@ -1,8 +1,9 @@
-"""The database connection, and all that differs between SQLite (here) and PostgreSQL (in `postgres`).
+"""The database connection, and everything that differs between SQLite (here) and PostgreSQL (in `postgres`).
 
 Invariants: `transaction()` is atomic. The ledger's table refuses UPDATE, DELETE and any INSERT that does not extend its
 head. Two tables have the same digest if and only if they have the same rows.
-Statements use `?` for arguments, RETURNING for new rows, and SERIAL for an auto-increment key; all other SQL runs on both.
+In statements, `?` marks an argument, RETURNING reads new rows back, and SERIAL is an auto-increment key; all other SQL runs
+on both.
 Left out: threads (only one thread uses a connection).
 """
 
@@ -55,7 +56,7 @@ class Connection(ABC):
 
     @abstractmethod
     def create(self, statement: str, *, survives_power_cuts: bool = True) -> None:
-        """Create a table or index unless it exists. Writes are faster to one that need not survive power cuts."""
+        """Create a table or index unless it exists. Writes to a table that need not survive power cuts are faster."""
 
     @abstractmethod
     def transaction(self) -> AbstractContextManager[None]:

@@ -1,23 +1,23 @@
-"""Accounts of a pool in a contract on an EVM chain, and how a ledger is settled there.
+"""A pool's accounts in a contract on an EVM chain, and how a ledger is settled there.
 
-    stakes.vy      the contract, in Vyper        stakes.json   its ABI and bytecode; a test compiles it again and compares
+    stakes.vy      the contract, in Vyper        stakes.json   its ABI and bytecode; a test recompiles and compares them
     EvmStakes      the accounts of `shoal.ledger.stakes` in a contract
     Web3Chain      calls and transactions of one account, through a node's JSON-RPC; tests use an in-process EVM instead
 
 Invariants: the contract decides. A refused transaction changes nothing and raises LedgerError with the contract's reason.
-A transaction counts once it succeeded in a block. Whatever a node does or answers, the error is a LedgerError; for an answer
-that no contract of Shoal gives, a ChainLostError. A private key file that others may read is refused. Importing this needs
-no extra; opening a chain needs `evm`.
+A transaction counts once it has succeeded in a block. Every fault of a node raises a LedgerError; an answer that no contract
+of Shoal gives raises a ChainLostError. A private key file that others may read is refused. Importing this module needs no
+extra; opening a chain needs the extra `evm`.
 
 Settling copies the ledger's entries about accounts into the contract, one by one and in order:
 
-    registered   register(key, role, payer)                  a key is registered once; the first run counts
+    registered   register(key, role, payer)                  a key is registered once, by the first run that settles it
     credited     credit(worker, entry digest, tokens)        a digest is credited once
     slashed      slash(worker, entry digest, hash of the rejected file)
 
-The contract refuses an entry that it has, and the settler checks before it sends. So the settler may crash, repeat itself or
-miss an answer, and nothing is counted twice or left out. The contract stores digests, so a ledger that lacks one of them is
-not the ledger that was settled.
+The contract refuses an entry that it already has, and the settler checks before it sends. So the settler may crash, repeat
+itself or miss an answer, and nothing is counted twice or left out. The contract stores digests, so a ledger that
+lacks one of them is not the ledger that was settled.
 Left out: several entries in one transaction; reorganisations (wait for more blocks on chains that have them); fees that rise
 while a transaction waits.
 """
@@ -43,13 +43,14 @@ NO_KEY = b"\0" * 32
 KEY = re.compile("[0-9a-fA-F]{64}")
 ANSWER_S = 10.0
 WAIT_S = 120.0
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)  # by a wrong answer
+# Raised while reading a malformed answer.
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 KINDS = ("registered", "credited", "slashed")
-NO_PAYER = "0x" + "00" * 20  # for a member without a payer: nobody can stake on it
+NO_PAYER = "0x" + "00" * 20  # for a member without a payer: nobody can stake for it
 
 
 class ChainLostError(LedgerError):
-    """The chain gives no answer, or an invalid one. A transaction may still be in a block: check before sending it again."""
+    """The chain gives no answer, or an invalid one. A transaction may be in a block anyway: check before resending it."""
 
     restart_helps = True
 
@@ -112,7 +113,7 @@ class EvmStakes:
         return bool(self._call("slashed(string)", "bytes32", work) != NO_KEY)
 
     def operator(self) -> str:
-        """Return the account that may register, credit and slash. Raise LedgerError if it is not a contract of Shoal."""
+        """Return the account that may register, credit and slash. Raise LedgerError if there is no contract of Shoal."""
         answer = self.chain.call(self.address, _calldata("operator()", []))
         if len(answer) != 32:
             raise LedgerError(
@@ -137,7 +138,7 @@ class EvmStakes:
 
 class Web3Chain:
     def __init__(self, url: str, *, private_key: str = "", poll_s: float = 0.1) -> None:
-        """Connect to a node. Without `private_key` the node's first account sends. Raise ChainLostError."""
+        """Connect to a node. Without `private_key`, the node's first account sends transactions. Raise ChainLostError."""
         limit = sys.getrecursionlimit()
         try:
             from web3 import Web3
@@ -179,7 +180,7 @@ class Web3Chain:
             return [bytes(log.data) for log in logs]
 
     def _mined(self, transaction: dict[str, Any]) -> Any:
-        """Send a transaction and return its receipt once it succeeded in a block."""
+        """Send a transaction and return its receipt once it has succeeded in a block."""
         eth = self.web3.eth
         with self._named_errors():
             if self._signer:
@@ -210,7 +211,7 @@ class Web3Chain:
             raise ChainLostError(f"the chain at {self._host} made no block in {WAIT_S:.0f} s: {error}") from error
         except (ContractLogicError, Web3RPCError) as error:
             raise LedgerError(f"the contract refuses: {error}") from error
-        except OSError as error:  # of the HTTP client
+        except OSError as error:  # from the HTTP client
             raise ChainLostError(
                 f"the chain at {self._host} does not answer ({type(error).__name__}): start its node, or name another"
             ) from error
@@ -221,14 +222,14 @@ class Web3Chain:
 
 
 def open_chain(rpc: str, key_file: str = "") -> Web3Chain:
-    """Connect to a node. Without `key_file` the node's first account sends. Raise LedgerError or ChainLostError."""
+    """Connect to a node. Without `key_file`, its first account sends transactions. Raise LedgerError or ChainLostError."""
     if not rpc:
         raise LedgerError("name the chain's node: ledger.rpc, or --rpc")
     return Web3Chain(rpc, private_key=read_key(Path(key_file)) if key_file else "")
 
 
 def open_contract(rpc: str, contract: str, key_file: str = "", *, operates: bool = False) -> EvmStakes:
-    """Connect to a contract; `operates`: the key must be its operator's. Raise LedgerError or ChainLostError."""
+    """Connect to a contract; `operates`: require its operator's key. Raise LedgerError or ChainLostError."""
     chain = open_chain(rpc, key_file)
     stakes = EvmStakes(chain, contract)
     operator = stakes.operator()
@@ -291,7 +292,7 @@ def unsettled(entries: Iterable[Entry], contract: EvmStakes) -> list[Entry]:
 
 
 def settle(entry: Entry, contract: EvmStakes) -> bool:
-    """Settle an entry unless it is settled. Return whether it was sent. Raise LedgerError; the caller may try again."""
+    """Settle an entry unless it already is. Return whether it was sent. Raise LedgerError; the caller may try again."""
     if is_settled(entry, contract):
         return False
     try:

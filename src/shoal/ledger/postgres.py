@@ -1,9 +1,9 @@
 """PostgreSQL: the same tables on a server.
 
-Invariant: there is one session and no reconnection, so nothing is written after the server ended the session. The process
-then stops with DatabaseLostError, and starts again.
+Invariant: there is one session and no reconnection, so nothing is written after the server has ended the session. The
+process then stops with DatabaseLostError and is started again.
 Needs the extra `postgres` (psycopg). Left out: a password in the URL, because every node can read the config; libpq reads
-it from PGPASSWORD or ~/.pgpass.
+the password from PGPASSWORD or ~/.pgpass.
 """
 
 import functools
@@ -22,7 +22,7 @@ from shoal.ledger.connection import SERIAL, Connection, DatabaseFullError, Datab
 
 T = TypeVar("T")
 LOCK = 0x5301  # the coordinator's advisory lock
-ANSWER_S = 10.0  # a server that does not answer for longer is lost
+ANSWER_S = 10.0  # a server that takes longer to answer counts as lost
 # How libpq and the server detect a peer that is gone, for example unplugged.
 LIVENESS = {
     "connect_timeout": 10,
@@ -71,7 +71,7 @@ class PostgresConnection(Connection):
         return self._execute(sql, arguments, lambda cursor: int(cursor.rowcount))
 
     def create(self, statement: str, *, survives_power_cuts: bool = True) -> None:
-        """Create a table or index. The server does not log an UNLOGGED table, and empties it after a crash of its own."""
+        """Create a table or index. The server does not log writes to an UNLOGGED table, and empties it after a crash."""
         if not survives_power_cuts:
             statement = statement.replace("CREATE TABLE", "CREATE UNLOGGED TABLE", 1)
         self.change(statement.replace(SERIAL, "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"))
@@ -92,7 +92,7 @@ class PostgresConnection(Connection):
             raise
 
     def lock(self, wait_s: float) -> bool:
-        """Lock this schema until the session ends. Return False if another session has had the lock for `wait_s`."""
+        """Lock this schema until the session ends. Return False if another session still has the lock after `wait_s`."""
         deadline_s = time.monotonic() + wait_s
         while not self.value(f"SELECT pg_try_advisory_lock({LOCK}, hashtext(current_schema()))"):
             if time.monotonic() > deadline_s:
@@ -142,7 +142,7 @@ class PostgresConnection(Connection):
 
 
 class _Number(Loader):
-    """Load `numeric`, which sums and averages of integers have, as int or float, as SQLite does."""
+    """Load `numeric`, the type of sums and averages of integers, as int or float, as SQLite does."""
 
     def load(self, data: Any) -> int | float:
         text = bytes(data)
@@ -150,7 +150,7 @@ class _Number(Loader):
 
 
 def _storable(argument: object) -> object:
-    """Replace NUL, which PostgreSQL cannot store as text and a quoted model output may contain."""
+    """Replace NUL, which a quoted model output may contain and PostgreSQL cannot store in text."""
     return argument.replace("\0", "\ufffd") if isinstance(argument, str) else argument
 
 

@@ -4,11 +4,11 @@
     register   once per key, with a role
     stake      at risk; unstaked stake stays at risk for UNSTAKE_S, then it can be withdrawn
     credit     once per piece of work, in tokens as the validators counted them
-    slash      for one piece of work: takes all that is at risk; it goes to the pool, never to whoever slashed
+    slash      for one piece of work: all that is at risk goes to the pool, none to whoever slashed
 
 Two backends pass the same tests: `LedgerStakes` here, in the hash-chained signed ledger, and `EvmStakes`, a contract on an
 EVM chain (`evm`). Keys are public keys in hex; `work` names a submission.
-Invariant: stake, unstaked stake, the pool and what was withdrawn add up to what was paid in. `Book` has the rules, and the
+Invariant: stake, unstaked stake, the pool and what was withdrawn add up to what was paid in. `Book` holds the rules; the
 contract has the same ones. A forbidden action changes nothing and raises LedgerError.
 Left out: what the pool spends slashed stake on.
 """
@@ -117,7 +117,7 @@ class Book:
 
 
 class LedgerStakes:
-    """The accounts that follow from the ledger. The coordinator appends `registered`, `credited` and `slashed` itself."""
+    """Accounts computed from the ledger's entries. The coordinator appends `registered`, `credited` and `slashed` itself."""
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
         self.ledger = ledger
@@ -153,7 +153,7 @@ class LedgerStakes:
         self.ledger.append(kind, body)
 
     def book(self) -> Book:
-        """Return the accounts, cached between calls. A rollback that removed the last entry rebuilds them."""
+        """Return the accounts, cached between calls. They are rebuilt if a rollback removed the last entry."""
         new = self.ledger.entries(self._last.seq - 1 if self._last else 0)
         if self._last is not None and next(new, None) != self._last:
             self._cached, new = Book(), self.ledger.entries()

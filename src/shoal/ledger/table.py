@@ -1,6 +1,6 @@
 """The ledger: the hash chain as a table in the coordinator's database.
 
-Invariants: an appended entry is never changed, reordered or removed, and the signature covers its position. It is part of
+Invariants: an appended entry is never changed, reordered or removed, and the signature covers its position. An append joins
 the caller's transaction if one is open. Entries are read page by page, so no cursor stays open.
 Left out: several writers. A database has one coordinator (`coordinator/folder`), and a ledger has one key.
 """
@@ -56,7 +56,7 @@ class Ledger:
             since = page[-1].seq
 
     def every_row(self) -> Iterator[Entry]:
-        """Yield all rows, also those with an impossible seq, which only tampering can add. Raise LedgerError."""
+        """Yield all rows, even those with an impossible seq, which only tampering can add. Raise LedgerError."""
         return self.entries(since=-(2**63))
 
     def head(self) -> Entry | None:

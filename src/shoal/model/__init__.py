@@ -1,8 +1,8 @@
 """Loading, packed forward passes, logprobs and seeded sampling. A library without processes, messages or network.
 
-sources, load, support     a name becomes a folder, a model, and a way to compute it
+sources, load, support     find a model by name, load it, check that it is supported
 tree, turns, attention     a group as one packed forward pass
-logprobs, sampling         what is read from hidden states; seeded draws and their check
+logprobs, sampling         logprobs of chosen tokens; drawing tokens by seed and checking draws
 numerics, exact, products  the same bits in every batch and process
 dtype, adapters, training  precision, LoRA, the scorer that the learner trains
 """

@@ -6,8 +6,8 @@ the same policy. Adapters are not merged into bf16 weights, because small update
     names    A and B of layer `l` are `l.lora_A` and `l.lora_B` beside `l.weight`
     config   `shoal_lora` in config.json: rank, alpha, targets
 
-Invariant: with B = 0, its initial value, the output equals the layer's bit for bit. With exact numerics the output's bits
-depend on its row alone, as those of `products.linear` do.
+Invariant: with B = 0, its initial value, the output equals the original layer's bit for bit. With exact numerics, the
+bits of an output row depend on its input row alone, as with `products.linear`.
 Left out: adapters of the embeddings and the output head.
 """
 
@@ -88,7 +88,7 @@ def attach_(model: Any, section: Adapters, *, exact: bool) -> None:
 
 
 def stored_in(config: Any) -> Adapters | None:
-    """Return the adapters of a version with this config, or None."""
+    """Return the adapters that a model's config declares, or None."""
     fields = getattr(config, FIELD, None)
     return Adapters(int(fields["rank"]), float(fields["alpha"]), tuple(fields["targets"])) if fields else None
 

@@ -1,6 +1,6 @@
 """Attention over trees packed into one row: a token attends to its prompt and to earlier tokens of its completion.
 
-If prompts share a prefix, that prefix, the root, is in the row once, before all trees.
+If prompts share a prefix, it is in the row once, before all trees, and is called the root.
 
 Three kernels compute the same result; the device decides which one runs:
 
@@ -8,9 +8,9 @@ Three kernels compute the same result; the device decides which one runs:
              tree attend to its prompt, and all trees to the root, whose keys are read once for all of them. Each query's
              results are merged by their log-sum-exps. No masked score is computed.
     flex     CUDA. PyTorch's flex_attention with a block mask, compiled. Masked blocks are skipped.
-    masked   other devices, and the tests' reference: one dense mask. Its cost grows with the square of the row.
+    masked   other devices, and the tests' reference: one dense mask. Its cost grows with the square of the row's length.
 
-The backward of a merged softmax needs no new formula: the flash backward of each part, given the *merged* output and
+The backward pass of a merged softmax needs no new formula: the flash backward of each part, given the *merged* output and
 log-sum-exp, yields that part's share of the gradients, as in ring attention (Liu et al. 2023, arXiv 2310.01889).
 Registered with transformers as "shoal". Without a layout (decoding with a cache) it is transformers' SDPA.
 
@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 NAME = "shoal"
 BLOCK = 128  # queries, and keys, that flex attention computes or skips together: PyTorch's default
-SHORT = 256  # queries; up to here PyTorch's bf16 backward is 1.2 to 5 times slower than its fp32 one
+SHORT = 256  # up to this many queries, PyTorch's bf16 backward is 1.2 to 5 times slower than fp32
 UNEVEN = 0.75  # a segment shorter than this share of its batch's longest one starts a new batch
 
 Kernel = Literal["cascade", "flex", "masked"]
@@ -76,7 +76,7 @@ class Segments:
 
     index_BL: Tensor  # int64, positions in the row; 0 for padding
     padded_BL11: Tensor  # bool
-    start: int | None  # of the first, if they are contiguous in the row and none is padded
+    start: int | None  # the first one's position, if they are contiguous in the row and none is padded
 
 
 class RowLayout:
@@ -133,7 +133,7 @@ class RowLayout:
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether `restore_T` leaves all in place."""
+        """Whether `restore_T` leaves everything in place."""
         return bool((self.restore_T == torch.arange(self.length, device=self.device)).all())
 
     def restore(self, parts: Sequence[Tensor]) -> Tensor:
@@ -182,9 +182,9 @@ class RowLayout:
 
 
 def restore_index(batches: Sequence[tuple[Tensor, Tensor]], length: int) -> Tensor:
-    """Return where each of a row's positions lies among its batches, flattened and concatenated.
+    """Return the index of each of a row's positions in its batches, flattened and concatenated.
 
-    Each batch: (positions, whether they are padding), of one size.
+    A batch is two tensors of the same shape: positions, and whether each is padding.
     """
     index = torch.cat([positions.flatten() for positions, _ in batches])
     kept = ~torch.cat([padded.flatten() for _, padded in batches])
@@ -223,7 +223,7 @@ def attend(
             query_1hTD, key_1kTD, value_1kTD, block_mask=layout.block_mask, scale=scale, enable_gqa=True
         )
         return output_1hTD.transpose(1, 2), None
-    sharing = query_1hTD.shape[1] // key_1kTD.shape[1]  # query heads to a key head
+    sharing = query_1hTD.shape[1] // key_1kTD.shape[1]  # query heads per key head
     key_1hTD, value_1hTD = (x.repeat_interleave(sharing, 1) if sharing > 1 else x for x in (key_1kTD, value_1kTD))
     if layout.kernel == "masked":
         output_1hTD = F.scaled_dot_product_attention(
@@ -364,8 +364,9 @@ def _flex() -> Any:
 def block_mask(length: int, sees: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> Any:
     """Build flex attention's block mask, like PyTorch's `create_block_mask`, but one tile of queries at a time.
 
-    `create_block_mask` first holds all pairs of query and key: 17 GB at 40,960 positions, eagerly. Here the largest tensor
-    is BLOCK rows of them. `sees(query, key)`: whether queries attend to keys, broadcast over int64 positions.
+    Run eagerly, `create_block_mask` first holds all pairs of query and key: 17 GB at 40,960 positions. Here the largest
+    tensor holds the pairs of BLOCK queries. `sees(query, key)`: whether queries attend to keys, broadcast over int64
+    positions.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -1,4 +1,4 @@
-"""How this process computes: its dtype, chosen by measurement, its threads, and returning freed memory.
+"""Choose the dtype in which this process computes, by measuring; set its threads; return freed memory to the system.
 
 The dtype is measured, because a CPU's name and vendor do not predict the faster one. Of two 2-core CPUs, one had 170
 GFLOP/s in fp32 and 1 in bf16, the other 190 and 850. `shoal run` writes the result into the resolved config.
@@ -92,8 +92,8 @@ def use_threads(threads: int) -> Iterator[None]:
 def release_memory() -> None:
     """Return freed memory to the system, after a large model was freed. Takes milliseconds per gigabyte.
 
-    Otherwise glibc keeps freed blocks below its threshold (32 MB in children of `shoal run`) unless they are at the end of
-    the heap, and so for the rest of the run.
+    Otherwise glibc keeps freed blocks smaller than its threshold (32 MB in children of `shoal run`) for the rest of the run,
+    unless they are at the end of the heap.
     """
     trim = _malloc_trim()
     if trim is not None:

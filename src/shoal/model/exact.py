@@ -1,14 +1,15 @@
-"""Exact attention: a token's output has the same bits in whatever batch, packing, cache or process it is computed.
+"""Exact attention: a token's output has the same bits in every batch, packing, cache and process.
 
-Equal formulas do not give equal bits: the result of a sum of floats depends on the order, which PyTorch's attention kernels
-choose by shape. Here the order is fixed. Queries meet the keys of their own sequence at absolute positions 0, 1, 2, ...:
+Equal formulas do not give equal bits: a sum of floats depends on the order of its terms, which PyTorch's attention
+kernels choose by shape. Here the order is fixed. Queries attend to the keys of their own sequence, at absolute positions
+0, 1, 2, ...:
 
     scores       one product over the head's depth, float32; keys that a query may not see get -inf
     weights      softmax over all keys; a masked key's weight is exactly 0, so the number of masked keys does not matter
     output       the sum over keys in tiles of `tile()`, one tile after the other
 
 Invariant: the result of a row depends on its query and its visible keys alone. `numerics.refusal` tests whether this
-machine's float32 products and softmax keep it.
+machine's float32 products and softmax preserve it.
 The same functions serve prefill of packed trees (validator, learner) and decoding with a cache (engine). The backward pass
 is the cascade's (`attention`), which is not exact. Registered with transformers as "shoal_exact".
 Left out: devices other than the CPU.
@@ -32,7 +33,7 @@ KEYS = 16  # a sequence's number of keys is rounded up to a multiple of this
 ROWS = 8  # a product's number of rows is rounded up to a multiple of this: products of few rows use other kernels
 QUERIES = 128  # queries of one sequence computed together; keys that none of them sees are left out
 NEAR = 64  # sequences whose numbers of keys differ by less are computed together
-CACHED = 1 << 18  # numbers of one tensor in use at once: they fit the CPU's cache
+CACHED = 1 << 18  # elements of one tensor in use at once: they fit the CPU's cache
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class KeyMask:
 
 
 def mask_after(last_SM: Tensor, start: int, keys: int) -> KeyMask:
-    """Mask the keys after the last one that each query sees, of `keys` in total."""
+    """Mask the keys after the last one that each query sees. `keys`: their total number."""
     masked_SMK = torch.arange(start, keys) > last_SM[..., None]
     return KeyMask(start, torch.zeros(masked_SMK.shape).masked_fill_(masked_SMK, float("-inf"))[:, :, None])
 
@@ -59,8 +60,8 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute softmax attention of one key head in N sequences, with R rows of queries each. All float32.
 
-    The queries are scaled already. R is a multiple of ROWS, K of KEYS. Every query sees a key. Masked keys and values must
-    be finite. Return output_NRD, and logsumexp_NR of the scores if requested, for the backward pass.
+    The queries are scaled already. R is a multiple of ROWS, K of KEYS. Every query sees at least one key. Masked keys and
+    values must be finite. Return output_NRD, and logsumexp_NR of the scores if requested, for the backward pass.
     """
     scores_NRK = torch.bmm(query_NRD, key_NKD.transpose(1, 2))
     mask.apply_(scores_NRK)
@@ -83,7 +84,7 @@ def weighted_sum_(output_NRD: Tensor, weights_NRK: Tensor, value_NKD: Tensor) ->
 
 @cache
 def tile() -> int:
-    """Return the largest number of keys whose product does not depend on masked keys at its end, on this machine.
+    """Return the largest number of keys whose product, on this machine, does not depend on masked keys at the end.
 
     Libraries split larger products in places that depend on the number of keys: above 256 with MKL on an Intel CPU with
     AVX-512, above 192 on an AMD one. If no element of TILES is small enough, `numerics.refusal` says so.
@@ -107,7 +108,7 @@ def tile() -> int:
 
 @cache
 def min_rows(depth: int) -> int:
-    """Return the unit to which decoding rounds a sequence's queries up: half of ROWS where it gives the same bits."""
+    """Return the multiple to which decoding rounds up a sequence's queries: half of ROWS if that gives the same bits."""
     draw = torch.Generator().manual_seed(0)
     query_NRD = torch.randn(4, ROWS, depth, generator=draw)
     few = slice(0, ROWS // 2)
@@ -130,7 +131,7 @@ class Part:
     """Queries computed together, and the keys that they see."""
 
     queries: slice  # sequences of a decoding step, or queries of each sequence in a `QueryBatch`
-    keys: int  # the first ones of each sequence
+    keys: int  # how many, from the start of each sequence
     mask: KeyMask
 
 
@@ -184,7 +185,7 @@ class Step:
 
 
 def _float(x_BkKD: Tensor, part: Part) -> Tensor:
-    """Return the part's keys or values as x_NKD in float32: once converted, they are read from the CPU's cache."""
+    """Return the part's keys or values as x_NKD in float32. They are few enough to stay in the CPU's cache."""
     return x_BkKD[part.queries, :, : part.keys].float().flatten(0, 1)
 
 
@@ -220,7 +221,7 @@ class QueryBatch:
 def batches(layout: RowLayout, heads: int, depth: int) -> list[QueryBatch]:
     """Return batches that hold every query of the row once: sequences by size, as many together as the CPU's cache holds.
 
-    `heads`: query heads to a key head. `depth`: of a head.
+    `heads`: query heads per key head. `depth`: the size of a head.
     """
     groups: list[list[QuerySpan]] = []
     chains = [QuerySpan(*part) for part in layout.parts() if len(part[0])]
@@ -259,7 +260,7 @@ def _part(queries: slice, first_S: Tensor, count_S: Tensor) -> Part:
 
 
 class Plan:
-    """A layout's batches, and where each position's output lies among theirs."""
+    """A layout's batches, and the index of each position's output among the batches' outputs."""
 
     def __init__(self, layout: RowLayout, heads: int, depth: int) -> None:
         self.batches = batches(layout, heads, depth)
@@ -277,7 +278,7 @@ def plan(layout: RowLayout, heads: int, depth: int) -> Plan:
 
 
 class _Packed(torch.autograd.Function):
-    """Attention within a row of trees. Positions after the layout's last are padding: their output is 0."""
+    """Attention within a row of trees. Positions after the layout's last one are padding: their output is 0."""
 
     @staticmethod
     def forward(

@@ -41,7 +41,7 @@ def load_model(
     """Load the causal LM in `folder`, in eval mode. Return a transformers model (typed Any: transformers is untyped).
 
     `seed`: initialise random weights instead, the same for the same folder, seed and version of PyTorch.
-    Raise UnsupportedModelError for a model whose logprobs in packed rows differ from plain transformers.
+    Raise UnsupportedModelError for a model whose logprobs in packed rows differ from those of plain transformers.
     """
     config = load_config(folder)
     check_config(config, folder)
@@ -87,7 +87,8 @@ def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Nu
 def build_model(build: Callable[[str], Any], config: Any, numerics: Numerics) -> Any:
     """Build a model with Shoal's attention, exact products if requested, and its adapters. Return it in eval mode.
 
-    `build` takes the name under which transformers finds the attention. Raise UnsupportedModelError if it cannot be used.
+    `build` takes the name under which transformers finds the attention. Raise UnsupportedModelError if the model
+    cannot use it.
     """
     name = {"exact": exact.NAME, "fast": attention.NAME}[numerics]
     AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)
@@ -138,12 +139,12 @@ def open_for_each(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Any]]
 
 
 def load_config(folder: Path) -> Any:
-    """Raise UnsupportedModelError, or FileNotFoundError if there is no folder."""
+    """Load a model's config. Raise UnsupportedModelError, or FileNotFoundError if there is no folder."""
     return _read(folder, "config", AutoConfig)
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Raise UnsupportedModelError, or FileNotFoundError if there is no folder."""
+    """Load a model's tokenizer. Raise UnsupportedModelError, or FileNotFoundError if there is no folder."""
     return _read(folder, "tokenizer", AutoTokenizer)
 
 
@@ -187,7 +188,7 @@ def save_model(
 
     `tensors`, if given, replace the model's own weights. They must have the names and shapes of `shapes` (default: the
     model's `stored_shapes`), in that order, on any device; only one is in memory at a time. Raise ValueError, naming the
-    tensor, for any other.
+    first tensor that differs.
     The weights are written last, under a temporary name until they are complete. Raise OSError, naming the folder, if
     writing fails.
     """
@@ -245,7 +246,7 @@ def _header(shapes: dict[str, tuple[int, ...]]) -> bytes:
 
 
 def tied_names(model: Any) -> set[str]:
-    """Return the names in the state dict that share another's storage (an output head tied to the embedding)."""
+    """Return the names in the state dict whose tensor shares another's storage (an output head tied to the embedding)."""
     if not getattr(model.config, "tie_word_embeddings", False):
         return set()
     return set(model._tied_weights_keys or ())

@@ -12,7 +12,7 @@ With z the logits divided by the temperature, p their softmax and H its entropy:
 
     logits = cap * tanh(scale * (hidden W^T + b) / cap)         Gemma 2, Cohere, Granite and others
 
-Without scale and cap, logits are the head's output, unchanged; otherwise float32. `support` reads scale and cap at load.
+Without scale and cap, logits are the head's output, unchanged; otherwise float32. `support` finds scale and cap at load.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ ATTRIBUTE = "shoal_logits"  # a model's attribute with its LogitChange
 
 LossOf = Callable[
     [slice, Tensor, Tensor | None], Tensor
-]  # (a slice of targets, their logp_C, entropy_C or None): a sum
+]  # (a slice of targets, their logp_C, entropy_C or None): the sum of their losses
 
 
 class LogitChange(NamedTuple):
@@ -76,7 +76,7 @@ class Likelihoods(NamedTuple):
 
 
 def likelihoods(scaled_NV: Tensor) -> Likelihoods:
-    """Compute likelihoods in float32. Avoid a single row, whose sum PyTorch would split over threads in another order."""
+    """Compute likelihoods in float32. A single row is duplicated: alone, PyTorch would sum it in another order."""
     top_N1 = scaled_NV.amax(-1, keepdim=True)
     each_NV = (scaled_NV - top_N1).exp_()
     single = len(each_NV) == 1
@@ -121,12 +121,12 @@ def chosen_loss(
     how: Scoring = Scoring(),
     bias_V: Tensor | None = None,
 ) -> Tensor:
-    """Return the sum of `loss_of` over slices of the targets, with the logprobs of `chosen_logprobs`. A scalar.
+    """Return the sum of `loss_of` over slices of the targets, a scalar. The logprobs are those of `chosen_logprobs`.
 
     Each slice's gradients are computed while its logits exist, so logits are neither kept nor recomputed. The loss of a
     token must therefore not depend on another slice's logprobs.
     """
-    if not torch.is_grad_enabled():  # which a Function cannot see: it would compute gradients
+    if not torch.is_grad_enabled():  # a Function cannot see this and would compute gradients
         hidden_NH, head_VH = hidden_NH.detach(), head_VH.detach()
         bias_V = None if bias_V is None else bias_V.detach()
     loss: Tensor = _ChosenLoss.apply(hidden_NH, head_VH, bias_V, target_N, how, loss_of)  # type: ignore[no-untyped-call]
@@ -225,7 +225,7 @@ class _Scores:
                 self.entropy_N[i] = self.logsumexp_N[i] - torch.linalg.vecdot(relative.each_NV, z_RV) / relative.total_N
 
     def differentiate_(self, start: int, z_CV: Tensor, grad_logp_C: Tensor, grad_entropy_C: Tensor) -> None:
-        """Replace the logits of these targets by the gradients with respect to them."""
+        """Replace these targets' logits by the gradients with respect to those logits."""
         how = self.how
         grad_logp_C, grad_entropy_C = (grad_C / how.temperature for grad_C in (grad_logp_C, grad_entropy_C))
         for i, z_RV in _cached(z_CV, start, how, in_place=True):

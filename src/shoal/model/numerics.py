@@ -25,7 +25,7 @@ Numerics = Literal["exact", "fast"]
 
 ROW_UNIT = (
     products.UNIT
-)  # rows of tokens are padded to multiples of it: kernels compute a vector's remainder differently
+)  # rows of tokens are padded to multiples of this: kernels compute a vector's remainder differently
 SHAPES = ((64, 192), (576, 192))  # depths and columns of the products that `refusal` tries
 
 

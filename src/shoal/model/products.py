@@ -2,13 +2,13 @@
 
 A product's bits depend on the order of the sum over its depth, and libraries choose that order by shape: with AMX, oneDNN
 splits the depth of some bf16 products in two, and MKL uses other float32 kernels for few rows. Small products are not split:
-UNIT rows and the narrowest of COLUMNS on one thread are the reference here. A larger product is computed in the first of a
-few ways whose bits equal the reference's: as a whole, in wide columns, or transposed (weights times rows: no library
-rearranges the weights then). Where no way does, its rows are halved. `_way` measures this once per process, shape, dtype and
-number of threads.
+the reference here is a product of UNIT rows and the narrowest of COLUMNS on one thread. A larger product is computed in the
+first of a few ways whose bits equal the reference's: as a whole, in wide columns, or transposed (weights times rows: no
+library rearranges the weights then). If no way's do, its rows are halved. `_way` measures this once per process, shape,
+dtype and number of threads.
 
-The measurement's data shows every difference of order: the terms of each sum cancel in pairs, at random places, so that the
-result is rounding alone.
+The measurement's data reveals every difference in order: the terms of each sum cancel in pairs, at random places, so that
+only rounding errors remain.
 Invariant: `linear` returns the reference's bits, or raises an `OrderError` that names the product.
 """
 
@@ -26,7 +26,7 @@ from shoal.model.dtype import use_threads
 
 UNIT = 16  # rows of the smallest product; counts of rows are padded to multiples of it
 MAX_ROWS = 4096  # of one product
-FEW = 128  # rows; up to here a bf16 product is transposed if possible
+FEW = 128  # up to this many rows, a bf16 product is transposed if possible
 COLUMNS = (4096, 512, 256, 128)  # of one product, widest first
 DISTINCT = 256  # different rows in the measurement's data; larger products repeat them
 
@@ -53,7 +53,7 @@ class Linear(nn.Linear):
 
 
 def use_exact_products_(model: nn.Module) -> None:
-    """Replace every linear layer, sharing its weights."""
+    """Replace every linear layer by a `Linear` that shares its weights."""
     for parent in list(model.modules()):
         for name, layer in parent.named_children():
             if type(layer) is nn.Linear:
@@ -90,7 +90,7 @@ def _product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> T
         _write(x_TK[start : start + MAX_ROWS], weight_NK, y_TN[start : start + MAX_ROWS])
     if missing:
         y_TN = y_TN[:count]
-    return y_TN if bias_N is None else y_TN.add_(bias_N)  # always after rounding
+    return y_TN if bias_N is None else y_TN.add_(bias_N)  # the bias is always added after rounding
 
 
 def _write(x_RK: Tensor, weight_NK: Tensor, y_RN: Tensor) -> None:

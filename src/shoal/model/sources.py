@@ -69,7 +69,7 @@ def resolve(name: str) -> Path:
 def read_config(name: str, *, fetch: bool) -> dict[str, Any]:
     """Return the config.json of model `name`, without reading weights or importing torch. Raise ModelNotFoundError.
 
-    Of a bundled model that does not exist yet, return only the number of positions. Of a hub model that is not on this
+    For a bundled model that does not exist yet, return only the number of positions. For a hub model that is not on this
     machine, fetch the config if `fetch`, else return an empty one.
     """
     if name in BUNDLED_FOLDERS:
@@ -108,7 +108,7 @@ def _download(name: str, download: Callable[[], str]) -> Path:
 
 
 def _packaged_smollm2() -> Path:
-    package = importlib.util.find_spec(SMOLLM2_PACKAGE)  # located without importing it, which needs a C++ build
+    package = importlib.util.find_spec(SMOLLM2_PACKAGE)  # without importing it: the import needs a C++ build
     locations = list(package.submodule_search_locations or []) if package else []
     files = [path for location in locations for path in Path(location).glob("*.gguf")]
     if not files:
@@ -154,7 +154,7 @@ def call_hub(request: Callable[[], T]) -> T:
     """Run a request to the Hugging Face hub. Turn every failure into a HubError with the first line of its cause."""
     from huggingface_hub import errors
 
-    http_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # its HTTP library differs by version
+    http_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # the HTTP library differs by version
     try:
         return request()
     except (

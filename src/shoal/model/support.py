@@ -1,19 +1,19 @@
 """Refuse, at load, models whose logprobs in packed rows differ from those of plain transformers.
 
 Shoal packs the completions of several prompts into one row (`tree`) and keeps them apart by its own attention
-(`attention`). Models that pass state between positions in another way ignore that: linear attention, state spaces,
+(`attention`). Models that pass state between positions in another way bypass it: linear attention, state spaces,
 convolutions, their own position biases, attention sinks and windows. They would train without an error, but wrongly.
 
-    check_config      refuse by config fields that act only on long sequences, which a short comparison would not show
-    check_logprobs_   refuse by a comparison with transformers' eager attention, one sequence a row; record the scaling and
-                      soft-capping of logits after the output head
+    check_config      refuse config fields that act only on long sequences, which a short comparison would miss
+    check_logprobs_   refuse models that differ from transformers' eager attention, one sequence per row; record the scaling
+                      and soft-capping of logits after the output head
 
 Tolerance. The comparison runs in float32 whatever dtype the model computes in, because bfloat16 hides the difference:
 SmolLM2-135M differs by 6e-6 nats per token in float32 and by 0.08 in bfloat16 (means over 65 tokens, three draws), and
-trained models that Shoal computes wrongly differ by 0.1 to 5. Over the causal architectures of transformers 5.23 with
-random weights, the largest mean of a right one is 5e-7 and the smallest of a wrong one 1e-2. The tolerance lies between,
-150 times above SmolLM2. The mean counts, not the maximum: in a mixture of experts, rounding may send a single token to
-another expert.
+trained models that Shoal computes wrongly differ by 0.1 to 5. Among the causal architectures of transformers 5.23 with
+random weights, the largest mean of one computed correctly is 5e-7, and the smallest of one computed wrongly is 1e-2. The
+tolerance lies between: 150 times the mean of SmolLM2. The mean counts, not the maximum: in a mixture of experts, rounding
+may send a single token to another expert.
 """
 
 import re
@@ -86,7 +86,7 @@ def _name(config: Any, folder: Path) -> str:
 
 @torch.no_grad()
 def check_logprobs_(model: Any, folder: Path) -> None:
-    """Compare the model's logprobs with plain transformers, and record on it how it changes its output head's logits.
+    """Compare the model's logprobs with plain transformers, and record on it how the output head's logits are changed.
 
     Raise UnsupportedModelError if they differ.
     """
@@ -106,7 +106,7 @@ def check_logprobs_(model: Any, folder: Path) -> None:
 
 
 def _reference(model: Any, trees: list[Tree], name: str) -> tuple[logprobs.LogitChange, Tensor]:
-    """Return how plain transformers changes the head's logits, and the completions' logprobs, one sequence a row."""
+    """Return how plain transformers changes the head's logits, and the completions' logprobs, one sequence per row."""
     ids_BL = torch.tensor([[*tree.prompt, *ids] for tree in trees for ids in tree.completions], device=model.device)
     raw_BLV, logits_BLV = _plain_logits(model, ids_BL)
     if raw_BLV.shape != logits_BLV.shape:
@@ -121,7 +121,7 @@ def _reference(model: Any, trees: list[Tree], name: str) -> tuple[logprobs.Logit
 
 
 def change_of_logits(config: Any, raw: Tensor, logits: Tensor) -> logprobs.LogitChange | None:
-    """Return the change from the head's output to logits that fits the config's fields and one example; None: none fits."""
+    """Return the change from the head's output to the logits that fits the config and one example; None if none does."""
     text = config.get_text_config(decoder=True)
     values = [value for field in SCALES if isinstance(value := getattr(text, field, None), int | float) and value != 1]
     scales = [scale for value in values for scale in (float(value), 1 / value)]  # some models divide
@@ -140,7 +140,7 @@ def _explained(problem: str) -> Iterator[None]:
         yield
     except (torch.OutOfMemoryError, MemoryError, UnsupportedModelError):
         raise
-    except Exception as error:  # models that cannot compute packed rows raise anything
+    except Exception as error:  # models that cannot compute packed rows may raise any error
         reason = (str(error).splitlines() or [""])[0][:200]
         raise UnsupportedModelError(f"{problem} ({type(error).__name__}: {reason})") from error
 
@@ -151,7 +151,7 @@ def _trees(model: Any) -> list[Tree]:
     sizes = [value for field, value in text.to_dict().items() if LIMITING.search(field) and type(value) is int]
     length = max([LENGTH, *(size + BEYOND for size in sizes if size <= SMALL)])
     length = min(length, getattr(text, "max_position_embeddings", None) or length)
-    draw = torch.Generator().manual_seed(0)  # its own: loading must not change torch's random state
+    draw = torch.Generator().manual_seed(0)  # a generator of its own: loading must not change torch's random state
 
     def tokens(count: int) -> list[int]:
         return torch.randint(0, text.vocab_size, (count,), generator=draw).tolist()
@@ -175,7 +175,7 @@ def _own_logprobs(model: Any, trees: list[Tree]) -> Tensor:
 
 
 def _plain_logits(model: Any, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output head's output and the model's logits, one sequence a row."""
+    """Return the output head's output and the model's logits, one sequence per row."""
     own = model.config._attn_implementation
     raw: list[Tensor] = []
     hook = model.get_output_embeddings().register_forward_hook(lambda _, __, output: raw.append(output))

@@ -1,13 +1,13 @@
 """The learner's side of a model: scoring packed completions, and loading the model in shards.
 
-A forward uses the model's weights only inside of `Scorer.forward`, as FSDP requires; it can recompute its activations.
+A forward pass uses the model's weights only inside `Scorer.forward`, as FSDP requires. Its activations can be recomputed.
 When a model is loaded in shards, no rank ever has all of the weights, or reads more of the files than its own part:
 
     1. build the model on the meta device, without weights; buffers such as rotary tables are computed, not read
     2. shard it: each parameter gets its shape on this rank, still without memory
     3. allocate the shards, and read this rank's rows of each tensor from the safetensors files
 
-The model is loaded twice: in float32, to compare it with plain transformers (`support.check_logprobs_`), then to train it.
+The model is loaded twice: in float32 to compare it with plain transformers (`support.check_logprobs_`), then for training.
 Invariant: weights, buffers and random state are the same as after loading the whole model and then sharding it.
 Left out: files that name tensors differently from transformers (stacked experts, quantised weights). `Weights.why_not`
 returns the reason, and every rank loads the whole model.
@@ -147,7 +147,7 @@ def open_sharded(folder: Path, device: str, numerics: Numerics, shard: Shard_) -
     sharded = Sharded(folder, torch.device(device), weights, numerics, logprobs.change_of(model))
     del root
     del model
-    gc.collect()  # FSDP's hooks are in cycles, which would keep the shards
+    gc.collect()  # FSDP's hooks form reference cycles, which would keep the shards in memory
     return sharded
 
 

@@ -2,7 +2,7 @@
 
 Invariants: an answer is believed only if the coordinator's key, which is in the invite, signed it for this very request
 (`signing`); otherwise the request is repeated. No answer takes more memory than its caller allows. Once `stop` is set, no
-request takes longer than STOP_S. A body that arrives more slowly than MIN_BPS is given up, and a compressed one is refused:
+request takes longer than STOP_S. A body that arrives more slowly than MIN_BPS is abandoned, and a compressed one is refused:
 a few bytes of it could expand without limit.
 `node` adds membership. SHARDCAST has a client of its own.
 """
@@ -29,12 +29,12 @@ MAX_PAUSE_S = 2.0  # between two attempts; pauses double up to it
 STOP_S = 1.0  # for a request in progress when this process is told to stop
 WAITING_SHARE = 0.2  # largest share of its time that a polling node waits for responses
 LOOK_S = 0.1  # between two checks of the stop event
-SEND_BYTES = 1 << 20  # of a body, handed to httpcore at once
+SEND_BYTES = 1 << 20  # of a body that httpcore gets at once
 MESSAGE_BYTES = 16 << 20  # the largest message, unless the caller names another limit
 PLAIN = {"accept-encoding": "identity"}  # header of a request
 MIN_BPS, GRACE_S = 1024, 30.0  # minimum rate of a body, enforced after GRACE_S
-# HTTP statuses after which a request is repeated. 425: signed before the coordinator started, which does not know whether it
-# already served it. 503: a service that it needs, such as a chain, does not answer.
+# HTTP statuses after which a request is repeated. 425: signed before the coordinator started, which cannot know whether
+# the request was served already. 503: a service that the coordinator needs, such as a chain, does not answer.
 BUSY = (425, 429, 503)
 
 M = TypeVar("M", bound=BaseModel)
@@ -71,7 +71,7 @@ class AgainError(Exception):
 
 
 class Pieces(httpx.ByteStream):
-    """A body that is sent in pieces: after each send, httpcore copies the rest of the piece."""
+    """A body sent in small pieces, because after each send httpcore copies the rest of the piece."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -106,7 +106,7 @@ class Caller:
     def pause_s(self, min_s: float) -> float:
         """Return the pause before the next poll: at least `min_s`, and longer if the coordinator answers slowly.
 
-        So polls and heartbeats do not overload it.
+        So polls and heartbeats do not overload the coordinator.
         """
         return max(min_s, self.answered_in_s * (1 - WAITING_SHARE) / WAITING_SHARE)
 
@@ -180,7 +180,7 @@ class Caller:
     def _receive(
         self, method: str, path: str, content: bytes, max_bytes: int, responding: threading.Event
     ) -> httpx.Response:
-        """Send a request. Return the whole answer, whose signature is checked. Raise NodeError, UnsignedAnswerError."""
+        """Send a request. Check the signature and return the whole answer. Raise NodeError, UnsignedAnswerError."""
         start_s = time.monotonic()
         request = self.client.build_request(method, path, content=content, headers=PLAIN)
         request.stream = Pieces(content)
@@ -216,7 +216,7 @@ def _reason(response: httpx.Response) -> str:
         return f"HTTP {response.status_code}"
 
 
-# --- bounded answers of any server -------------------------------------------------------------------------------------
+# --- bounded answers from any server -----------------------------------------------------------------------------------
 
 
 def read_body(response: httpx.Response, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> bytes:

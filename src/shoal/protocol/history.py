@@ -1,12 +1,12 @@
-"""What anyone may read of a run, from the coordinator's open routes: its state, its history, and its offer to strangers.
+"""What anyone may read about a run, from the coordinator's open routes: its state, its history, and its offer to strangers.
 
     offer = find_run(url, client)      GET /v1/offer; the coordinator's signature is checked
-    invite = open_invite(offer)        the open invite in it, checked as any other
+    invite = open_invite(offer)        the open invite in it, checked like any other
 
 Invariants: the history is fetched by cursor, so each update transfers only new entries. A step or evaluation that is
 reported again replaces the earlier report. A request that the coordinator answers with 429 is repeated. An offer is signed
-for this very request (`signing`), so it is current and the coordinator's own. No answer can prove who owns that key: pass
-the operator's key to `find_run`, or compare it.
+for this very request (`signing`), so it is current and the coordinator's own. No answer can prove who owns the
+coordinator's key: pass the key that the operator gave you to `find_run`, or compare the two.
 """
 
 import time
@@ -64,8 +64,8 @@ class NodeStatus(Message):
     stats: Stats
     credited: Count = 0  # tokens of accepted work whose credit is final
     pending: Count = 0  # tokens of accepted work whose credit is in escrow
-    evidence: float = 0.0  # of all its submissions against its honesty, in nats; ln(1 / evidence.ALPHA) dismisses it
-    fingerprint: str = MaybeHex64  # of the newest version that it reported; "": it is in no exactness class
+    evidence: float = 0.0  # against its honesty, over all its submissions, in nats; ln(1 / evidence.ALPHA) dismisses it
+    fingerprint: str = MaybeHex64  # for the newest version that it reported; "": it is in no exactness class
     size: Count = 0  # groups in its usual task; 0: a newcomer's
     capability: Capability = Capability()  # as it reported
 
@@ -81,10 +81,10 @@ class Exactness(Message):
 class Signal(Message):
     """Whether accepted groups give a training signal: the rewards of a useful group differ."""
 
-    groups: int = Field(default=0, ge=0)  # accepted since the open step is open
+    groups: int = Field(default=0, ge=0)  # accepted since the open step began
     useful: int = Field(default=0, ge=0)  # of these
-    flat: int = Field(default=0, ge=0)  # newest accepted groups in a row with equal rewards
-    lowest: float | None = None  # mean reward of these
+    flat: int = Field(default=0, ge=0)  # how many newest accepted groups in a row have equal rewards
+    lowest: float | None = None  # mean reward of these groups
     highest: float | None = None
 
 

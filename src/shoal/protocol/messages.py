@@ -1,7 +1,7 @@
-"""Every message between members of a pool. What anyone may read of a run is in `history`; rollout files are in `store/`.
+"""Every message between members of a pool. What anyone may read about a run is in `history`; rollout files are in `store/`.
 
 Invariant: models are strict: unknown fields, wrong types and out-of-range numbers are refused.
-Nothing else of Shoal is imported here.
+This module imports nothing else of Shoal.
 
     sender        route                                 request -> answer
     anyone        GET  /v1/offer                        -> RunOffer (the client checks its signature)
@@ -64,7 +64,7 @@ class Message(BaseModel):
 
 
 class InvitePayload(Message):
-    """The signed part of an invite: who may join, in which role, until when. It is valid once."""
+    """The signed part of an invite: who may join, in which role, until when. It is valid once, unless it is open."""
 
     run: str
     role: Role
@@ -90,7 +90,7 @@ class RunDescriptor(Message):
 
 
 class RunOffer(Message):
-    """A run's description for machines that look for one: its requirements of workers, and how they join."""
+    """A run's description for machines that look for one: its requirements for workers, and how they join."""
 
     protocol: int
     run: str = Field(max_length=120)  # its id, the audience of all signatures for it
@@ -119,7 +119,7 @@ class Registration(Message):
     url: Annotated[str, Url] | None = None  # where an origin or relay serves
     capability: Capability | None = None
     protocol: int  # VERSION of the sender
-    payer: str = Field(default="", pattern="^(0x[0-9a-fA-F]{40})?$")  # the on-chain account that stakes on this key
+    payer: str = Field(default="", pattern="^(0x[0-9a-fA-F]{40})?$")  # the on-chain account that stakes for this key
 
 
 class Booking(Message):
@@ -144,7 +144,7 @@ class Intake(Message):
     bytes_per_s: dict[Annotated[str, Field(max_length=200)], float] = Field(
         default={}, max_length=MAX_SENDERS
     )  # by sender's URL
-    behind_s: float | None = Field(default=None, ge=0)  # from their publication until they were complete here
+    behind_s: float | None = Field(default=None, ge=0)  # from the weights' publication until they were complete here
     version: Count | None = None
     size_bytes: Count = 0  # transferred
     took_s: float = Field(default=0, ge=0)
@@ -172,7 +172,7 @@ class Fingerprint(Message):
 
 
 class Finished(Message):
-    """A submission that a worker is uploading. Another file for it will be refused."""
+    """A submission that a worker is uploading. A different file for it will be refused."""
 
     submission: str = SubmissionId
     hash: str = Hex64  # BLAKE3 of the file
@@ -184,8 +184,8 @@ class Heartbeat(Message):
     working_on: list[Annotated[str, SubmissionId]] = Field(default=[], max_length=MAX_IN_FLIGHT)  # not finished yet
     stats: Stats = Stats()
     fingerprint: Fingerprint | None = None  # None: it computes nothing, or its arithmetic depends on batch shapes
-    renewals: Count = 0  # number of the coordinator's requests to reload the weights that it has completed
-    finished: Finished | None = None  # a worker with accepted work gets its next task while it uploads this one
+    renewals: Count = 0  # how many of the coordinator's requests to reload the weights it has completed
+    finished: Finished | None = None  # a worker with accepted work gets its next task while it uploads this submission
 
 
 class Assignment(Message):
@@ -198,7 +198,7 @@ class Assignment(Message):
     policy_digest: str = Hex64
     nonce: str = Hex32  # only the coordinator can compute it; the same assignment always gets the same one
     groups: int = Field(ge=1)
-    deadline_s: float  # unix time; a worker that lost the task gets another one after it. A late upload is allowed
+    deadline_s: float  # unix time; then a worker that lost the task gets another one. A late upload is allowed
     upload_path: str
     max_bytes: int
 
@@ -229,7 +229,7 @@ class UploadGrant(Message):
 
 
 class FileLink(Message):
-    """Where to GET a file of the pool's bucket, and its BLAKE3."""
+    """Where to GET a file in the pool's bucket, and its BLAKE3."""
 
     url: str
     hash: str = Hex64
@@ -289,7 +289,7 @@ class StepRecord(Message):
 
 
 class CheckpointRecord(Message):
-    """The files of the learner's state before `step`. It is signed, in the checkpoint's folder."""
+    """The files of the learner's state before `step`. The checkpoint's folder holds it, signed."""
 
     run: str
     step: Count
@@ -336,8 +336,8 @@ class Reason(StrEnum):
     TERMINATION = "termination"  # stopped early
     DISTRIBUTION = "distribution"  # tokens are too likely, or too unlikely, to be samples at the configured temperature
     SPECIAL_TOKENS = "special_tokens"  # a token that only chat templates use, and that its seed does not yield
-    INEXACT = "inexact"  # within the limits, but not bit-identical to the validator, whose exactness class it claims
-    SPENDING = "spending"  # with all earlier submissions: choices within the limits that honest numerics do not explain
+    INEXACT = "inexact"  # within the limits, but not bit-identical, although it claims the validator's exactness class
+    SPENDING = "spending"  # over all submissions, choices within the limits that honest numerics do not explain
 
 
 # Soft reasons can be caused by a broken disk, a coordinator restored to older state, a changed answer on an open link, or a
@@ -366,7 +366,7 @@ class Claim(Message):
     assignment: Assignment
     worker: str = Hex64
     lease_s: float
-    full: bool = True  # False: a spot check suffices; drawn at random, by the worker's trust
+    full: bool = True  # False: a spot check suffices; drawn at random, more often for trusted workers
     fingerprint: str = MaybeHex64  # of the worker for this version; "": it claims no exactness class
 
 
@@ -415,7 +415,7 @@ class GroupResult(Message):
     outcomes: Outcomes = Outcomes()
     parts: dict[PartName, float] = Field(
         default={}, max_length=MAX_PARTS
-    )  # mean score of each of several weighted rewards
+    )  # mean score of each reward, if several are weighted
     error: str = Field(default="", max_length=500)  # of a completion with a grader error
     useful: bool  # rewards differ, so advantages are not all zero
     tokens: int = Field(ge=0, le=LARGEST)
@@ -437,11 +437,11 @@ class Replay(Message):
 
 LogEValue = Annotated[float, Field(ge=-1e6, le=1e6)]  # nats
 AtLeast0 = Annotated[float, Field(ge=0, le=1e12)]
-BEYOND = (0.0, 1 / 8, 1 / 2, 1.0)  # margins, in units of `validator.sampling_margin`, whose excess is counted
+BEYOND = (0.0, 1 / 8, 1 / 2, 1.0)  # margins, in units of `validator.sampling_margin`; tokens beyond each are counted
 
 
 class ToleranceSpent(Message):
-    """How much of the checks' tolerance one submission used. The coordinator accumulates it over a worker's submissions.
+    """How much of the checks' tolerance one submission used. The coordinator sums this over a worker's submissions.
 
     The e-values have a mean of at most 1 for any honest worker (`shoal.evidence`).
     """

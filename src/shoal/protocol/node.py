@@ -1,7 +1,7 @@
 """A member of the pool: every process except the coordinator. It joins, reads the config, and sends heartbeats.
 
     node = Node.join(invite, folder, stop=stop)   loads or creates the key, registers with the invite
-    with node.heartbeats(): ...                   sends a heartbeat per second; `node.answer` is the newest answer
+    with node.heartbeats(): ...                   sends one heartbeat per second; `node.answer` is the newest answer
     node.post("/v1/claims", ...)                  sends a signed request (`calling`), repeated until a deadline
 
 Invariant: a run's description counts only if the coordinator's key signed it, for this run and this protocol.
@@ -66,7 +66,7 @@ KEY, PAYER = "identity.pem", "payer"  # in a node's folder
 EXISTS, TOO_EARLY = (
     412,
     425,
-)  # statuses of a bucket: it already has this file; of a coordinator: the file has not arrived
+)  # HTTP statuses: the bucket already has this file; the file has not arrived
 BUCKET_S = 30.0  # timeout of each read from and write to a bucket
 BUCKET_HINT = "is store.endpoint reachable from here, and this machine's clock right?"
 
@@ -276,7 +276,7 @@ class Node(Caller):
         return requested if requested > self.renewals else None
 
     def doing(self, what: str, *, waiting: bool = False) -> None:
-        """Report what this node does, or waits for, from now on. The time until then counts for what it reported before."""
+        """Report what this node does, or waits for, from now on. Earlier time counts towards what it reported before."""
         now_s = time.monotonic()
         self._seconds["waiting" if self._waiting else "busy"] += now_s - self._since_s
         self._doing, self._waiting, self._since_s = what, waiting, now_s
@@ -306,7 +306,7 @@ class Node(Caller):
 
     @contextmanager
     def heartbeats(self) -> Iterator[None]:
-        """Send a heartbeat per HEARTBEAT_S, or fewer if the coordinator is slow, in the background."""
+        """Send a heartbeat every HEARTBEAT_S, or less often if the coordinator is slow, in the background."""
         stopped = threading.Event()
 
         def beat_until_stopped() -> None:
@@ -322,7 +322,7 @@ class Node(Caller):
 
 
 def read_payer(folder: Path) -> str:
-    """Return the on-chain account that stakes on the node in this folder; "" if `shoal pool stake` never named one."""
+    """Return the on-chain account that stakes for the node in this folder; "" if `shoal pool stake` never named one."""
     path = folder / PAYER
     return path.read_text().strip() if path.is_file() else ""
 

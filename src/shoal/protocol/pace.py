@@ -1,9 +1,9 @@
 """Rate limits: per member of a run, and per address for requests that no member signed.
 
-Requests are counted, and the bytes of their answers, which stand for the cost of making, signing and sending them.
+Requests and the bytes of their answers are counted; the bytes stand for the cost of making, signing and sending answers.
 Invariants: a member's limits depend neither on other members' requests nor on its address, which it may share with an
-attacker. Only requests that no member signed are counted by address, for all runs of a listener together. Answers that their
-readers have not received hold a bounded part of the memory.
+attacker. Only requests that no member signed are counted by address, for all runs of a listener together. Answers that
+their readers have not received take a bounded amount of memory.
 Left out: the bandwidth of rollout files, and attackers with many addresses; a proxy in front limits them (docs/operate.md).
 """
 
@@ -19,20 +19,20 @@ from shoal.errors import ShoalError
 MEMBER_RATE = 40.0
 OPEN_RATE = 50.0  # per address, for open routes: a dashboard sends seven
 REFUSED_RATE = 20.0  # per address; refusals beyond it are delayed
-RARE_RATE = 1.0  # per member, for requests that it sends when it joins, leaves or lost its state
+RARE_RATE = 1.0  # per member, for requests that it sends when it joins, leaves or has lost its state
 AT_ONCE = 16  # requests of one member; each may hold a body as large as its route allows
 LARGE_AT_ONCE = 2  # of these, requests whose body or answer is a large file in memory
 # Bytes per second, with the same burst.
 MEMBER_BYTES = 4 << 20  # of answers to one member
 OPEN_BYTES = 4 << 20  # of answers to one address: a dashboard opened late reads a long history at once
-FILE_WEIGHT = 1 / 4  # of a byte of task data, or of an upload that was not kept: neither is made here
+FILE_WEIGHT = 1 / 4  # of a byte of task data, or of an upload that was not kept: cheaper than made answers
 # Bytes of answers that were made and not yet received. One answer at a time may be larger.
 LARGE_BYTES = 64 << 10  # smaller answers are not counted: a connection's own buffers hold them
 MEMBER_UNREAD, ADDRESS_UNREAD = 16 << 20, 4 << 20
 STRANGERS_UNREAD = 64 << 20  # of all addresses together
 DISCARD_RATE = 8 << 20  # bytes per second, of all refused bodies together
 MAX_HOLD_S = 5.0  # delay of a refusal; far below an honest client's timeout
-BURST_S = 10.0  # a client may be ahead of its rate by this time
+BURST_S = 10.0  # a client may be ahead of its rate by this much
 MAX_CLIENTS = 100_000
 
 
@@ -100,7 +100,7 @@ class Pace:
 
     @contextmanager
     def in_progress(self, key: str, *, large: bool = False) -> Iterator[None]:
-        """Count a request of this key while it is in progress. Raise Refusal with status 429 if it has too many."""
+        """Count a request of this key while it is in progress. Raise Refusal with status 429 if there are too many."""
         kinds = [(key, False), (key, True)] if large else [(key, False)]
         for kind in kinds:
             limit, what = (LARGE_AT_ONCE, "large requests") if kind[1] else (AT_ONCE, "requests")

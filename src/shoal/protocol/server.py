@@ -1,16 +1,16 @@
-"""Middleware of every signed route, at the coordinator and at the meeting of sites: admission, body, signed response.
+"""Middleware of every signed route, at the coordinator and at the sites' meeting (`diloco`): admission, body, response.
 
     head verified -> role, length, rates -> nonce spent -> bounded body -> handler -> answer signed and sent
 
-Invariants: without a valid signature, by a key without the route's role, or over a rate, a request's body is not read and
-nothing is written. A handler gets a body only if it is the signed one and within its route's limit. Every answer to a signed
-request, refusals included, is signed by the run: a node believes no other. A connection stays open only if a member signed
-its last request; any other is closed with its answer. So strangers hold no idle connections, and each refusal costs them a
-new one, delayed longer the more there are. The rest of a refused body is read at a bounded rate and discarded: a sender that
-reads the answer only after sending its body gets the refusal, and a flood of bodies takes little time. Errors that a message
-explains get an HTTP status; any other is a bug, and a 500 of its own route only.
+Invariants: if a request has no valid signature, its key lacks the route's role, or it exceeds a rate, its body is not read
+and nothing is written. A handler gets a body only if it is the signed one and within its route's limit. Every answer to a
+signed request, refusals included, is signed by the run: a node believes no other. A connection stays open only if a member
+signed its last request; any other is closed with its answer. So strangers hold no idle connections, each refusal costs them
+a new one, and refusals are delayed longer the more there are. The rest of a refused body is read at a bounded rate and
+discarded: a sender that reads the answer only after sending its body still gets the refusal, and a flood of bodies takes
+little time. Expected errors get an HTTP status; any other error is a bug, and gives a 500 on its own route only.
 
-A listener has one `Front`; each run, one `Admission`. Limits are in `pace`.
+A listener has one `Front`, and each run has one `Admission`. Limits are in `pace`.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class Front:
             if response.status >= 400 or size > LARGE_BYTES:
                 with contextlib.suppress(ConnectionError):  # the client has left
                     await response.prepare(request)
-                    await response.write_eof()  # returns once all but the connection's buffers is sent
+                    await response.write_eof()  # returns once all is sent, except what the connection's buffers hold
         if response.status >= 400:
             await self._discard(request)
         return response
@@ -147,10 +147,11 @@ class Admission:
         large: bool = False,
         rare: bool = False,
     ) -> SignedHead:
-        """Verify the headers: signature, role, encoding and length of the body, rate. Count it until it is answered.
+        """Verify the headers: signature, role, encoding and length of the body, rate. Count the request until answered.
 
-        `roles` None: any key. Then the handler spends the nonce, once it knows that the key is admissible: else strangers
-        could fill the disk. `large`, `rare`: see `pace`. Raise SignatureError, or Refusal with status 403, 413, 415 or 429.
+        `roles` None: any key. Then the handler spends the nonce once it knows that the key is admissible; otherwise
+        strangers could fill the disk with nonces. `large`, `rare`: see `pace`. Raise SignatureError, or Refusal with
+        status 403, 413, 415 or 429.
         """
         head = verify_head(request.method, request.raw_path, request.headers, audience=self.run, now_s=self.clock())
         role = self.role_of(head.key)
@@ -291,13 +292,13 @@ def _response(answer: Answer) -> web.StreamResponse:
 
 
 def _size_bytes(response: web.StreamResponse) -> int:
-    """Return the size of its body, 0 if that is not in memory."""
+    """Return the size of a response's body; 0 if it is not in memory."""
     body = response.body if isinstance(response, web.Response) else None
     return len(body) if isinstance(body, bytes | bytearray) else 0
 
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
-    """Sign an answer as the innermost application with a key, unless its body is unknown before it is sent."""
+    """Sign an answer with the innermost application's key, unless its body is unknown before it is sent."""
     if "signature" not in request.headers:
         return
     if isinstance(response, web.FileResponse):  # task data, whose name is its digest
@@ -306,7 +307,7 @@ async def _sign(request: web.Request, response: web.StreamResponse) -> None:
         body = response.body or b""
         if len(body) <= THREAD_BYTES:
             digest = sha256(body).digest()
-        else:  # other requests must not wait for it
+        else:  # other requests must not wait for the hash
             digest = await asyncio.to_thread(lambda: sha256(body).digest())
     else:
         return

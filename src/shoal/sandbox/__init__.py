@@ -20,10 +20,10 @@ Both tiers, `bubblewrap` and `kernel`, promise:
 - wall time and output are bounded from outside; memory, CPU time, file size and open files by the kernel
 - one process, at most eight further threads; nothing outlives a run
 - no descriptor, environment or argument of the parent; no state of one run reaches the next
-- the host's files cannot be read; nothing is written outside of scratch, which is bounded as a whole
+- the host's files cannot be read; nothing can be written outside the scratch folder, whose total size is bounded
 - no network, no DNS, no abstract sockets; no other process can be seen, signalled or traced
 - no new privileges, setuid ignored, no capability
-- system calls by list: no mount, unshare, io_uring, keyctl, ptrace, bpf, userfaultfd, clone3, memfd
+- only listed system calls: no mount, unshare, io_uring, keyctl, ptrace, bpf, userfaultfd, clone3, memfd
 - no further user namespaces: by two mechanisms in `bubblewrap`, by one in `kernel`
 
 Both have the same Landlock rules, seccomp filter and limits. In `bubblewrap` the widely reviewed bwrap builds the

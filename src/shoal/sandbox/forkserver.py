@@ -29,7 +29,7 @@ from shoal.sandbox.limits import PLAIN, Program, ProgramLimits, StartError
 from shoal.sandbox.server import DONE, READY
 
 START_S = 20.0
-PLAIN_START_S = 120.0  # it may import slow packages
+PLAIN_START_S = 120.0  # a plain server may import slow packages
 HIGH_UID = 0x70000000  # no account has a uid this high
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/lib32", "/lib", "/lib64", "/etc/ld.so.cache")
@@ -156,7 +156,7 @@ class ForkServer:
 
 
 def sources() -> dict[str, str]:
-    """Return the source of the modules that run inside: Shoal's folder is not visible there."""
+    """Return the source of the modules that run inside, where Shoal's folder is not visible."""
     here = Path(__file__).parent
     inside = {f"shoal.sandbox.{name}": (here / f"{name}.py").read_text() for name in INSIDE}
     return {"shoal": "", "shoal.sandbox": ""} | inside

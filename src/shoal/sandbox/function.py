@@ -5,7 +5,7 @@
         RemoteFunction(box, "import adder, channel; channel.serve(adder.add)").call([1, 2]).value      # 3
 
 Invariant: every call ends in bounded time: with a value, with the exception it raised, or at a limit. A value consists of
-builtins only, without sets and, in confined tiers, without dicts: building one from hostile items takes quadratic time.
+builtins only, without sets and, in confined tiers, without dicts: building either from hostile items takes quadratic time.
 Left out: what a value means. It is untrusted.
 """
 

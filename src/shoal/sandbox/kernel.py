@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterable
 
 libc = ctypes.CDLL(None, use_errno=True)
-_holding_gil = ctypes.PyDLL(None, use_errno=True)  # a cloned child must not wait for a lock of another thread
+_holding_gil = ctypes.PyDLL(None, use_errno=True)  # a cloned child must not wait for a lock that another thread holds
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -101,7 +101,7 @@ class PathRule(ctypes.Structure):
 
 
 def restrict_files(readable: Iterable[str], devices: Iterable[str], writable: str) -> None:
-    """Confine this thread and all it will start. Needs `no_new_privs`. Raise OSError."""
+    """Confine this thread and everything that it starts. Needs `no_new_privs`. Raise OSError."""
     version = syscall("landlock_create_ruleset", LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
     handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     size = 8 if version < 4 else 16 if version < 6 else 24

@@ -1,8 +1,8 @@
 """A sandbox: warm fork servers of one tier, each of which runs one program at a time.
 
 Invariants: every program gets a fresh child of a server that never runs programs itself; a server that died or failed is
-replaced before its next use. The tier `plain` is used only if named. A tier works if a test program runs and is refused a
-socket. Thread-safe.
+replaced before its next use. The tier `plain` is used only if named. A tier works if a test program runs in it and is
+refused a socket. Thread-safe.
 Left out: grading; systems other than Linux.
 """
 

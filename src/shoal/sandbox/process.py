@@ -17,7 +17,7 @@ from typing import Any
 from shoal.sandbox.forkserver import ForkServer
 from shoal.sandbox.limits import Outcome, Program, ProgramLimits, Result, SandboxError
 
-GRACE_S = 5.0  # for the supervisor to kill and report after the leash closes; then kill the whole server
+GRACE_S = 5.0  # for the supervisor to kill and report after the leash closes; then the whole server is killed
 CHUNK = 1 << 16
 MAX_WAIT_S = 3600.0  # of one `poll` call
 OUT_OF_MEMORY = 10  # SIGUSR1, see program.py

@@ -128,7 +128,7 @@ def execute(source: str, scratch: str) -> NoReturn:
 
 
 def warm_up() -> None:
-    """Set up the interpreter as for a new script: once in the server, since a fork copies every page it changes."""
+    """Set up the interpreter as for a new script. Done once, in the server: a fork copies every page that it changes."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "shoal"]:
         del sys.modules[name]
     sys.modules["channel"] = channel

@@ -50,7 +50,7 @@ pwritev2 328 287, statx 332 291, rseq 334 293, close_range 436 436, openat2 437 
 epoll_pwait2 441 441, fchmodat2 452 452, open 2 -, stat 4 -, lstat 6 -, poll 7 -, getdents64 217 61,
 sendfile 40 71, setpgid 109 154
 """
-# Allowed by their arguments, or only to programs that may have several processes.
+# Decided by their arguments, except `clone3`, which always fails.
 CLONE, CLONE3, IOCTL, PRLIMIT64, SOCKETPAIR = (56, 220), (435, 435), (16, 29), (302, 261), (53, 199)
 
 CLONE_THREAD = 0x10000
@@ -76,7 +76,7 @@ THREADS_ONLY: list[Instruction] = [
 
 
 class Filter:
-    """A compiled filter; `apply` confines the calling thread and all it will start, permanently."""
+    """A compiled filter; `apply` confines the calling thread and everything that it starts, permanently."""
 
     def __init__(self) -> None:
         instructions = assemble(platform.machine())

@@ -37,10 +37,10 @@ WARM = [
 ]  # fmt: skip
 MAX_DESCRIPTORS = 8
 READY, DONE = b"ready", b"done"
-BACKSTOP_S = 0.5  # later than the pool's own timeout
+BACKSTOP_S = 0.5  # how much later than the pool's own timeout
 MAX_WAIT_S = 3600.0  # of one `poll` call
 PROCESS_CPU_CLOCK = 2  # low bits of the clock id of a process's CPU clock
-LOWEST = 16  # descriptors below are the program's
+LOWEST = 16  # lower descriptors are the program's
 
 
 def main(config: dict[str, Any]) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Read conversations for supervised fine-tuning and encode them. Only tokens that the assistant wrote are trained.
+"""Read conversations for supervised fine-tuning and encode them. Only tokens that the assistant wrote are trained on.
 
     examples/chat.jsonl, ./data/chat.parquet   a local .jsonl, .jsonl.gz or .parquet file
     org/name                                   files of a hub data set with "train" in their names
@@ -7,16 +7,16 @@
 A row holds `messages`, a list of {"role", "content"}, or `prompt` and `completion`: one user message and one assistant
 message. An optional `tools` is passed to the chat template. Other columns are ignored.
 
-An assistant's turn is trained from the first token after the generation prompt to the token that ends the turn. To locate
-them, the model's chat template is applied to prefixes of the conversation:
+The trained span of an assistant's turn runs from the first token after the generation prompt to the token that ends the
+turn. To locate the spans, the model's chat template is applied to prefixes of the conversation:
 
     up to the turn, with generation prompt    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
     up to and including the turn              <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nYo<|im_end|>\\n
     trained                                                                                        Yo<|im_end|>
 
 Invariant: every row is a conversation, or an error that names its file and row. The tokens before a trained token are those
-that generation would see. It is an error if a prefix's tokens are not a prefix of the whole conversation's (the template
-rewrites earlier turns, or tokens merge across the boundary), unless the template marks the assistant's text with
+that generation would see. It is an error if the tokens of a prefix are not a prefix of the whole conversation's tokens (the
+template rewrites earlier turns, or tokens merge across the boundary), unless the template marks the assistant's text with
 {% generation %}.
 Left out: images and audio; other field names ("from", "value"); text without a chat template; per-message weights.
 """
@@ -227,7 +227,7 @@ class ChatTemplate:
         """Return where the trained span of the turn in tokens[start:stop] ends: after the token that ends the turn.
 
         Search the special tokens and white space after the turn's text; prefer an EOS token over other special tokens. If
-        there is neither, add EOS after the last turn.
+        there is neither, add EOS after the last turn, or raise UserError for an earlier one.
         """
         if tokens[stop - 1] not in self.eos | self.special and set(tokens[stop : stop + 1]) & (self.eos | self.special):
             stop += 1  # a template may mark the turn without its end token

@@ -1,7 +1,7 @@
-"""Train `bundled:tiny`, a character-level llama of about 3 M parameters that adds two-digit numbers right half the time.
+"""Train `bundled:tiny`, a character-level llama of about 3 M parameters that adds two-digit numbers correctly half the time.
 
 The loss covers only the answer's tokens. Training stops early, to leave room for reinforcement learning.
-Invariant: it never sees a sum that `tasks` holds out.
+Invariant: the model never sees a sum that `tasks` holds out.
 Left out: what `shoal sft` has for real data (chat templates, epochs, checkpoints).
 """
 
@@ -56,7 +56,7 @@ def tiny() -> Path:
 
 
 def train(policy: Policy, section: TaskSection, *, batch: int, until_loss: float, max_steps: int) -> None:
-    """Update on `batch` random training tasks at a time until the smoothed loss is below `until_loss`."""
+    """Train on `batch` random training tasks at a time until the smoothed loss is below `until_loss`."""
     task_set = tasks.load(section)
     draw = random.Random(0)
     smoothed = None

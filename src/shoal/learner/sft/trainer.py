@@ -200,7 +200,7 @@ class Sft(Training):
         super().write_model(final)
 
     def _mean_loss(self, examples: Sequence[Example]) -> Any:
-        """Return the loss function of a micro-batch; summed over all of them it is the mean, in nats per token."""
+        """Return the loss function of a micro-batch. The losses of all micro-batches sum to the mean, in nats per token."""
         n_trained = sum(example.n_trained for example in examples)
 
         def loss(micro: SftBatch) -> Tensor:
