@@ -1,4 +1,4 @@
-"""The base class of errors that users see, which errors a restart may fix, and text that is safe to print.
+"""The base class of errors that users see, a test for errors that a restart may fix, and text made safe to print.
 
 `cli` prints a `ShoalError` or an `OSError` as one line. Any other exception is a bug and keeps its traceback.
 """
@@ -8,7 +8,7 @@ import os
 
 LASTING = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EADDRINUSE, errno.EADDRNOTAVAIL}
-)  # of OSError: a full or read-only disk, a missing permission, an address in use
+)  # kinds of OSError that a restart does not fix: a full or read-only disk, a missing permission, an address in use
 
 
 class ShoalError(Exception):
@@ -18,7 +18,7 @@ class ShoalError(Exception):
 
 
 class UserError(ShoalError):
-    """An argument is wrong, or a file, folder, address or config that it names. The command exits with status 2."""
+    """An argument is wrong, or a file, folder, address or config that it names is. The command exits with status 2."""
 
 
 def restart_helps(error: Exception) -> bool:

@@ -1,22 +1,23 @@
 """Sequential tests by betting. Pure mathematics: it knows nothing of pools, workers or tokens.
 
-An e-value is the payoff of a bet against the honest hypothesis for one observation. All are logarithms, in nats:
+An e-value is the payoff of a bet against the honest hypothesis for one observation. Each function returns its
+logarithm, in nats:
 
     frequency    events are more frequent than an honest bound per unit of exposure
     share        a figure within [0, 1] is larger on average than an honest bound
     allocation   events fall on places with high values more often than exposure explains
 
 `Process` is the capital of several bets on one worker's observations. The money of each bet is staked in parts: the part
-w_j = 1 / (j (j + 1)) at observation j. From then on it is multiplied by the bet's e-value at each observation. So n honest
-observations before a lie cost the bets only a factor of n (n + 1), about 2 ln n nats, and not all that the earlier parts
-lost. The money not yet staked after n observations is 1 / (n + 1).
+w_j = 1 / (j (j + 1)) at observation j. From then on that part is multiplied by the bet's e-value at each observation.
+So n honest observations before a lie cost the bets only a factor of n (n + 1), about 2 ln n nats, and not everything
+that the earlier parts lost. The money not yet staked after n observations is 1 / (n + 1).
 
     capital = mean over bets b of ( R_b + 1 / (n + 1) ),      R_b <- (R_b + w_n) * e_b
 
 Invariants: under its hypothesis, given the past, the exponential of each e-value has a mean of at most 1, for any
 distribution that the hypothesis allows. Nothing is assumed to be normal or identically distributed, and nothing is
-estimated. So an honest worker's capital is a nonnegative supermartingale that starts at 1. By Ville's inequality it ever
-reaches 1 / alpha with probability at most alpha, however often it is checked.
+estimated. So an honest worker's capital is a nonnegative supermartingale that starts at 1. By Ville's inequality, the
+probability that it ever reaches 1 / alpha is at most alpha, however often it is checked.
 Left out: which bets to place, and what to do with the capital.
 Sources: Ramdas, Gruenwald, Vovk, Shafer 2023, "Game-theoretic statistics and safe anytime-valid inference" (arXiv
 2210.01948); Waudby-Smith and Ramdas 2023 (JRSS B 86:1) for `share`; `frequency` is Freedman's supermartingale (1975).
@@ -27,8 +28,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 ALPHA = 1e-6  # maximum probability that the tests ever accuse an honest worker, however long it works
-REWARD_TILT = 2.0  # how much likelier numerics may change a token of one completion than of another in its group
-TASK_TILT = 4.0  # the same between groups of one submission
+REWARD_TILT = 2.0  # how many times likelier numerics may change one completion's tokens than another's in its group
+TASK_TILT = 4.0  # likewise for groups of one submission
 FLOOR = -700.0  # minimum of a stored logarithm; raising capital to e^-700 changes no sum
 
 
@@ -109,7 +110,7 @@ class Process:
 
     @property
     def evidence(self) -> float:
-        """ln of the capital, 0 at the start. The probability that an honest worker's ever exceeds -ln(alpha) is <= alpha."""
+        """ln of the capital, 0 at the start. An honest worker's ever exceeds -ln(alpha) with probability <= alpha."""
         if not self.money:
             return 0.0
         unstaked = -math.log(self.observations + 1)

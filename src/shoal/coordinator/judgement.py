@@ -1,11 +1,11 @@
-"""Claims and verdicts: a validator claims uploaded submissions; its verdict accepts or rejects each, with all consequences.
+"""Claims and verdicts: a validator claims uploaded submissions; its verdict accepts or rejects each.
 
 Invariants: only the validator with the claim gives the verdict; groups are credited exactly when their submission is
 accepted. A hard rejection counts once a second validator confirms it (`checkers`), or once no second one can. A ban drops
-all of the worker's unjudged submissions: nothing of a banned key is accepted or credited.
+all of the worker's unjudged submissions: nothing from a banned key is accepted or credited.
 
-The pool itself gives one hard reason, `replayed`. It rests on an accepted submission of the same worker with the same
-content. A rejected or unjudged copy does not count, because anyone can make one, and neither does another worker's.
+The pool itself rejects for one hard reason, `replayed`: an earlier submission of the same worker with the same content
+was accepted. A rejected or unjudged copy does not count, because anyone can make one. Nor does another worker's.
 """
 
 import logging
@@ -24,7 +24,7 @@ from shoal.protocol.history import WorkerSample
 from shoal.protocol.messages import HARD, LEASE_S, Assignment, Claim, Claims, ContentOwner, Reason, Verdict
 from shoal.shardcast.store import KEEP
 
-# Soft reasons that rest on the file alone. Not `unrepeatable`: there the model's program is at fault, not the worker.
+# Soft reasons that depend on the file alone. `unrepeatable` is not one: it blames the model's program, not the worker.
 UNUSABLE = (Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT)
 ACCIDENTS, REMEMBERED = 1, 20  # up to ACCIDENTS unusable files among the newest REMEMBERED have no further consequence
 
@@ -43,11 +43,12 @@ class Judgement:
     escrow: Escrow
 
     def claim(self, validator: str, limit: int) -> Claims:
-        """Lease the oldest unchecked submission and others of its version, up to `limit`. Expired leases are included.
+        """Lease the oldest unchecked submission and others of its version, up to `limit`.
 
-        Skip those that another live validator should check: one of the worker's exactness class, or a second one. Draw here,
-        after upload, which ones are prefilled whole, so no worker can know it. Submissions of a version that relays have
-        dropped expire, because waiting for it would block a validator; if one awaits a second verdict, the first counts.
+        Include submissions with an expired lease. Skip those that another live validator should check: one of the
+        worker's exactness class, or one that can confirm a first verdict. Draw here, after the upload, which ones are
+        prefilled whole, so that no worker knows in advance. Submissions of a version that relays have dropped expire,
+        because waiting for it would block a validator; if one awaits a second verdict, its first verdict counts.
         """
         with self.db.transaction():
             now_s = self.db.clock()
@@ -110,13 +111,13 @@ class Judgement:
             self.db.submissions.set_accepted_hash(id, content_hash)
 
     def judge(self, validator: str, verdict: Verdict) -> None:
-        """Accept or reject. A hard rejection, once confirmed by a second validator, slashes the worker and bans it."""
+        """Accept or reject a submission. A hard rejection that a second validator confirms also slashes and bans."""
         with self.db.transaction():
             submission = self._get(verdict.submission)
             if submission.state in ("accepted", "rejected") and submission.validator == validator:
                 return  # the validator repeats its verdict because it did not get the response
             if self.checkers.is_repeat(submission, validator):
-                return  # likewise, of a verdict that waits for a second one
+                return  # the same for a first verdict that awaits confirmation
             submission = self._claimed(validator, verdict.submission)
             if self.checkers.defer(submission, validator, verdict):
                 lines = [f"{submission.id} is {verdict.reason} to {validator[:16]}; another validator must confirm it"]

@@ -2,13 +2,13 @@
 
 A small pool writes each heartbeat at once. Each write syncs the disk, so above IMMEDIATE_PER_S (with a burst of 10 s)
 heartbeats are buffered and written in one statement every FLUSH_S. A node that sends far more heartbeats than an honest one
-has only some of them recorded. A heartbeat also reports the node's newest download: each is recorded once, for display only,
-and is not sealed.
+has only some of them recorded. A heartbeat also reports the node's newest download. Each download is recorded once, for
+display only, and is not sealed.
 
 Invariants: an invite admits one key, with one role and one name. An open invite admits as a worker any key that has staked
-what the run requires; it gets tasks while that stake is at risk. Buffered heartbeats are at most FLUSH_S old; losing them
-costs nothing, because each node soon sends another. Only liveness is buffered: tasks, fingerprints and announced files are
-written at once.
+what the run requires; the key gets tasks while that stake is at risk. Buffered heartbeats are at most FLUSH_S old;
+losing them costs nothing, because each node soon sends another. Only liveness is buffered: tasks, fingerprints and
+announced files are written at once.
 """
 
 import logging
@@ -37,10 +37,10 @@ DOWNLOADS = [
 ]
 MAX_DOWNLOADS = 100_000
 Download = tuple[str, int, float, float, int]  # key, version, start and end by the coordinator's clock, bytes
-RECORDS_PER_S = 4.0  # heartbeats per node, with a burst of 10 s; an honest node sends one a second
-IMMEDIATE_PER_S = 50.0  # heartbeats of all nodes
+RECORDS_PER_S = 4.0  # recorded heartbeats per node, with a burst of 10 s; an honest node sends one a second
+IMMEDIATE_PER_S = 50.0  # heartbeats of all nodes together, written at once
 FLUSH_S = 0.25
-MAX_DOWNLOAD_S = 86_400.0  # duration of a download, and time since it
+MAX_DOWNLOAD_S = 86_400.0  # limit on a download's duration, and on the time since its end
 
 log = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ class HeartbeatBuffer:
 
 
 def missing_requirement(reported: Capability | None, required: RequirementsSection) -> str:
-    """Return what the run requires and a machine does not report; "" if it reports everything.
+    """Return the requirement that the machine's report does not meet; "" if it meets all.
 
     A false report can only exclude its sender: tasks, their size and credit do not depend on it.
     """
@@ -267,6 +267,6 @@ def missing_requirement(reported: Capability | None, required: RequirementsSecti
 def _entry(key: str, invite: InvitePayload) -> tuple[str, str]:
     """Return the node's name and its entry in the list of used invites. Each key may use an open invite once.
 
-    The name holds 64 bits of the key, so nobody can find another key that takes a stranger's name before it joins.
+    The name holds 64 bits of the key, so nobody can find a key with a stranger's name and join before the stranger.
     """
     return (f"{invite.name[:23]}-{key[:16]}", f"{invite.nonce} {key}") if invite.open else (invite.name, invite.nonce)

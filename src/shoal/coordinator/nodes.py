@@ -1,22 +1,22 @@
 """The table of registered nodes, and the state machine of a member: (state, event) -> state.
 
     active      gets tasks                           dismissed  statistical evidence against it; the operator may readmit it
-    suspended   no tasks until a time                left       has no tasks; may return
+    suspended   no tasks until a given time          left       has no tasks; may return
     draining    no new tasks; finishes those it has  banned     slashed, or evicted by the operator: every route refuses it
 
     return      the same key registers again, with its old invite: after it left, or after it was killed while draining.
-                It keeps its open tasks, its rest between tasks and its suspension, so it gains nothing by leaving
+                It keeps its open tasks, its pause between tasks and its suspension, so it gains nothing by leaving
 
 Silence is not a state: a node without recent heartbeats (`seen_s`) counts as gone, and its next heartbeat brings it back.
 
 A suspension lasts base_s * 2 ^ (previous suspensions), at most MAX_SUSPENSION_S, by the coordinator's clock, and ends by
-itself. It lengthens later ones until it has been over for FORGET_S. A suspended key keeps its membership, its open task and
+itself. It lengthens later ones until FORGET_S after its end. A suspended key keeps its membership, its open task and
 its credit. A draining or departed key serves its suspension when it returns.
 
-Invariants: a key, a name and an invite each occur once. A pair that the table lacks changes nothing. Only `banned` is final.
-A suspension outlives every way back to `active`: leaving and returning does not end it. Only `move`
-writes the state, by compare-and-swap, so two processes cannot both act on one state. A suspension slashes nobody and rests
-on the coordinator's own observations: a wrong one costs only time.
+Invariants: a key, a name and an invite each occur once. A (state, event) pair that is not in the table changes nothing.
+Only `banned` is final. No way back to `active` shortens a suspension, not even leaving and returning. Only `move`
+writes the state, by compare-and-swap, so two processes cannot both act on one state. A suspension slashes nobody and is
+based on the coordinator's own observations: a wrong one costs only time.
 """
 
 import logging
@@ -93,13 +93,13 @@ class Member:
     reason: str  # for its state
     state_s: float  # since when
     suspended_until_s: float  # by the coordinator's clock; 0 or in the past: not suspended
-    suspensions: int  # not forgotten yet
-    took_s: float  # recent average from a task to its upload; 0: no accepted work yet
+    suspensions: int  # those that still lengthen later ones
+    took_s: float  # recent average time from task to upload; 0: no accepted work yet
     size: int  # groups in its usual task; 0: a newcomer's
     capability: str  # JSON of messages.Capability
     missed: float  # recent share of its tasks that it never uploaded
     missed_in_a_row: int
-    rests_until_s: float  # gets no task before
+    rests_until_s: float  # gets no task before this time
     staked: int  # in a contract, when last read
 
     @property

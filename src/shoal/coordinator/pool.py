@@ -1,4 +1,4 @@
-"""The pool: one part per kind of request, all over one database.
+"""The pool: one part per kind of request, all on one database.
 
     members      registration and heartbeats          judgement   claims, verdicts and their consequences
     assignments  which task a worker gets next        learning    reports by learner, origin and evaluator
@@ -44,8 +44,8 @@ class Pool:
         secret: bytes,
         stakes: StakeView | None = None,
     ) -> None:
-        """`secret`: the key for assignment nonces (`assignment.nonce_secret`). `stakes`: default: the stakes that the
-        operator books in the ledger."""
+        """`secret`: the key for assignment nonces (`assignment.nonce_secret`). `stakes` defaults to the stakes
+        that the operator books in the ledger."""
         self.config, self.run = config, run
         self.notices: deque[str] = deque(maxlen=MAX_NOTICES)
         self.db = db = Database(connection, ledger, clock)

@@ -1,15 +1,15 @@
 """The table of assigned tasks and their submissions, and their state machine: (state, event) -> state.
 
-    open        its worker has it               accepted, rejected  judged
+    open        its worker works on it          accepted, rejected  judged
     uploaded    waits for a validator           expired             nobody will finish it
     validating  a validator has claimed it      stale               uploaded too late for any batch to take its version
 
-    miss    its worker asks for work again and will not upload it, or uploaded another file than it had announced
+    miss    its worker asks for work again and will not upload it, or uploaded a file other than the one announced
     drop    its worker was dismissed or banned, or no validator can get its version any more
     doubt   the verdict needs confirmation by a second validator
 
-Invariants: an id, made of the worker's key and number, occurs once. Only `move` writes the state, by compare-and-swap.
-Accepted, rejected, expired and stale are final. `credit` writes what accepted ones earn.
+Invariants: an id, made of the worker's key and the submission's number, is unique. Only `move` writes the state, by
+compare-and-swap. Accepted, rejected, expired and stale are final. `credit` records what accepted ones earn.
 """
 
 from collections.abc import Sequence
@@ -69,12 +69,12 @@ class Submission:
     groups: int
     nonce: str
     assigned_s: float
-    deadline_s: float  # after it, a worker that lost the task gets another one
+    deadline_s: float  # after this time, a worker that lost the task gets another one
     state: State = "open"
-    announced: str = ""  # hash of the file being uploaded; "": in progress
+    announced: str = ""  # hash of the file being uploaded; "": the worker is still generating
     file_hash: str | None = None  # of the uploaded file
     accepted_hash: str | None = None  # of the validator's accepted file
-    validator: str | None = None  # that has claimed it
+    validator: str | None = None  # the one that has claimed it
     full_check: bool | None = None  # whether it is prefilled whole; drawn at the first claim
     uploaded_s: float | None = None
 
@@ -136,8 +136,11 @@ class Submissions:
         )
 
     def open_at(self, seen_since_s: float, now_s: float) -> list[tuple[int, float, float]]:
-        """Return groups, age in seconds and the worker's usual seconds (0: none accepted yet) of each open task whose worker
-        may finish it and was seen since `seen_since_s`."""
+        """Return the groups, age and usual time of open tasks whose worker may finish them and was seen since
+        `seen_since_s`.
+
+        Times are in seconds. The usual time is the worker's; 0: no accepted work yet.
+        """
         return self.connection.rows(
             "SELECT groups, ? - assigned_s, took_s FROM submissions JOIN nodes ON key = worker"
             " WHERE submissions.state = 'open' AND seen_s >= ? AND nodes.state IN ('active', 'draining')",

@@ -2,25 +2,26 @@
 
     share = max(check_floor, 2 ^ -(n // TRUST_AFTER))       n: full checks passed in a row
 
-Any rejection, also a soft one, resets n to 0. Every submission gets the cheap checks and a prefill of a few rollouts;
-`share` is the probability that it is prefilled whole. The draw happens when a validator claims, from the system's
-randomness, so nobody can predict it. While as many unchecked groups wait as a batch may take, every submission is checked.
+Any rejection, even a soft one, resets n to 0. Every submission gets the cheap checks and a prefill of a few rollouts;
+`share` is the probability that it is prefilled whole. The draw uses the system's randomness and happens when a
+validator claims the submission, so nobody can predict it. While as many unchecked groups wait as a batch may take,
+every submission is fully checked.
 
-Each submission that was prefilled whole and judged by tolerances is one observation. Bets against the honest bounds in
-`[evidence]` detect together a worker that exploits the tolerances a little at a time:
+Each submission that was prefilled whole and judged by tolerances is one observation. Together, bets against the honest
+bounds in `[evidence]` detect a worker that exploits the tolerances a little at a time:
 
     beyond     tokens differ from their seeds' tokens more often, or by more, than honest numerics explain
     better     the differing tokens are in a group's better completions;  worse: in its worse ones
     easier     they are in groups of higher mean reward;  harder: of lower
     proof, logprob     checked values are near their limits on average, as with slightly different weights
-    distribution       tokens are more, or less, likely than samples
+    distribution       tokens are more, or less, likely than sampling explains
     improved, spoiled  rollouts are better, or worse, than their seeds yield (if `evidence.regenerated`)
 
-Invariants: every worker is checked sometimes. An honest worker is ever flagged with probability at most `evidence.ALPHA`,
-over all bets and however long it works. The evidence is statistical and rests on calibration, so it slashes nobody: the
-worker is dismissed. It gets no more tasks, its unbatched groups are dropped and its pending credit is forfeited
-(docs/trust.md). Exactly replayed submissions do not count: they have no tolerance to exploit. A worker's evidence changes in
-the transaction that judges the submission, so a restart neither loses nor repeats any.
+Invariants: every worker is checked sometimes. The probability that an honest worker is ever flagged is at most
+`evidence.ALPHA`, over all bets and however long it works. The evidence is statistical and rests on calibration, so it
+slashes nobody: the worker is dismissed. It gets no more tasks, its unbatched groups are dropped and its pending credit
+is forfeited (docs/trust.md). Exactly replayed submissions do not count: they have no tolerance to exploit. A worker's
+evidence changes in the transaction that judges the submission, so a restart neither loses nor repeats any.
 """
 
 import json
@@ -44,7 +45,7 @@ SCHEMA = [
 ]
 TRUST_AFTER = 32  # passed full checks in a row that halve the share
 UNCHECKED_SHARE = 0.5  # largest share of a batch's groups from submissions that were not prefilled whole
-THETAS = (0.1, 0.4, 1.5, 3.0)  # each bet on a frequency is best at an excess of e^theta: 1.1, 1.5, 4.5, 20 times
+THETAS = (0.1, 0.4, 1.5, 3.0)  # each bet on a frequency pays best at e^theta times the bound: 1.1, 1.5, 4.5, 20
 STAKES = (0.3, 0.8)  # of bets on averages
 CHOICE_STAKE = 0.8  # of bets on regenerated rollouts
 DISMISSAL_NATS = math.log(1 / ALPHA)  # evidence that dismisses a worker
@@ -97,8 +98,9 @@ class Trust:
     def draw(self, worker: str, groups: int) -> bool:
         """Draw whether a submission of this many groups is fully checked.
 
-        It always is if the worker's escrow holds fewer groups than `validator.escrow_checks` such submissions (or as many as
-        wait, if fewer). Else a worker could risk the credit of small tasks for a lie in a large one.
+        It always is if the worker's escrow holds fewer groups than `validator.escrow_checks` submissions of this size
+        (or as many as it has in escrow, if fewer). Otherwise a worker could risk the credit of small tasks for a
+        lie in a large one.
         """
         if self.random() < self.share(worker):
             return True
@@ -109,7 +111,7 @@ class Trust:
         return held < min(waiting, self.config.validator.escrow_checks) * groups
 
     def observe(self, submission: Submission, verdict: Verdict) -> str:
-        """Count a submission that passed its checks. Return why its worker must be or was dismissed; "" if neither."""
+        """Bet on a submission that passed its checks. Return why its worker must be or was dismissed; "" if neither."""
         if (node := self.db.nodes.get(submission.worker)) is not None and node.state == "dismissed":
             return "its worker was dismissed"
         if verdict.spent is None or verdict.replay is not None:
@@ -170,6 +172,6 @@ def bets(spent: ToleranceSpent, config: Config) -> dict[str, float]:
 
 
 def _choice_bet(count: int, opposite: int, tilt: float) -> float:
-    """Bet against: a near tie that changed the reward fell this way with a probability of at most tilt / (1 + tilt)."""
+    """Bet against this: near ties that change the reward fall this way with probability at most tilt / (1 + tilt)."""
     mean = tilt / (1 + tilt)
     return count * bet_share(1.0, mean, CHOICE_STAKE) + opposite * bet_share(0.0, mean, CHOICE_STAKE)

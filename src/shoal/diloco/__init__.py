@@ -1,4 +1,4 @@
-"""DiLoCo: several sites train one model and synchronise once in hundreds of steps. Usable alone.
+"""DiLoCo: several sites train one model and synchronise once every few hundred steps. Usable on its own.
 
     agreed    the agreed state, and the outer step                   codec    64- to 4-bit numbers, with error feedback
     site      one site's side of a round                           remote   a site's connection to the meeting

@@ -1,4 +1,4 @@
-"""The state that all sites agree on, parameters and velocity of the outer optimizer as vectors, and the outer step.
+"""The state that all sites agree on (parameters and the outer optimizer's velocity, as vectors), and the outer step.
 
     pseudo-gradient   d_i = θ − θ_i                      DiLoCo (arXiv 2311.08105), algorithm 1, line 11
     average           d   = 1/n Σ d_i                    line 12; weighted where sites were dealt unequal work (`meeting`)

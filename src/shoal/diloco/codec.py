@@ -5,8 +5,8 @@
     int4                     per block of 512 numbers a scale max|x| / 7; two numbers in a byte, the first in its low half
 
 Error feedback: a sender adds the rounding error of its last vector to the next one, e' = (x + e) − decode(encode(x + e)), so
-errors do not accumulate. Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019 (arXiv 1901.09847); also for the average,
-which the meeting rounds: DoubleSqueeze (1905.05957).
+errors do not accumulate. Sources: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019 (arXiv 1901.09847). The
+meeting does the same with the average that it rounds: DoubleSqueeze (1905.05957).
 
 Invariant: decoding depends on the bytes alone and gives the same bits everywhere. A non-finite number stays non-finite.
 """
@@ -36,7 +36,7 @@ NAMES = {  # in a file's header
 BLOCK, LARGEST = {"int8": 1024, "int4": 512}, {"int8": 127, "int4": 7}
 FP16_MAX = 65504.0
 HEADER_BYTES = 1024  # upper bound of safetensors' header
-PART = 1 << 20  # numbers computed at a time, a multiple of all blocks: bounds the memory of float64 copies
+PART = 1 << 20  # numbers processed at a time, a multiple of every block size; bounds float64 copies
 
 
 class CodecError(ShoalError):
@@ -143,7 +143,7 @@ def _layout(kind: Kind, length: int) -> dict[str, tuple[torch.dtype, tuple[int, 
 
 
 def _shrunk(part: slice, by: int) -> slice:
-    """Return the range of a part's blocks of `by` numbers."""
+    """Return the range of blocks of `by` numbers that a part covers."""
     return slice(part.start // by, -(-part.stop // by))
 
 
@@ -153,7 +153,7 @@ def _blocks(values: Tensor, block: int) -> Tensor:
 
 
 def _packed(whole: Tensor) -> Tensor:
-    """Pack two numbers of −7 to 7 per byte, each plus 8."""
+    """Pack two numbers from −7 to 7 into each byte, adding 8 to each."""
     halves_N2 = _blocks(whole.to(torch.uint8) + 8, 2)
     return (halves_N2[:, 0] & 15) | (halves_N2[:, 1] & 15) << 4
 

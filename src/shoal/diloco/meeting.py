@@ -1,9 +1,9 @@
-"""The meeting of all sites: its members, the open round, and the agreed state. Network and clock are its caller's.
+"""The meeting of all sites: its members, the open round, and the agreed state. The caller provides network and clock.
 
-A round is open until every expected site has offered, or until `wait_s` after the first offer if a quorum has. Then the
-offers that are not outliers (`refused`) are averaged, the average is rounded once, and its bytes are the round's result:
-every site and the meeting decode the same bytes and make the same step. Rounds stop waiting for a missing site until it
-comes back.
+A round is open until every expected site has offered, or, if a quorum has, until `wait_s` after the first offer. Then
+the offers that are not outliers (`refused`) are averaged, the average is rounded once, and its bytes are the round's
+result: every site and the meeting decode the same bytes and make the same step. Rounds stop waiting for a missing site
+until it comes back.
 
 Invariant: answers survive a kill at any moment. A round's files are written before `meeting.json` names the next round, and
 a restarted meeting continues with the round named there; only the open round's offers are lost, and sites send them again.
@@ -42,7 +42,7 @@ from shoal.diloco.messages import (
 )
 
 PAST = 16  # recent norms whose median is the usual norm
-LONGEST_PAUSE = 64  # rounds between two that wait for a failing site
+LONGEST_PAUSE = 64  # maximum number of rounds between two that wait for a failing site
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +66,10 @@ class Meeting:
         clock: Callable[[], float] = time.monotonic,
         publish: Callable[[int, Agreed], None] = lambda round, agreed: None,
     ) -> None:
-        """Open the meeting in `folder`, or create it with the state of `first`. Raise MeetingError for another run's folder.
+        """Open the meeting in `folder`, or create it with the state that `first` returns.
 
-        `publish` gets the open round and the agreed state before it: at the start, and after each round.
+        Raise MeetingError if the folder is another run's. `publish` is called with the open round and the agreed state
+        before it: at the start, and after each round.
         """
         self.folder, self.terms, self.about, self.run, self.clock = folder, terms, dict(about), run, clock
         self.round, self.publish, self.archive, self.members = 0, publish, Archive(folder), SiteMembers()
@@ -111,7 +112,7 @@ class Meeting:
         return share
 
     def deal(self, name: str, round: int) -> list[str]:
-        """Return the sites that share the open round's work, in the same order for all. Empty: sites are missing.
+        """Return the sites that share the open round's work, in the same order for all; [] while sites are missing.
 
         A site that joins after the first deal has no share of the round. Raise RoundClosedError if the round is over.
         """
@@ -236,7 +237,7 @@ class Meeting:
 
     def _average(self, kept: list[str]) -> Encoded:
         weights = [self.terms.weight(self.round, name, self.dealt) for name in kept]
-        divisor = math.gcd(*weights) or 1  # so that equal weights become 1, which changes no bit
+        divisor = math.gcd(*weights) or 1  # so that equal weights become 1 and change no bit
         weighted = [(weight // divisor, self.offers[name].change) for weight, name in zip(weights, kept, strict=True)]
         total_weight = sum(weights) // divisor or 1
 
@@ -309,20 +310,20 @@ class SiteMember:
     expected: bool = False  # rounds wait for it
     since: int = 0  # the first round that waits for it
     failed: int = 0  # consecutive rounds that waited for it in vain
-    share: int | None = None  # of the data
+    share: int | None = None  # the number of its share of the data
     accepted: int = -1  # the last round that took its offer
 
 
 class SiteMembers:
     """The sites, and which share of the data each reads.
 
-    Waiting for a site backs off exponentially: after n consecutive rounds that waited in vain, the next one to wait is the
-    2^(n−1)-th from then. One offer in time resets that.
-    Invariant: a share is given once. If a site loses its place, the rest of its share is lost, and counted.
+    Rounds wait ever more rarely for a site that fails: after n consecutive rounds that waited in vain, the next one to
+    wait is the 2^(n−1)-th from then. One offer in time resets n.
+    Invariant: a share is given once. If a site loses its place, the rest of its share is lost, and counted as lost.
     """
 
     def __init__(self) -> None:
-        self.named: dict[str, SiteMember] = {}  # all that ever joined
+        self.named: dict[str, SiteMember] = {}  # all sites that ever joined
         self.next_share, self.lost_shares = 0, 0
 
     def __getitem__(self, name: str) -> SiteMember:
@@ -348,7 +349,7 @@ class SiteMembers:
             member.expected, member.since = True, max(member.since, round + (round > 0))
 
     def fail(self, name: str, round: int) -> None:
-        """Count a round that waited for it in vain."""
+        """Count a round that waited for this site in vain."""
         member = self[name]
         member.failed += 1
         member.since = max(member.since, round + min(2 ** min(member.failed - 1, 32), LONGEST_PAUSE))
@@ -388,11 +389,11 @@ class SiteMembers:
 
 # --- outliers ----------------------------------------------------------------------------------------------------------
 
-MIN_NORMS = 3  # for a median of one round: with fewer, one site could set it
+MIN_NORMS = 3  # offers needed for a median of one round: with fewer, one site could set it
 
 
 def refused(norms: Mapping[str, float], past: Sequence[float], factor: float, parameters: float) -> dict[str, str]:
-    """Return the sites to leave out, and why. `past`: norms that were averaged in recent rounds.
+    """Return the sites to leave out, and why. `past`: norms of recently averaged offers.
 
     `parameters`: the parameters' norm when the round opened; used if there is no median.
     """

@@ -1,7 +1,7 @@
 """Messages between sites and the meeting: the terms, what must be equal at all sites, and the site invites.
 
 Invariant: every field is bounded. Vectors are transferred separately, encoded by `codec`. Two sites with equal `about`
-compute the same thing from the same data. Sites believe only what the meeting's key, which is in the invite, signed.
+compute the same thing from the same data. Sites believe only what the meeting signed; its key is in the invite.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +35,9 @@ class Terms:
     kind: Kind = "fp16"
     lr: float = 0.7
     momentum: float = 0.9
-    wait_s: float = 60.0  # from a round's first offer until it closes without missing sites
+    wait_s: float = 60.0  # from a round's first offer until it closes without the missing sites
     quorum: int = 1  # minimum number of offers to close a round
-    sites: int = 1  # that the first round waits for
+    sites: int = 1  # number of sites that the first round waits for
     outlier: float = 10.0  # norms above this many times the usual one are left out
     items: Callable[[int], int] | None = None  # number of work items that a round deals; None: equal work
 
@@ -67,17 +67,18 @@ class Welcome(SiteMessage):
 
 
 class Figures(SiteMessage):
-    """A site's own report with an offer, informational only. Seconds and bytes count since its start.
+    """A site's report about itself, sent with an offer, informational only.
 
-    The site updates one object; its fields are checked when the meeting receives them.
+    Seconds and bytes are totals since the site started. The site keeps updating one object; its fields are checked when
+    the meeting receives them.
     """
 
     model_config = ConfigDict(frozen=False)
 
     loss: Annotated[float, Field(allow_inf_nan=False)] | None = None  # of its last inner step
     computed_s: Seconds = 0.0
-    waited_s: Seconds = 0.0  # for data
-    synced_s: Seconds = 0.0  # for other sites
+    waited_s: Seconds = 0.0  # waiting for data
+    synced_s: Seconds = 0.0  # waiting for other sites
     sent_bytes: Size = 0
     received_bytes: Size = 0
 
@@ -150,9 +151,9 @@ def about_model(folder: Path) -> dict[str, str]:
 
 
 def compare(name: str, about: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    """Raise MeetingError, naming the difference, if a site trains something else than the run.
+    """Raise MeetingError, naming the difference, if a site trains something other than the run does.
 
-    Data is compared last, because it may differ because of another difference.
+    Data is compared last, because another difference can make it differ too.
     """
     for key in sorted({*ours, *about}, key=lambda key: (key == "data", key)):
         if ours.get(key) != about.get(key):

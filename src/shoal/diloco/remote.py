@@ -72,7 +72,7 @@ class Remote:
             self.node.post("/v1/leave", None, Ok)
 
     def offer(self, round: int, digest: str, data: bytes, figures: Figures) -> None:
-        """Send this site's pseudo-gradient; `digest` names the parameters it starts from. Raise RoundClosedError."""
+        """Send this site's pseudo-gradient; `digest`: of the parameters it starts from. Raise RoundClosedError."""
         with _meeting_errors():
             self.node.put(f"/v1/rounds/{round}/{digest}?figures={quote(figures.model_dump_json())}", data, Ok)
 
@@ -118,7 +118,7 @@ class Remote:
 
 @contextmanager
 def _meeting_errors() -> Iterator[None]:
-    """Convert a refusal to the meeting's own error, without the request."""
+    """Convert a refusal to the meeting's own error, dropping the description of the request."""
     try:
         yield
     except RefusedError as error:

@@ -58,7 +58,7 @@ from shoal.protocol.signing import MAX_AGE_S, SignatureError
 POLL_S = 8.0  # below a site's timeout of 30 s
 LOOK_S = 0.1
 CONNECTIONS_PER_ADDRESS, CONNECTIONS = 64, 1024
-MEMBERS = ["sites that joined with an invite"]  # the one role
+MEMBERS = ["sites that joined with an invite"]  # the only role
 MESSAGE_BYTES = 64 << 10
 MAX_NONCES = 10_000  # per site: more than `pace.MEMBER_RATE` allows
 
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 class RecentNonces:
-    """Nonces of recent requests, in memory. After a restart the signatures' age limit bounds replays."""
+    """Nonces of recent requests, in memory. After a restart, only the age limit of signatures bounds replays."""
 
     def __init__(self) -> None:
         self._seen: dict[str, dict[str, float]] = {}  # by key
@@ -122,7 +122,10 @@ class MeetingServer:
         return MEMBERS[0] if key in self.names else None
 
     async def live(self, stop: Callable[[], bool]) -> None:
-        """Close rounds when they are due, until the run is over and every site left, or `stop`. Raise its failure."""
+        """Close rounds when they are due, until the run is over and all sites left or had time to, or until `stop`.
+
+        Raise the meeting's failure.
+        """
         over_s: float | None = None
         while not stop():
             if self.failure is not None:
@@ -168,7 +171,7 @@ class MeetingServer:
             holder = next((holder for holder, name in self.names.items() if name == invited.name), request.key)
             if holder != request.key or self.names.get(request.key, invited.name) != invited.name:
                 raise MeetingError(f"the invite of {invited.name} is used by another key: request one for this site")
-            request.head.spend(self.admission.nonces)  # only for valid invites: strangers could fill the memory
+            request.head.spend(self.admission.nonces)  # only for valid invites: else strangers could fill the memory
             welcome = self.meeting.join(invited.name, join_request.greeting)
             if request.key not in self.names:
                 write_file(self.keys_path, json.dumps(self.names | {request.key: invited.name}).encode())
@@ -230,7 +233,7 @@ class MeetingServer:
 
 
 async def serve(server: MeetingServer, host: str, port: int, listening: Path) -> tuple[web.AppRunner, int]:
-    """Start listening. Port 0: the port from before a restart, or a free one."""
+    """Start listening. Port 0 means the port used before a restart, or else a free one."""
     last = listening.read_text() if port == 0 and listening.exists() else ""
     port = int(last) if last.isdecimal() else port
     try:

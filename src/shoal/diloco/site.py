@@ -1,9 +1,9 @@
 """One site's side of the outer steps: its copy of the agreed state, its offers, and applying the outcomes.
 
     Site           the state: `offer` after the inner steps, `apply` the outcome, or `adopt` the meeting's state
-    Participant    a site with a link: enter the meeting, and exchange once per round
+    Participant    a site connected to the meeting: `enter` it, then `exchange` once per round
 
-A site adopts the meeting's state when it joins, was late, or has other bits.
+A site adopts the meeting's state when it joins, when its offer is late, or when its copy differs.
 Invariant: after `apply` or `adopt` the site's copy equals the meeting's agreed state bit for bit, or an error is raised.
 """
 
@@ -33,7 +33,7 @@ class SilenceError(ShoalError):
 class Site:
     def __init__(self, name: str, terms: Terms, agreed: Agreed, round: int = 0) -> None:
         self.name, self.terms, self.agreed, self.round = name, terms, agreed, round
-        self.offered = False  # there is an offer whose outcome was not applied
+        self.offered = False  # an offer was made whose outcome is not applied yet
         self.feedback = ErrorFeedback(torch.zeros(terms.shapes.size))
 
     def offer(self, tensors: Mapping[str, Tensor]) -> tuple[str, bytes]:
@@ -44,7 +44,7 @@ class Site:
         return self.agreed.digest, encoded.to_bytes()
 
     def apply(self, tensors: Mapping[str, Tensor], outcome: RoundOutcome, data: bytes) -> None:
-        """Make the round's outer step and set `tensors` to it. Raise RoundClosedError if it differs from the meeting's."""
+        """Make the round's outer step and set `tensors` to the result. Raise RoundClosedError if the digests differ."""
         terms = self.terms
         if outcome.kept:
             average = Encoded.from_bytes(data, terms.kind, terms.shapes.size)
@@ -118,7 +118,7 @@ def meet(
     give_up_s: float,
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[RoundOutcome, bytes]:
-    """Send an offer and wait until its round is over. Send it again to a meeting that was restarted.
+    """Send an offer and wait until its round is over. Send it again if the meeting was restarted.
 
     Raise RoundClosedError if the round is over already, SilenceError after `give_up_s`, StoppedError when `stopped`.
     """

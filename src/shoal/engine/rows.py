@@ -42,7 +42,7 @@ def max_positions(prompt_tokens: int, max_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class PackedPrompts:
-    """How prompts lie in one packed row: the prefix that all share, once, then the rest of each. Lengths in tokens."""
+    """How prompts are laid out in one packed row: the prefix that all share, once, then each one's rest. In tokens."""
 
     root: int
     suffixes: list[int]
@@ -70,7 +70,7 @@ class CachedRows(Cache):  # type: ignore[misc]
         self.buffers: dict[tuple[int, int], Tensor] = {}  # by (block, 0 for keys or 1 for values)
         # Where the current forward pass writes and reads:
         self.prompts: PackedPrompts | None = None  # being prefilled into new rows; None: decoding
-        self.line_N = torch.empty(0)  # a step's lines of a buffer seen as [rows * key heads * positions, depth]
+        self.line_N = torch.empty(0)  # the lines to write, in a buffer seen as [rows * key heads * positions, depth]
         self.used = 0  # positions that attention reads
 
     def join(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -119,7 +119,7 @@ class CachedRows(Cache):  # type: ignore[misc]
         return hidden_BH
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these old rows, in this order. Copy only rows that move.
+        """Keep these rows, in this order. Copy only rows that move.
 
         Free all memory if no row is left, some if the remaining rows are few or short.
         """
@@ -141,7 +141,7 @@ class CachedRows(Cache):  # type: ignore[misc]
         return token_bytes(self.model) * self.rows * self.positions
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store a block's new keys and values. Return those to attend to. The model calls it once per block and pass."""
+        """Store a block's new keys and values. Return those to attend to. Called once per block and pass."""
         if self.prompts is None:
             return self._append(self.buffers[layer_idx, 0], key), self._append(self.buffers[layer_idx, 1], value)
         for part, x_1kTD in enumerate((key, value)):

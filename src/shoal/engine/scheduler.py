@@ -4,10 +4,10 @@
 
 The completions of one model form a batch. A prompt is prefilled once for its completions: later ones start with a copy of a
 sibling's keys and values. The last live row moves into a finished one's place, so a batch shrinks without copying the other
-rows. Workers, evaluation and serving share this code: an engine has one scheduler, the server one for all versions.
+rows. Workers, evaluation and serving share this code: an engine has one scheduler; the server has one for all versions.
 
 Invariants: at most `SchedulerLimits.rows` completions are decoded, and their KV cache stays within `cache_bytes` whatever
-their final lengths; a completion that alone exceeds it is decoded alone. A completion receives its tokens in order.
+their final lengths; a completion that exceeds it by itself is decoded alone. A completion receives its tokens in order.
 Not thread-safe. Left out: priorities, and preemption: memory for the full length is reserved when a completion is scheduled.
 """
 
@@ -31,7 +31,7 @@ CACHED = 16  # rows whose float32 logits are processed together: they fit the CP
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    rows: int = 256  # completions decoded at once, of all models together
+    rows: int = 256  # completions decoded at once, over all models
     cache_bytes: int = 2 << 30  # KV cache of all rows
     join_tokens: int = 2048  # prompt tokens prefilled between two steps; a longer prompt is prefilled alone
 

@@ -39,8 +39,8 @@ from shoal.model.tree import Tree, forward_hidden, pack
 
 PROMPTS = (3, 61, 250)  # tokens; with their completions they cross the borders of attention's tiles
 COMPLETIONS, TOKENS = 2, 8
-ALONE = 1  # the prompt whose completions are decoded without the others, too
-SHARING, SHARED = slice(1, 3), 40  # prompts that share a prefix, and its tokens
+ALONE = 1  # the prompt whose completions are also decoded without the others
+SHARING, SHARED = slice(1, 3), 40  # prompts that share a prefix, and the prefix's length in tokens
 SETTINGS = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OMP_")  # prefixes of environment variables that change kernels
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # thread counts, on which results must not depend
 CODE = [Path(room.__path__[0]) for room in (model_room, engine_room)]
@@ -50,7 +50,7 @@ PROMPT, BRANCHES = 5, (67, 3)  # tokens of the fingerprint's tree; attention's t
 def passes(model: Any, dtype: DtypeName, device: str) -> bool:
     """Return whether no shape of the sweep changes a bit. Use a cached result if there is one.
 
-    A lock makes one of several processes measure; the others wait for its result, or measure if it dies.
+    A lock lets only one process measure at a time; the others wait for its result, or measure if it dies.
     """
     path = cache_dir() / "selftests" / f"{_conditions(model, dtype, device)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def _packings(prompts: Sequence[list[int]], groups: Sequence[Sequence[Completion
 
 
 def _same_states(model: Any, hidden_NH: Tensor, completions: Sequence[Completion]) -> bool:
-    """Return whether these states, and their logprobs from one product and from several, equal the engine's."""
+    """Return whether states and logprobs, computed in one matrix product or in several, equal the engine's."""
     decoded_NH = torch.cat([completion.hidden_TH for completion in completions])
     if not torch.equal(hidden_NH.to("cpu", torch.bfloat16), decoded_NH):
         return False

@@ -1,7 +1,7 @@
 """One evaluation: run each model on each suite, and compare the results.
 
-Invariants: `eval.json` in the folder records the settings, so that a stopped evaluation can continue, and never with other
-settings. Every figure has a 95 % interval.
+Invariants: `eval.json` in the folder records the settings, so that a stopped evaluation can resume, but only with the
+same settings. Every figure has a 95 % interval.
 """
 
 import json
@@ -30,7 +30,7 @@ class Contestant:
     """A model to evaluate. `open` serves it, and is called only if runs are missing."""
 
     label: str
-    facts: Mapping[str, Any]  # recorded; an evaluation continues only with equal facts
+    facts: Mapping[str, Any]  # recorded; an evaluation resumes only if they are unchanged
     open: Callable[[], AbstractContextManager[Endpoint]]
 
 
@@ -90,14 +90,14 @@ def evaluate(
 
 
 def scores(endpoint: Endpoint, suite: Suite, out: Path, seed: int, n: int) -> dict[str, float]:
-    """Return each task's score in one run, by task. Raise ShoalError."""
+    """Return the scores of one run, by task. Raise ShoalError."""
     samples = run(endpoint, suite, out, seed=seed, n=n)
     metric = suite.metric or samples[0]["metrics"][0]
     return {f"{sample['file'].rpartition('_')[0]}/{sample['doc_id']}": float(sample[metric]) for sample in samples}
 
 
 def code_scores(endpoint: Endpoint, suite: Suite, out: Path, seed: int, n: int) -> dict[str, float]:
-    """Return each task's score of a code suite, whose programs run in the sandbox. Raise ShoalError.
+    """Return the scores of one run of a code suite, by task. Its programs run in the sandbox. Raise ShoalError.
 
     A grader failure ends the evaluation, because it must not count as a wrong answer.
     """
@@ -143,7 +143,7 @@ def compare(results: Sequence[Score]) -> list[Difference]:
 
 
 def check_settings(path: Path, contestants: Sequence[Contestant], suites: Sequence[Suite], n: int) -> None:
-    """Record the settings, or check them against the folder's. Models and suites may be added.
+    """Record the settings, or compare them with those recorded before. Models and suites may be added.
 
     Raise UserError, naming the first difference.
     """
@@ -208,7 +208,7 @@ def _columns(results: Sequence[Score]) -> Table:
 
 
 def sentence(difference: Difference) -> str:
-    """`after minus before: +4.0 points [+1.2, +6.9], paired over the same tasks`."""
+    """Return a sentence such as `after minus before: +4.0 points [+1.2, +6.9], paired over the same tasks`."""
     low, high = difference.avg.low, difference.avg.high
     verdict = "" if low > 0 or high < 0 else "; the interval contains 0"
     return (

@@ -1,6 +1,6 @@
 """Generate answers to tasks and grade them, for the evaluator and the offline filter.
 
-Invariant: prompts, conversations and rewards are those of training.
+Invariant: prompts, conversations and rewards are the same as in training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class Examiner:
     """Answers and grades tasks with one model. Use as a context manager, or call `close`."""
 
     def __init__(self, config: Config, files: Mapping[str, bytes]) -> None:
-        """`files`: the task set's files."""
+        """`files`: those of the task set."""
         self.config = config
         self.graders = Graders(config.tasks, files=files)
         self.environments = environments_of(config, files)

@@ -3,7 +3,7 @@
     results.jsonl       k graded completions per task: one line per task, in the order of the task set
     manifest.json       the tasks whose pass rate lies in the band, bounds included, without a grader error
 
-Each batch of tasks is generated, graded, appended and fsynced. A config names the manifest as `keep` of a source.
+Each batch of tasks is generated, graded, appended and fsynced. In a config, a source's `keep` names the manifest.
 Invariants: synced results are never recomputed, and a resumed file has the same bytes as an uninterrupted one. So a file is
 resumed only after a complete batch, and only with its original settings (`settings.json`). The manifest depends only on the
 results and the band, so another band needs no new completions.
@@ -60,7 +60,7 @@ class PassRate:
 
 
 class PassRates:
-    """Measures the first `n` training tasks (None: all) of `config` with the model in `folder`, into `out`."""
+    """Measures the first `n` training tasks (None: all) of `config` with the model in `folder`; results go to `out`."""
 
     def __init__(self, config: Config, folder: Path, out: Path, k: int, n: int | None = None) -> None:
         check_max_tokens(folder, config.sampling.max_tokens)
@@ -73,9 +73,10 @@ class PassRates:
         self.error = ""  # the newest grader error
 
     def measure(self, engine: Engine, stop: threading.Event, say: Callable[[int], None]) -> list[PassRate] | None:
-        """Return every task's result, or None if `stop` was set first. `say` gets the number done, initially and per batch.
+        """Return every task's result, or None if `stop` was set first.
 
-        Raise ShoalError if `out` has results with other settings, the grader fails, or the disk is full.
+        `say` is called with the number done: at the start, and after each batch. Raise ShoalError if `out` has results
+        with other settings, the grader fails, or the disk is full.
         """
         try:
             with self._lock_results() as file:

@@ -28,7 +28,7 @@ from shoal.sandbox import kernel
 
 START_S = 900.0  # for the server to load the model
 END_S = 10.0
-LOG_CHARACTERS = 600  # of a log quoted in an error
+LOG_CHARACTERS = 600  # quoted from a log in an error
 KEY_VARIABLE = "OPENAI_API_KEY"
 CONCURRENCY = 8  # concurrent requests
 
@@ -47,7 +47,7 @@ def check_installed() -> None:
 
 @contextmanager
 def serving(what: str, model: str, folder: Path, threads: int) -> Iterator[Endpoint]:
-    """Serve `model` from the run or model `what` with `shoal serve` on loopback. Raise ShoalError."""
+    """Run `shoal serve` on loopback for the run or model `what`, and yield `model`'s endpoint. Raise ShoalError."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,8 @@
 
 It is an ordinary pool member that receives versions through SHARDCAST, so it measures what workers received.
 Invariant: the first and the last version are evaluated on the same tasks with the same noise. The first is skipped only if
-relays no longer have it when this node joins. It is fetched at once but evaluated after the second version is published, so
-that on one machine it does not slow down the first batch.
+relays no longer have it when this node joins. It is fetched at once, but evaluated only once the second version is
+published: evaluating it earlier would slow down the first batch if the run has one machine.
 Left out: pass@k and named benchmark suites (`shoal eval`).
 """
 
@@ -27,7 +27,7 @@ from shoal.shardcast.fetch.client import fetch_published
 from shoal.shardcast.store import KEEP
 from shoal.tasks import TaskSet
 
-MAX_INTERMEDIATE = 64  # held-out tasks of an evaluation between the first and the last
+MAX_INTERMEDIATE = 64  # held-out tasks per evaluation between the first and the last one
 IDLE_S = 0.3
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Evaluator:
         return "stopped"
 
     def due(self, newest: int | None, done: set[tuple[int, bool]]) -> tuple[int, bool] | None:
-        """Return the version to evaluate now and whether it is final: the first, then every `every`-th, then the last."""
+        """Return the version to evaluate now and whether it is final. Due: the first, every `every`-th and the last."""
         every, last = self.config.evaluator.every, self.config.run.steps
         if newest is None:
             return None

@@ -1,9 +1,10 @@
 """The suites of `shoal eval`: public benchmarks run by lm-evaluation-harness, three of them code.
 
-lm_eval runs programs unsandboxed. So for code suites it only generates completions, of a task definition written here, and
-our sandbox grades them. Rows become tasks as in training (`tasks/sources/schemas.py`).
-Sampling: temperature 0.6 and 32,768 tokens are DeepSeek-R1's (arXiv 2501.12948, section 3), whose top-p of 0.95 is left out:
-engines here sample from the full distribution. Suites that are usually reported greedily have k = 1 and temperature 0.
+lm_eval runs programs unsandboxed. So for code suites it only generates completions, from a task definition written
+here, and our sandbox grades them. Rows become tasks as in training (`tasks/sources/schemas.py`).
+Sampling: temperature 0.6 and 32,768 tokens are DeepSeek-R1's (arXiv 2501.12948, section 3), whose top-p of 0.95 is left
+out: engines here sample from the full distribution. Suites that are usually reported greedily have k = 1 and
+temperature 0.
 """
 
 import hashlib
@@ -38,7 +39,7 @@ PROGRAM = (
 
 @dataclass(frozen=True)
 class Suite:
-    """`task`, `metric` and `filter` (how answers are extracted) are lm_eval's. A suite of code has a `prompt`."""
+    """`task`, `metric` and `filter` (how answers are extracted) are lm_eval's. Only code suites have a `prompt`."""
 
     name: str
     about: str  # size and source
@@ -111,7 +112,7 @@ def find(names: str) -> list[Suite]:
 
 
 def _sources(suite: Suite) -> list[tuple[SourceSection, str]]:
-    """Return each source with its split. A single file is the whole suite, whatever split it is."""
+    """Return each source with its split. A single file is the whole suite, whatever its split."""
     if not suite.path:
         return [(SourceSection(name=suite.name, hub=suite.hub, reward="code"), split) for split in suite.splits.split()]
     splits = ["train"] if Path(suite.path).expanduser().is_file() else suite.splits.split()

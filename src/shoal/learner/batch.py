@@ -25,7 +25,7 @@ STD_EPSILON = 1e-6  # added to a group's std
 
 
 def group_advantages(rewards_G: Tensor, *, normalize_std: bool) -> Tensor:
-    """Return each reward minus the group's mean, optionally over the group's std: advantages_G, float32.
+    """Return each reward minus the group's mean, optionally divided by the group's std: advantages_G, float32.
 
     The std is the sample std (divided by G - 1), as in TRL and verl.
     """
@@ -51,7 +51,7 @@ class Contents:
     """A row's tokens and behaviour logprobs."""
 
     tokens_T: Array  # int32
-    behaviour_N: Array  # float32; NaN where no validator checked it, see `with_behaviour`
+    behaviour_N: Array  # float32; NaN where no validator checked it (see `with_behaviour`)
 
     def with_behaviour(self, own_N: Array) -> "Contents":
         """Return a copy with the policy's logprobs `own_N` in place of unchecked behaviour logprobs."""
@@ -150,8 +150,8 @@ def with_gradient(groups: Sequence[K], loss: LossSection) -> list[K]:
 def plan(groups: Iterable[AnyGroup], *, row_tokens: int) -> list[Row]:
     """Fill rows of `row_tokens` positions with the groups' trees, in order.
 
-    A new row starts when the next tree does not fit. A row exceeds `row_tokens` only where a single prompt and completion
-    do, so whatever a validator accepted can be trained on.
+    A new row starts when the next tree does not fit. A row exceeds `row_tokens` only if a single prompt and completion
+    do, so everything that a validator accepted can be trained on.
     """
     rows: list[list[GroupPart]] = []
     free = 0

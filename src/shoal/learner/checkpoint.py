@@ -38,7 +38,7 @@ FILES = "files.json"  # BLAKE3 of every other file
 RNG = "rng_state"  # of torch's CPU generator
 STEP = "step"  # AdamW's key in a master's optimizer state
 STEPS = "steps"  # AdamW's update count for each master; updates without a gradient do not count
-FILE_BYTES = 24 << 20  # tensors per file; DCP copies a file in memory before writing it, and small copies reuse memory
+FILE_BYTES = 24 << 20  # of tensors per file; DCP copies each file in memory first, and small copies reuse memory
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
@@ -83,7 +83,7 @@ class Checkpoints:
         policy: Policy,
         sign: Callable[[Path, int, dict[str, str]], None] = lambda folder, step, files: None,
     ) -> None:
-        """`sign` gets a complete checkpoint's temporary folder, its step, and the BLAKE3 of each file."""
+        """`sign` is called with a complete checkpoint's temporary folder, its step, and the BLAKE3 of each file."""
         self.folder = folder
         self.policy = policy
         self.sign = sign
@@ -93,7 +93,7 @@ class Checkpoints:
         policy.before_update = self.finish
 
     def begin(self, progress: LearnerProgress) -> None:
-        """Start writing the state before step `progress.step`. The optimizer must not move until `finish`."""
+        """Start writing the state before step `progress.step`. The optimizer must not make a step until `finish`."""
         self.finish()
         if (self.folder / _name(progress.step)).exists():
             return

@@ -1,12 +1,12 @@
 """Fetch and verify the groups of one step, and share them among the ranks. The learner trusts no other process.
 
-The leader (rank 0) has each group's tokens and logprobs, as arrays from the file. The other ranks have its outline, lengths
-and rewards, which is enough to plan the rows. Tokens go only to the rank that computes them (`updates`).
+The leader (rank 0) has each group's tokens and logprobs, as arrays from the file. The other ranks have its outline
+(lengths and rewards), which is enough to plan the rows. Tokens go only to the rank that computes them (`updates`).
 While a step trains, the leader prefetches the next step's files once that batch is full.
 Invariant: every group is signed by a registered validator, is within the async level, and has plausible values. A file that
-breaks the schema is moved to quarantine. Groups in such a file, of another run, too old or implausible are left out and
-counted. Nothing in a full batch may stop the learner: a full batch never changes, so it would stop every restart, too. All
-ranks have the same groups in the same order.
+breaks the schema is moved to quarantine. Groups are left out and counted if they are in such a file, of another run,
+too old or implausible. Nothing in a full batch may stop the learner: a full batch never changes, so it would stop every
+restart, too. All ranks have the same groups in the same order.
 """
 
 import json
@@ -54,7 +54,7 @@ class Outline:
     lengths: list[int]  # tokens of each completion
     rewards: list[float]
     turns: list[list[int]] = field(default_factory=list)  # of each completion (`model/turns`); []: all single-turn
-    checked: bool = True  # false: the behaviour logprobs are the worker's and are not used
+    checked: bool = True  # false: the behaviour logprobs are the worker's own and are not used
 
     @cached_property
     def trained(self) -> list[int]:
@@ -75,7 +75,7 @@ class Group:
     policy_version: int
     prompt: Array | Sequence[int]  # int32 (P,)
     completions: Sequence[Array | Sequence[int]]  # int32, of each completion
-    behaviour: Sequence[Array | Sequence[float]]  # float32: of trained tokens under the sampling version, from the file
+    behaviour: Sequence[Array | Sequence[float]]  # float32 logprobs of trained tokens under the sampling version
     rewards: list[float]
     turns: list[list[int]] = field(default_factory=list)
     checked: bool = True
@@ -116,7 +116,7 @@ def encode(groups: Sequence[Group]) -> bytes:
 
 
 def decode(data: bytes) -> list[Outline]:
-    """Decode a message of `encode`."""
+    """Decode what `encode` returned."""
     return [Outline(**fields) for fields in json.loads(data)]
 
 
@@ -211,7 +211,7 @@ class Gathering:
 
 def gathering(node: Node, config: Config, quarantine: Path) -> Gathering:
     """Return a Gathering that downloads accepted files from the pool."""
-    limit = config.max_submission_bytes  # the coordinator's limit, too
+    limit = config.max_submission_bytes  # the same limit as the coordinator's
 
     def download(submission: str) -> bytes:
         return node.fetch_file(f"/v1/accepted/{submission}", max_bytes=limit)
@@ -234,11 +234,11 @@ def implausible_value(group: Group) -> str:
         if len(logprobs) != trained:
             return f"there are {len(logprobs)} logprobs for {trained} sampled tokens"
         values = np.asarray(logprobs)
-        wrong = values[~((values >= LOWEST_LOGPROB) & (values <= HIGHEST_LOGPROB))]  # NaN, too
+        wrong = values[~((values >= LOWEST_LOGPROB) & (values <= HIGHEST_LOGPROB))]  # also NaN
         if group.checked and len(wrong):
             return f"a logprob of {wrong[0]:g} is outside [{LOWEST_LOGPROB:g}, 0]"
     for value in group.rewards:
-        if not abs(value) <= LARGEST_REWARD:  # nor NaN
+        if not abs(value) <= LARGEST_REWARD:  # also false for NaN
             return f"a reward of {value:g} is outside [-{LARGEST_REWARD:g}, {LARGEST_REWARD:g}]"
     return ""
 

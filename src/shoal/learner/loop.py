@@ -1,4 +1,4 @@
-"""The learner's loop: wait for a batch, train, publish, checkpoint, report. It never waits for one worker or relay.
+"""The learner's loop: wait for a batch, train, publish, checkpoint, report. It waits for no particular worker or relay.
 
 Publishing writes `versions/vN`. The origin (`cli/origin_and_relay`) watches that folder and serves new versions; workers
 download them through relays (`worker/loop`) and generate with the version they have until then.
@@ -92,7 +92,7 @@ class Learner:
         Raise ShoalError once MAX_SKIPS steps in a row were skipped.
         """
         if progress.skipped_in_row >= MAX_SKIPS:
-            self.checkpoints.finish()  # a restart stops here, too
+            self.checkpoints.finish()  # so that a restart stops here, too
             raise ShoalError(
                 f"step {progress.step + 1}: no group is left to train on; {fetched.left_out} (see the log). The "
                 f"{progress.skipped_in_row} steps before it were skipped, the maximum: look for a broken "
@@ -129,7 +129,7 @@ class Learner:
         log.info("finished %d steps; the trained model is in %s", progress.step, self.folder / MODEL)
 
     def replace(self, name: str, write: Callable[[Path], None]) -> None:
-        """Replace the folder `name` by what `write` puts into a new folder."""
+        """Replace the folder `name` with what `write` puts into a new folder."""
         temporary = self.folder / f".{name}"
         shutil.rmtree(temporary, ignore_errors=True)
         write(temporary)

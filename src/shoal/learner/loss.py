@@ -153,9 +153,9 @@ def gspo(
 def cispo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: LossSection) -> Surrogate:
     """J = detached(min(r, delta)) * A * logp: the weight is clipped, but every token keeps its gradient.
 
-    Source: MiniMax-M1 (arXiv 2506.13585, equations 4 and 5), without a lower bound, as there. delta is its
-    1 + epsilon_high, for which it gives no value; ScaleRL (arXiv 2510.13786) finds 4 to 8 equally good. The weight is
-    bounded for both signs of A.
+    Source: MiniMax-M1 (arXiv 2506.13585, equations 4 and 5), without a lower bound, as in the paper. delta is the
+    paper's 1 + epsilon_high, for which it gives no value; ScaleRL (arXiv 2510.13786) finds 4 to 8 equally good. The
+    weight is bounded for both signs of A.
     """
     ratio_N = _ratio(logp_N.detach() - behaviour_N)
     nowhere_N = torch.zeros_like(ratio_N, dtype=torch.bool)
@@ -167,8 +167,8 @@ def dppo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: Los
     """J = M * detached(min(r, delta)) * A * logp; pi, mu: the token's probability now and at sampling.
 
     M = 0 if A > 0 and pi - mu > epsilon, or A < 0 and pi - mu < -epsilon; otherwise 1. So a token is dropped once it
-    moved far enough in the direction of its advantage. |pi - mu| is the total variation between the two policies if all
-    other tokens count as one ("binary TV"): a rare token may change by a large factor, a common one only a little.
+    has moved far enough in the direction of its advantage. |pi - mu| is the total variation between the two policies if
+    all other tokens count as one ("binary TV"): a rare token may change by a large factor, a common one only a little.
     Source: DPPO (arXiv 2602.04879, equations 11 to 13), which writes J = M * r * A: the same gradient up to delta.
     The mask leaves a large r with A < 0 unbounded, as PPO's clip does; delta bounds it, as in the authors' code.
     """
@@ -184,9 +184,9 @@ def dppo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: Los
 def k3(logp_N: Tensor, reference_N: Tensor) -> Tensor:
     """exp(d) - d - 1 with d = reference - logp: >= 0, and its mean over the policy's own samples is KL(policy, reference).
 
-       Beyond d = MAX_LOG_REFERENCE its tangent replaces the exponential, so that a token that the policy has left neither
-    an update nor loses its pull. Source: Schulman, "Approximating KL divergence" (2020); for the bound,
-       benchmarks/learning/kl_bound.py.
+    Beyond d = MAX_LOG_REFERENCE, the exponential's tangent there replaces it, so that a token that the policy abandoned
+    neither dominates an update nor stops pulling. Sources: Schulman, "Approximating KL divergence" (2020); for the
+    bound, benchmarks/learning/kl_bound.py.
     """
     d_N = reference_N - logp_N
     beyond_N = (d_N - MAX_LOG_REFERENCE).clamp(min=0)

@@ -1,4 +1,4 @@
-"""The trained weights: fp32 masters, beside model weights that hold them rounded to bf16, as published.
+"""The trained weights: fp32 masters, and the model's weights, which are the masters rounded to bf16, as published.
 
 The optimizer updates the masters; the model computes with the rounded weights, like the workers. With several ranks and bf16
 compute, FSDP's fp32 shards are the masters themselves: FSDP casts them to bf16 when it gathers them.
@@ -97,7 +97,7 @@ def collect(weights: Tensors, masters: Tensors) -> None:
 
 
 def collect_early(weights: Tensors, masters: Tensors) -> None:
-    """Move each weight's gradient to its master as soon as backward completes it, so that few exist at a time."""
+    """Move each weight's gradient to its master as soon as backward completes it, so that few exist at once."""
     for name, weight in weights.items():
         if masters[name] is not weight:
             weight.register_post_accumulate_grad_hook(partial(_add, masters[name]))  # type: ignore[no-untyped-call]
@@ -114,7 +114,7 @@ def _add(master: Tensor, weight: Tensor) -> None:
 
 
 def attach_adapters_(model: Any, section: LoraSection) -> None:
-    """Add trainable adapters to the model and freeze everything else. Its output does not change yet."""
+    """Add trainable adapters to the model and freeze everything else. The model's output does not change yet."""
     attach_(model, Adapters(section.rank, section.alpha), exact=numerics_module.of(model) == "exact")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))

@@ -68,7 +68,7 @@ class Policy:
         self.model = self._model(folder, numerics, device)
         if config.lora is not None:
             attach_adapters_(self.model, config.lora)
-        self.stored = stored_shapes(self.model)  # of the tensors in a published version
+        self.stored = stored_shapes(self.model)  # shapes of the tensors in a published version
         self.shape = shape_of(self.model)
         self.scorer = Scorer(self.model)
         self.masters = self._prepare(self.scorer)
@@ -227,7 +227,10 @@ class Policy:
         return result
 
     def summed(self, packed: Pack, loss_of: LossOf, *, with_entropy: bool = False) -> Tensor:
-        """Return the sum of `loss_of` over slices of those tokens, with gradient. Logits exist for one slice at a time."""
+        """Return the sum of `loss_of` over slices of the pack's completion tokens, with gradient.
+
+        Logits exist for one slice at a time.
+        """
         loss: Tensor = self.scorer(packed.to(self.device), self.temperature, with_entropy, loss_of)
         return loss
 

@@ -44,7 +44,7 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.checkpoint_group = checkpoint_group  # separate: checkpoints are written while gradients are reduced
-        self.waiting_group = waiting_group  # for the leader's messages alone: it may wait days for a batch
+        self.waiting_group = waiting_group  # for the leader's messages alone: the leader may wait days for a batch
 
     @classmethod
     def start(cls, timeout_s: float, leader_timeout_s: float) -> "Ranks":
@@ -125,7 +125,7 @@ class Ranks:
     def shard(self, root: Any, compute: torch.dtype) -> None:
         """Shard the weights of `root.model` over the ranks. A block is gathered, in `compute`, only while it is used.
 
-        They may be on the meta device: then they become shards of nothing, to be read (`model/training`). Gradients are
+        Weights on the meta device become shards without data, which are loaded later (`model/training`). Gradients are
         summed over the ranks, not averaged, in float32.
         """
         if self.size == 1:
@@ -133,7 +133,7 @@ class Ranks:
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         settings: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy}
         if not any(parameter.requires_grad for parameter in root.parameters()):
-            # otherwise what is outside of the blocks stays gathered for a backward pass that never comes
+            # otherwise weights outside the blocks stay gathered for a backward pass that never comes
             settings["reshard_after_forward"] = True
         for module in (*blocks(root.model), root):
             fully_shard(module, **settings)
@@ -142,7 +142,7 @@ class Ranks:
             module.set_force_sum_reduction_for_comms(True)
 
     def reshard(self, root: Any) -> None:
-        """Drop what a forward pass without gradient gathered, and kept for a backward pass that never comes."""
+        """Drop weights that a forward pass without gradient gathered and kept for a backward pass that never comes."""
         if self.size > 1:
             root.reshard()
 

@@ -1,12 +1,12 @@
 """The coordinator process: open a run's folder, serve it while recording metrics and work, then seal the database.
 
-`work.jsonl` has one line for each
-    submission   once it is settled: its worker, validator, step, version, state, times, reason; its groups if accepted
-    version      its publication time and size
+`work.jsonl` has one line for each of these:
+    submission   once it is settled: worker, validator, step, version, state, times, reason; its groups if accepted
+    version      publication time and size
     download     of weights by a node: version, start, end and size
 
 Invariants: a `ServedRun` is the only writer of the run's metrics: it writes their files and feeds the tracker. No line of
-work contains a key or a nonce, and each is written once, also across restarts.
+`work.jsonl` contains a key or a nonce, and each line is written once, even across restarts.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ CONNECTIONS = 256  # per address
 RECORD_S = 2.0
 STATE_SHARE = 0.02  # largest share of the coordinator's time spent on the state file
 PAGE = 500  # lines of each kind per call of `Work.new`
-MAX_IN_PROGRESS = 200  # oldest unsettled submissions
+MAX_IN_PROGRESS = 200  # number of unsettled submissions shown, oldest first
 COLUMNS = (
     *("submission", "worker", "validator", "step", "version", "groups", "state", "reason", "full", "tokens"),
     *("assigned_s", "uploaded_s", "lease_s", "judged_s"),
@@ -65,7 +65,7 @@ class ServedRun:
     ) -> None:
         """Open the run. Its metrics go to `record_to` (default: `folder`).
 
-        `reports`: when the run has finished, write summary and picture there too. Raise TrackerError, PoolError,
+        `reports`: when the run has finished, also write a summary and a picture there. Raise TrackerError, PoolError,
         LedgerError, InviteError if the published invite is not this run's, and database errors.
         """
         identity = Identity.load_or_create(folder / KEY)
@@ -82,7 +82,7 @@ class ServedRun:
         self.record.write_state(self._state())
 
     async def live(self, stop: threading.Event) -> None:
-        """Record metrics until `stop`. Raise what ends the run: DatabaseLostError, OSError of a full disk."""
+        """Record metrics until `stop`. Raise errors that end the run: DatabaseLostError, OSError of a full disk."""
         settlement = self.coordinator.settlement
         settling = asyncio.create_task(settlement.run()) if settlement else None
         recorded_s = 0.0
@@ -90,7 +90,7 @@ class ServedRun:
             while not stop.is_set():
                 await asyncio.sleep(POLL_S)
                 if settling and settling.done():
-                    settling.result()  # raises its error
+                    settling.result()  # raises the task's error
                 if time.monotonic() - recorded_s >= RECORD_S:
                     await self._take_record()
                     recorded_s = time.monotonic()
@@ -99,7 +99,7 @@ class ServedRun:
                 settling.cancel()
 
     def close(self) -> None:
-        """Settle, write final files and seal, after the server stopped. Raise OSError, DatabaseFullError of a full disk."""
+        """After the server stopped: settle, write the final files, and seal. Raise OSError or DatabaseFullError."""
         try:
             if self.coordinator.settlement:
                 self.coordinator.settlement.finish()
@@ -112,7 +112,7 @@ class ServedRun:
             self.record.close()
 
     async def _take_record(self) -> None:
-        """Write new metrics in a thread, because a tracker may block on its own server."""
+        """Write new metrics in a thread, because a tracker may block while it waits for its server."""
         pool, record = self.coordinator.pool, self.record
         entries, work = pool.db.history.after(record.history.cursor), self.work.new()
         state, start_s = None, time.monotonic()
@@ -128,7 +128,7 @@ class ServedRun:
         return self.reports and self.coordinator.pool.db.is_finished(self.coordinator.config.run.steps)
 
     def _report(self, status: Status) -> None:
-        """Write the finished run's summary and picture, unless an earlier start wrote them."""
+        """Write the finished run's summary and picture, unless they were written before a restart."""
         self.reports = False
         record, config = self.record, self.coordinator.config
         path = record.folder / SUMMARY
@@ -158,7 +158,7 @@ class Work:
     """The lines of `work.jsonl`, read from the pool's tables."""
 
     def __init__(self, connection: Connection, written: Iterable[Line]) -> None:
-        """`written`: the lines of earlier starts."""
+        """`written`: the lines written before a restart."""
         self.connection = connection
         self._written: set[int] = set()  # submissions above the floor
         self._floor = 0  # all submissions up to this one are written
@@ -177,7 +177,7 @@ class Work:
         return [*self._submissions(), *self._versions(), *self._downloads()]
 
     def in_progress(self) -> list[Line]:
-        """Return the oldest unsettled submissions, in the form of settled ones."""
+        """Return the oldest unsettled submissions, with the same fields as settled ones."""
         rows = self.connection.rows(f"{SELECT} WHERE s.state IN {OPEN} ORDER BY s.seq LIMIT ?", MAX_IN_PROGRESS)
         return [dict(zip(COLUMNS, row, strict=False)) for row in rows]
 
@@ -240,8 +240,8 @@ def serve_forever(
 ) -> None:
     """Serve one run until `stop`.
 
-    `url`: the address for nodes (default: where it listens). Others: see `ServedRun`. Raise OSError if the port is taken,
-    TrackerError if the tracker does not start, DatabaseLostError.
+    `url`: the address that nodes are given (default: the one it listens on). For the others, see `ServedRun`. Raise
+    OSError if the port is taken, TrackerError if the tracker does not start, DatabaseLostError.
     """
     served = ServedRun(config, run, folder, record_to=record_to, reports=reports)
     try:
@@ -253,12 +253,13 @@ def serve_forever(
 async def _serve(served: ServedRun, port: int, stop: threading.Event, url: str) -> None:
     """Listen and record until `stop`.
 
-    On loopback only the total of connections is limited, because all nodes behind a proxy have its address. There a key's
-    share is limited after its signature: `Pace.in_progress` serves at most AT_ONCE of its requests at a time. Its idle
-    connections are not counted by key; the listener closes them after `Patience.idle_s`, and a stranger's with its answer.
+    On loopback only the total number of connections is limited, because all nodes behind a proxy share its address.
+    There, each key is limited once its signature is checked: `Pace.in_progress` serves at most AT_ONCE of its requests
+    at a time. Idle connections are not counted by key: the listener closes them after `Patience.idle_s`. It closes a
+    stranger's connection after answering.
     """
     coordinator, section = served.coordinator, served.coordinator.config.coordinator
-    per_address = MAX_CONNECTIONS if section.host in LOOPBACK else CONNECTIONS  # a proxy's address is that of all nodes
+    per_address = MAX_CONNECTIONS if section.host in LOOPBACK else CONNECTIONS  # all nodes behind a proxy share it
     runner, bound = await listen(coordinator.app(), section.host, port, per_address=per_address)
     try:
         address = Address(url=url or url_of(section.host, bound), run=coordinator.run)

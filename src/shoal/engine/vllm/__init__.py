@@ -1,1 +1,1 @@
-"""The vLLM engine (docs/operate.md): `client` in Shoal's process, `server` and `extension` in one of vLLM's environment."""
+"""The vLLM engine (docs/operate.md): `client` runs in Shoal's process, `server` and `extension` in vLLM's."""

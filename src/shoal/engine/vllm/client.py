@@ -1,10 +1,10 @@
 """The vLLM engine as a worker sees it: `Engine`'s methods, over a socket to a child process in vLLM's own environment.
 
-vLLM's pins differ from Shoal's, so it has an environment of its own, whose Python `SHOAL_VLLM_PYTHON` names
-(docs/operate.md). The child imports only those modules of Shoal that need no more than that environment has.
+vLLM pins other versions of libraries than Shoal, so it has its own environment; `SHOAL_VLLM_PYTHON` is the path of its
+Python (docs/operate.md). The child imports only modules of Shoal whose dependencies that environment has.
 All groups of all calls are in vLLM's scheduler at once; it computes a shared prompt once where its prefix cache can. After
-an environment's reply, the next turn is a new request, which joins while the others continue. Calls from several threads
-share the socket: one of them reads for all.
+a task environment replies, the next turn is a new request, which joins while the others continue. Calls from several
+threads share the socket: one of them reads for all.
 
 Invariant: every wait has a deadline; the child ends with this process, at `close`, or at the first error. Every completion
 is checked, because the worker signs it: a broken child must not make an honest worker look like a liar.
@@ -37,7 +37,7 @@ from shoal.model.dtype import DtypeName
 PYTHON = "SHOAL_VLLM_PYTHON"
 NAME = "vllm"  # the engine's name in reports and in the headers of submissions
 START_S = 600.0  # to load vLLM and a model
-SILENT_S = 120.0  # the child reports every second that it samples tokens; one step may take longer
+SILENT_S = 120.0  # the child reports once a second while it samples tokens; one step may take longer
 END_S = 10.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -102,9 +102,9 @@ class VllmEngine:
     """One child process. The first `load` starts vLLM in it; later ones replace its weights in place."""
 
     def __init__(self, dtype: DtypeName, threads: int = 0, python: str = "") -> None:
-        """`python`: of vLLM's environment; "" reads SHOAL_VLLM_PYTHON. `threads`: 0 leaves the number to vLLM.
+        """`python`: that of vLLM's environment; "" reads SHOAL_VLLM_PYTHON. `threads`: 0 leaves the number to vLLM.
 
-        Raise ShoalError where vLLM is missing or has another version.
+        Raise ShoalError if vLLM is missing or has another version.
         """
         python = python or os.environ.get(PYTHON, "")
         if not python or shutil.which(python) is None:
@@ -118,9 +118,9 @@ class VllmEngine:
         self._closing = threading.Lock()
         self.loaded = False
         self.incoming, child_end = socket.socketpair()
-        self.outgoing = self.incoming.dup()  # timeouts are per object, and one thread may send while another reads
+        self.outgoing = self.incoming.dup()  # each has its own timeout: one thread may send while another reads
         self.folder = tempfile.TemporaryDirectory(prefix="shoal-vllm-")
-        # Only Shoal is on the child's path: the packages installed beside it may have versions that vLLM's differ from.
+        # Only Shoal is on the child's path: packages installed beside it may have other versions than vLLM needs.
         (Path(self.folder.name) / "shoal").symlink_to(Path(shoal.__file__).parent)
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
         # TMPDIR, where vLLM creates sockets and PyTorch writes compiled code, must not be writable by other users.

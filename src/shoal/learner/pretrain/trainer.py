@@ -3,7 +3,7 @@
     loss   mean over the predicted tokens of a step's sequences     rate   linear warm-up, then cosine decay to 0
     inner optimizer AdamW, gradients clipped by their norm: DiLoCo (arXiv 2311.08105), section 3 and table 5
 
-It shares the policy, checkpoints and sites with reinforcement learning.
+The code of the policy, checkpoints and sites is shared with reinforcement learning.
 Invariant: a step depends on the weights, moments and place in the data alone, and a checkpoint holds all three. So a resumed
 run equals an uninterrupted one, bitwise on the CPU. A site that comes back adopts the agreed weights and keeps its own
 moments and place in the data.
@@ -105,7 +105,7 @@ class Pretraining(Training):
             outcome = site.give(loss, self._place())
         except RoundClosedError as error:
             self.step = site.take_over(self.about, str(error))
-        if site.round != before and site.leader is not None:  # applied, or adopted after a late offer
+        if site.round != before and site.leader is not None:  # the outcome was applied, or a state adopted
             self.record(
                 round=site.round,
                 quorum=outcome.kept if outcome else None,
@@ -233,7 +233,7 @@ class TextSite(PolicySite):
     ) -> None:
         super().__init__(name, policy, terms, link)
         self.inner_steps, self.stop, self.round = settings.inner_steps, stop, 0
-        self.places = folder / "places.json"  # the place after each recent offer, by round; the leader's
+        self.places = folder / "places.json"  # the place after each recent offer, by round; used on the leader alone
 
     @property
     def due(self) -> int:
@@ -249,7 +249,7 @@ class TextSite(PolicySite):
         progress.step, progress.place = self.round * self.inner_steps, places.get(str(accepted), progress.place)
 
     def give(self, loss: float, place: dict[str, int] | None) -> RoundOutcome:
-        """Record `place`, the next token's, and meet. After RoundClosedError, call `take_over`."""
+        """Record the next token's `place`, and meet the other sites. After RoundClosedError, call `take_over`."""
         if self.leader is not None:
             saved = {round: where for round, where in self._saved_places().items() if int(round) >= self.round - 1}
             write_file(self.places, json.dumps(saved | {str(self.round): place}).encode())
