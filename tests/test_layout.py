@@ -114,7 +114,7 @@ def own(name: str) -> set[str]:
         if parts[0] != "shoal":
             continue
         while parts[1:] and ".".join(parts[1:]) not in MODULES:
-            parts.pop()  # a name in a module
+            parts.pop()  # the last part is a name in a module
         result.add(".".join(parts[1:]))
     return result
 

@@ -94,7 +94,7 @@ def test_a_pass_changed_anywhere_is_refused():
             reader_of(changed)
 
 
-def test_other_messages_signed_by_these_keys_are_not_part_of_a_pass():
+def test_other_messages_signed_by_these_keys_are_refused_as_parts_of_a_pass():
     grant, _, visited = a_pass().partition("~")
     for domain in (b"", b"shoal shardcast manifest 5\n", guard_module.VISIT_DOMAIN):
         text = base64.urlsafe_b64decode(grant.partition(".")[0] + "==")
@@ -135,7 +135,7 @@ def test_a_reader_signs_a_pass_for_each_server_and_renews_it_in_time():
     assert passes(HERE) != before and reader_of(passes(HERE)) == ANN
 
 
-def test_a_pass_that_was_verified_before_costs_no_signature_check(monkeypatch):
+def test_the_signature_of_a_pass_is_verified_once(monkeypatch):
     text = a_pass()
     reader_of(text)
     monkeypatch.setattr(guard_module, "_verified", None)

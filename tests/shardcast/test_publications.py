@@ -144,7 +144,7 @@ def test_the_origin_counts_more_than_a_mirror_of_its_abandoned_publication(tmp_p
 
 @pytest.mark.parametrize("version", [None, 0])
 def test_a_server_that_mixes_the_new_statement_with_the_old_version_is_refused(tmp_path, version):
-    """A cache does that if it keeps manifests longer than lists."""
+    """A cache in front of the server mixes them if it keeps manifests longer than lists."""
     published(tmp_path, 0, clock=time.time)
     mixed = mirror_of(tmp_path, "mixed")
     start_over(tmp_path, 0)

@@ -21,7 +21,7 @@ NOWHERE = ["169.254.169.254", "fe80::1", "fe80::1%eth0", "0.0.0.0", "::", "224.0
 
 
 @pytest.mark.parametrize("reach", ORDER)
-def test_each_reach_includes_its_own_addresses_and_the_wider_ones(reach):
+def test_each_reach_includes_its_own_addresses_and_those_of_wider_reaches(reach):
     for needs, hosts in zip(ORDER, (PUBLIC, PRIVATE, LOCAL), strict=True):
         for host in hosts:
             if ORDER.index(needs) <= ORDER.index(reach):

@@ -163,7 +163,7 @@ def test_a_page_within_its_bounds_is_read_from_where_the_footer_says() -> None:
     "options", [{"data_page_size": 64}, {"data_page_version": "2.0"}, {"compression": "none"}], ids=str
 )
 def test_every_page_of_an_honest_file_is_within_bounds(options: dict[str, Any]) -> None:
-    """With short and long lists, empty texts, and many pages."""
+    """The file has short and long lists, empty texts, and many pages."""
     rows = [
         Rollout(
             i // 4, "t" * (i % 7), i, i, list(range(n)), [-i / 9] * n, i / 3, [bytes([i]) * PROOF_BYTES] * -(-n // 32)

@@ -55,7 +55,7 @@ def test_gold_answers_of_all_data_sets_score_1(swept: dict[str, dict[str, Any]])
     assert {name for name, line in swept.items() if line["tagged"] != full} == NO_GOLD
 
 
-def test_a_wrong_answer_scores_less_in_all_data_sets_but_one(swept: dict[str, dict[str, Any]]) -> None:
+def test_a_wrong_answer_scores_below_one_half_in_all_data_sets_but_one(swept: dict[str, dict[str, Any]]) -> None:
     assert {name for name, line in swept.items() if any(score >= 0.5 for score, _ in line["wrong"])} == ANY_TEXT
     assert {outcome for line in swept.values() for _, outcome in line["wrong"]} == {"graded", "wrong_format"}
 

@@ -170,7 +170,7 @@ def test_an_end_token_is_answered(conversation: Conversation, tokenizer: Any) ->
     assert answer is not None and tokenizer.decode(answer) == "<user>14<eos><assistant>"  # 7 + 2 + 5 characters
 
 
-def test_the_answer_follows_from_task_seed_and_turns(conversation: Conversation) -> None:
+def test_the_answer_depends_on_task_seed_and_turns(conversation: Conversation) -> None:
     answer = conversation.reply(TASK, 7, FIRST, []) or []
     second = [*FIRST, *answer, 30, EOS]
     turns = [len(FIRST), len(answer)]

@@ -239,7 +239,7 @@ def test_sources_share_one_sandbox_under_the_runs_limits() -> None:
     assert answer(tool, "print(1)") == STOPPED["sandbox"], "closed"
 
 
-def test_without_a_sandbox_it_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_refused_at_the_start_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.sandbox.pool.problem", lambda tier: f"no {tier}")
     with pytest.raises(
         ConfigError, match="'python' cannot run on this machine: no sandbox .*\nno bubblewrap\nno kernel"

@@ -54,7 +54,7 @@ def test_too_few_tasks_are_refused_with_advice() -> None:
 
 
 @pytest.mark.parametrize("options", [{"operand_max": "x"}, {"operands": 3}, {"operand_min": 30}])
-def test_invalid_options_are_named(options: dict[str, Any]) -> None:
+def test_the_error_names_invalid_options(options: dict[str, Any]) -> None:
     with pytest.raises(ShoalError, match=f"options of generator arithmetic are .*{next(iter(options))}.*: give"):
         tasks.load(sums(**options))
 

@@ -134,7 +134,7 @@ def test_proofs_equal_those_of_the_public_package(
 
 
 def test_text_equals_that_of_the_public_package() -> None:
-    """build_proofs_base64([two tokens, one token], 32, 4) of toploc 0.1.6 on these values."""
+    """The text is that of build_proofs_base64([two tokens, one token], 32, 4) of toploc 0.1.6 on these values."""
     rows = [
         [0.5, -3, 1.25, 0, 9, 0.125, -2, 0.75],
         [7, 1, -0.25, 4.5, 0, -6, 2.5, 0.625],

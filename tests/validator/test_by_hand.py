@@ -62,14 +62,16 @@ def test_honest_work_is_accepted_with_a_line_for_each_check(verify, worker: Prod
     assert any("margin_max" in line and "mismatch_frac" in line for line in lines), "with what was measured"
 
 
-def test_a_cheap_lie_is_named_without_a_prefill(verify, worker: Producer, honest: list[Rollout]) -> None:  # type: ignore[no-untyped-def]
+def test_a_lie_found_by_a_cheap_check_is_named_without_a_prefill(
+    verify, worker: Producer, honest: list[Rollout]
+) -> None:  # type: ignore[no-untyped-def]
     lied = [replace(row, seed=row.seed + 1) for row in honest]
     status, lines = verify(signed(worker, ASSIGNMENT, lied))
     assert status == REJECTED and lines[-1] == NOT_MADE
     assert answers(lines) == {"context": "yes", "derived_tasks": "NO"}
 
 
-def test_a_lie_about_rewards_is_named_after_everything_else(verify, worker: Producer, honest: list[Rollout]) -> None:  # type: ignore[no-untyped-def]
+def test_a_lie_about_rewards_is_named_after_all_other_checks(verify, worker: Producer, honest: list[Rollout]) -> None:  # type: ignore[no-untyped-def]
     status, lines = verify(signed(worker, ASSIGNMENT, [replace(row, reward=row.reward + 1) for row in honest]))
     assert (status, lines[-1]) == (REJECTED, NOT_MADE)
     assert [name for name, answer in answers(lines).items() if answer == "NO"] == ["rewards"]

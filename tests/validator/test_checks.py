@@ -166,7 +166,7 @@ def test_a_grade_that_may_differ_on_another_machine_accuses_nobody(
     failed: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On either side: a validator whose grader fails, or a worker on a slow machine."""
+    """This holds for a validator whose grader fails and for a worker on a slow machine."""
     uncertain = Grade(0.0, **failed)
     claims_one = with_row(honest, 5, reward=1.0)
     assert verdict_on(claims_one).reason is Reason.REWARD

@@ -269,7 +269,6 @@ def test_ends_are_checked_turn_by_turn(
 
 
 def test_the_environment_gets_the_rollouts_seed(worker: Producer, honest: list[Rollout], turned: int) -> None:
-    """The environment gets the rollout's own seed."""
     row = honest[turned]
     assert worker.conversation is not None
     task = worker.tasks.train[worker.plan(ASSIGNMENT)[row.group].task_index]

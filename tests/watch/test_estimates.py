@@ -33,7 +33,7 @@ def test_wilson_has_its_published_values(correct: int, n: int, low: float, high:
     assert estimate.mean == correct / n
 
 
-def test_binary_values_get_wilson_and_graded_ones_the_bootstrap() -> None:
+def test_binary_values_get_wilson_intervals_and_graded_values_bootstrap_intervals() -> None:
     assert mean_over_questions([0.0, 1.0, 1.0, 0.0]) == wilson(2, 4)
     estimate = mean_over_questions([0.0, 0.5, 1.0, 0.25])
     assert estimate.method == "bootstrap over questions"

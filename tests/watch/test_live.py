@@ -134,7 +134,7 @@ def test_groups_with_equal_rewards_are_reported_with_completions_and_again_when_
     assert len(lines) == 8
 
 
-def test_progress_of_the_open_step_is_logged_every_minute() -> None:
+def test_progress_of_the_current_step_is_logged_every_minute() -> None:
     def at(now_s: float, have: int) -> Seen:
         signal = Signal(groups=2 * have, useful=have)
         return status(now_s=now_s, have=have, step=3, nodes=[], signal=signal)
@@ -181,7 +181,7 @@ def test_a_command_reports_progress_every_ten_seconds_with_the_eta() -> None:
     ]
 
 
-def test_the_bar_of_a_download_leaves_standard_output_alone(
+def test_the_progress_bar_of_a_download_does_not_write_to_standard_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")

@@ -91,12 +91,12 @@ def test_text_and_numbers_of_a_node_cannot_break_the_screen() -> None:
 
 
 @pytest.mark.parametrize("height", [14, 18, 30])
-def test_the_screen_is_never_higher_than_the_terminal(height: int) -> None:
+def test_the_screen_is_never_taller_than_the_terminal(height: int) -> None:
     text = screen(mid_run(), 80, height)
     assert len(text.splitlines()) <= height and "nodes (8)" in text
 
 
-def test_a_low_terminal_shows_nodes_with_problems_and_counts_the_rest() -> None:
+def test_a_short_terminal_shows_nodes_with_problems_and_counts_the_rest() -> None:
     nodes = [node(f"worker-{i:02}", seen_s=170.0, rejected=int(i == 29)) for i in range(30)]
     text = screen(mid_run(nodes=nodes), 100, 35)
     shown = len(re.findall(r"│ worker-", text))
@@ -185,7 +185,7 @@ def test_sources_and_target_lengths_have_a_line_if_there_are_any() -> None:
     assert "sources" not in alone and "│ length" not in alone
 
 
-def test_sources_beyond_the_width_are_counted() -> None:
+def test_sources_that_do_not_fit_the_width_are_counted() -> None:
     many = {f"reward/source-{n}/mean": 0.5 for n in range(20)}
     text = screen(status(metrics=[step(0, 0.5) | many]), 70)
     shown = len(re.findall(r"source-\d+ 0.500", text))

@@ -41,7 +41,7 @@ def test_a_site_that_does_not_count_is_named_with_the_reason(last: dict[str, flo
     assert words in screen(run(BOTH, last), 120, 24), "even if the table does not fit"
 
 
-def test_a_missing_site_that_does_not_return_is_away_since_then() -> None:
+def test_a_missing_site_is_shown_with_the_step_since_which_it_is_away() -> None:
     metrics = run(BOTH, site("site-0") | site("site-1", kept=False), site("site-0")).history.metrics
     assert [row.state for row in site_rows(metrics)] == ["counts", "away since step 2"]
 

@@ -174,7 +174,7 @@ def test_the_table_summarizes_the_run(tmp_path: Path, width: int) -> None:
         "2.5 GiB",
         "runs/sums/: summary.json, reward.png",
     ):
-        assert words in " ".join(text.split())  # lines may be folded
+        assert words in " ".join(text.split())  # lines may be wrapped
     assert any(line.split() == ["slashed", "liar"] for line in text.splitlines())
 
 

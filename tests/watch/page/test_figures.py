@@ -70,7 +70,7 @@ def test_a_short_run_is_not_downsampled_and_values_are_rounded() -> None:
         ([0.4, 0.5] * 6, "Not visibly"),
     ],
 )
-def test_the_trend_of_the_reward_answers_whether_it_learns(rewards: list[float], answer: str) -> None:
+def test_the_trend_of_the_reward_answers_whether_the_run_learns(rewards: list[float], answer: str) -> None:
     assert answers(status(), RunHistory(metrics=steps(rewards)))["Is it learning?"][0] == answer
 
 
@@ -140,7 +140,7 @@ def test_every_reason_is_explained() -> None:
     assert is_hard("proof") and not is_hard("inexact") and explain_reason("unknown") == "unknown"
 
 
-def test_text_of_others_loses_keys_addresses_and_control_characters() -> None:
+def test_keys_addresses_and_control_characters_are_removed_from_text_of_others() -> None:
     text = redact(f"{'0f' * 32} at https://10.0.0.1:80/x?k=1 and 10.0.0.7:9\x1b[2J")
     assert text == "[key] at [address] and [address]?[2J"
     assert display_name("quickstart-0-7715741485d6412d") == "quickstart-0"

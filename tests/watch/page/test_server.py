@@ -1,4 +1,4 @@
-"""The dashboard over HTTP: what it responds, and what it never reveals or changes."""
+"""The dashboard over HTTP: how it responds, and what it never reveals or changes."""
 
 import asyncio
 import json
