@@ -89,7 +89,7 @@ def test_only_servers_in_the_order_are_used():
 # Standings
 
 
-def test_speed_is_a_moving_average_of_deliveries_that_is_forgotten():
+def test_speed_is_a_moving_average_of_deliveries_and_is_forgotten_with_time():
     standing = Standing(virtual.now_s)
     standing.failed(0.1, 2.0)
     assert standing.speed_Bps() is None

@@ -62,7 +62,7 @@ def validator(one_thread: None, tiny_folder: Path) -> Iterator[Validator]:
 
 
 def judged(validator: Validator, worker: Producer, rows: list[Rollout], fingerprint: str = ONE) -> Verdict:
-    """The verdict on these rows by a worker that reports this fingerprint."""
+    """The verdict on the rows of a worker that reports this fingerprint."""
     given: Claim = claim(ASSIGNMENT).model_copy(update={"fingerprint": fingerprint})
     validator.node.files[ASSIGNMENT.id] = signed(worker, ASSIGNMENT, rows)  # type: ignore[attr-defined]
     return validator.check([given])[0][0]
@@ -99,7 +99,7 @@ def test_a_logprob_off_by_one_bit_is_inexact_only_in_the_validators_class(
 def test_a_validator_reloads_its_weights_for_inexact_work_only_rarely(
     validator: Validator, worker: Producer, rows: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a worker could stop all checks of large models: each of its submissions would cost a load."""
+    """Otherwise a worker could stop all checks of large models: each of its submissions would cost a reload."""
     clock, loads = [1000.0], []
     monkeypatch.setattr("shoal.validator.service.time.monotonic", lambda: clock[0])
 

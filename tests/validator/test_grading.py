@@ -118,7 +118,7 @@ def slow_model(judge: Judge, monkeypatch: pytest.MonkeyPatch, groups: set[int]) 
 def test_slow_programs_of_the_runs_own_model_are_blamed_on_nobody(
     validator: Validator, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A group not graded in time is accepted and paid, enters no batch, and is no observation."""
+    """A group not graded in time is accepted and paid, but enters no batch and does not count as an observation."""
     slow_model(validator.judge, monkeypatch, {1})
     claimed = [
         replace(row, reward=1.0) if row.group == 1 else row for row in honest

@@ -1,4 +1,4 @@
-"""Several submissions are judged together as each would be alone; a spot check still includes every cheap check."""
+"""Submissions judged together get the same results as alone; a spot check still includes every cheap check."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ def judge(validator: Validator) -> Judge:
 
 @pytest.fixture(scope="module")
 def files(tiny_folder: Path, worker: Producer) -> list[bytes]:
-    """For the first four tasks: honest, of quantised weights, honest, with forged rewards."""
+    """Files for the first four tasks: honest, from quantised weights, honest, with forged rewards."""
     forged = [replace(row, reward=1.0) for row in produced(worker, assignment(3))]
     return [
         worker.submission(assignment(0)),
@@ -100,7 +100,7 @@ def test_a_case_with_an_impossible_logprob_is_prefilled_whole(
 def test_hand_written_answers_fail_the_spot_check(
     judge: Judge, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Null proofs, or proofs copied from another rollout, for tokens that no model generated."""
+    """They have null proofs, or proofs copied from another rollout, for tokens that no model generated."""
     written = [replace(row, tokens=[5, 1], logprobs=[-1.0, -1.0], proofs=[bytes(PROOF_BYTES)]) for row in honest]
     assert reasons(
         judge.examine([case_of(judge, ASSIGNMENT, signed(worker, ASSIGNMENT, written))], cheaply=[True])
@@ -152,7 +152,7 @@ def test_accepted_rewards_are_the_validators_own(judge: Judge, files: list[bytes
     assert graded.rewards == pytest.approx([row.reward for row in case.rows]) and case.rewards == []
 
 
-def test_cheap_lies_are_rejected_without_a_prefill(
+def test_lies_found_by_cheap_checks_are_rejected_without_a_prefill(
     judge: Judge, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(cases: list[Case]) -> list[Case]:
