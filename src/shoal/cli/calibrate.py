@@ -84,7 +84,7 @@ class Checking:
 
 
 def conditions(config: Config, cores: int) -> tuple[list[Generating], list[Checking]]:
-    """Return the conditions to measure: both dtypes, small and large batches, tight and loose packing, one thread and all.
+    """Return the conditions to measure: dtypes, batch sizes, packings and numbers of threads that differ widely.
 
     If the config sets model.dtype, measure only that dtype, which gives tighter limits. Skip bf16 on machines that only
     emulate it, at a hundredth of the speed of fp32.

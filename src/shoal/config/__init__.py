@@ -1,4 +1,4 @@
-"""The configuration of a run. The coordinator reads the file and sends the resolved config to every other process.
+"""The configuration of a run. The coordinator reads the file and serves the resolved config to every other process.
 
 config     `Config`: all sections, checked against each other
 sections   the settings of each process; limits of submissions; requirements of workers

@@ -1,8 +1,8 @@
 """The base classes of config sections, and types that several sections use.
 
 A field's docstring is its description, and its type states its bounds. If a default comes from a paper, the description
-names it in parentheses:
-INTELLECT-2 (arXiv 2505.07291), Dr. GRPO (2503.20783), DiLoCo (2311.08105), OpenDiLoCo (2407.07852).
+names the paper in parentheses: INTELLECT-2 (arXiv 2505.07291), Dr. GRPO (2503.20783), DiLoCo (2311.08105), OpenDiLoCo
+(2407.07852).
 """
 
 from typing import Annotated

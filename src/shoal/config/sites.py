@@ -1,4 +1,4 @@
-"""Config sections for pretraining and several sites. Defaults are DiLoCo's, if it has any (arXiv 2311.08105, table 5)."""
+"""Config sections for pretraining and several sites. Defaults are DiLoCo's if it has any (2311.08105, table 5)."""
 
 from typing import Annotated, Any, Literal
 

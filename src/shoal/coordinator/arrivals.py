@@ -2,7 +2,7 @@
 
     expected    a worker's own time from task to upload, at most MAX_SLOWDOWN times the pool's median. For a newcomer: the
                 pool's 90th percentile, with the same limit; START_S while nothing was accepted in the whole pool
-    late        after LATE times the expected time. A late task no longer counts as in progress, and its work is assigned
+    late        after LATE times the expected time. A late task no longer counts as in progress; its work is assigned
                 again. It may still be uploaded while a batch can take its version; its worker's own time then grows
     missed      its worker requests another task and will not upload this one: the worker has newer weights, or the task
                 is older than `assignment.DEADLINE_S`, or no batch can take its version any more
@@ -63,7 +63,10 @@ class Arrivals:
         return self._cached_times
 
     def groups_open(self) -> tuple[int, int]:
-        """Count groups in live workers' open tasks that are not late: for workers with accepted work, and for new keys."""
+        """Count the groups in live workers' open tasks that are not late.
+
+        Return two counts: for workers with accepted work, and for new keys.
+        """
         times = self._times()
         median_s = statistics.median(times) if times else None
         newcomer_s = START_S if median_s is None else times[(9 * len(times)) // 10]
@@ -115,9 +118,9 @@ class Arrivals:
         return took_s * fitted / size
 
     def missed(self, tasks: Sequence[Submission]) -> None:
-        """Close tasks that their worker will not upload. It must rest, and is suspended if it misses too many.
+        """Close tasks that their worker will not upload. The worker must rest, and is suspended if it misses too many.
 
-        Tasks of one worker that are lost together count as one: it died while working on them.
+        Tasks of one worker that are lost together count as one, because the worker died while working on them.
         """
         for task in tasks:
             self.db.submissions.move(task, "miss")

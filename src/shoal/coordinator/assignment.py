@@ -8,14 +8,14 @@ tasks by restarting or by loading older weights. Nonces are unpredictable, and e
 a newer one, so a worker that picks among tasks misses some (see `arrivals`). While a worker uploads a file, one more
 task may be open: the file's hash was announced before, so later tasks cannot influence the file. Only a worker with
 accepted work has more than one task. No task is assigned while enough work for the open batch is in progress, so queues
-stay short and rollouts fresh. While a worker with accepted work is live, keys without accepted work share at most half
-of that work. A submission is uploaded once, by its worker, within its grant.
+stay short and rollouts fresh. While a worker with accepted work is live, keys without any get at most half of the open
+batch's work. A submission is uploaded once, by its worker, within its grant.
 
 The same assignment always gets the same nonce, even after kill -9, because nothing else goes into it but the
 coordinator's key. Without that key, a nonce is indistinguishable from random bits. It is stored in the table of
 submissions, the ledger and the submitted file, so anyone who has them can derive the tasks again (`tasks.derive`).
-Left out: a new secret for a coordinator restored from an older copy of its database. It reuses the nonces of reused
-numbers, so a worker already knows those tasks.
+Left out: a new secret for a coordinator restored from an older copy of its database. Such a coordinator reuses the
+nonces of reused numbers, so a worker already knows those tasks.
 """
 
 import hashlib

@@ -5,9 +5,9 @@ version that it loads; two nodes are in one class if theirs agree for the newest
 goes to a live validator of its worker's class if there is one. This does not decide whether the tolerance is zero: for
 that, the validator compares the worker's fingerprint for the submission's version with its own.
 
-A hard rejection, or one as `inexact`, waits for a second validator if a live one can judge it: the submission returns to the
-queue, and the other validator's verdict counts. If there is none, the first verdict counts; its validator reloaded its
-weights before giving it.
+A hard rejection, or one as `inexact`, waits for a second verdict if another live validator can judge the submission: it
+returns to the queue, and the other validator's verdict counts. If there is no such validator, the first verdict counts;
+its validator reloaded its weights before giving it.
 
     both reject           hard: slashed. inexact: no credit, and the mismatch is counted
     the second accepts    the first validator is suspect: it is asked for a new fingerprint; the worker gets credit
@@ -24,7 +24,7 @@ and saves the validator a second prefill. Mismatches uploaded before a worker co
 Invariants: a false fingerprint gains nothing; it only chooses the validator and makes the check stricter. A flipped bit
 in any machine costs at most the credit of the submissions that it made inexact. A submission keeps the fingerprint that
 its worker had at the first claim. A submission is doubted at most once, by its first validator.
-docs/trust.md explains why one validator's rejection needs confirmation, though validators are trusted.
+docs/trust.md explains why one validator's rejection needs confirmation, even though validators are trusted.
 """
 
 import logging
@@ -295,7 +295,7 @@ class Checkers:
         return doubt is not None and doubt.by == validator != submission.validator
 
     def settle(self, submission: Submission, validator: str, verdict: Verdict, reason: Reason | None) -> Reason | None:
-        """Return the final reason after a verdict that needs no other. Record mismatches against whoever is at fault."""
+        """Return the final reason, once no other verdict is needed. Record mismatches against whoever is at fault."""
         first = self.replays.doubt(submission.id)
         if first is not None and first.by == validator:
             first = None  # no other validator is left

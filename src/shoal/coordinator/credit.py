@@ -83,14 +83,14 @@ class Escrow:
             self._settle(worker, "credited", self._pending(worker))
 
     def pending_of(self, worker: str) -> tuple[int, int]:
-        """Return the number of a worker's submissions with pending credit, and of groups in them."""
+        """Count a worker's submissions with pending credit, and the groups in them."""
         count, groups = self.db.connection.row(
             "SELECT count(*), coalesce(sum(groups), 0) FROM submissions WHERE worker = ? AND credit = 'pending'", worker
         )
         return int(count), int(groups)
 
     def tokens_by_credit(self) -> dict[tuple[str, str], int]:
-        """Return summed tokens by worker and credit: pending, credited or forfeited."""
+        """Return total tokens by worker and state of credit: pending, credited or forfeited."""
         rows = self.db.connection.rows(
             "SELECT worker, credit, sum(tokens) FROM submissions WHERE credit != '' GROUP BY worker, credit"
         )
@@ -164,8 +164,8 @@ class ChainStakes:
 
 
 class Settlement:
-    """Settles the ledger in a contract (`[ledger]`), and reads stakes back. It runs on the event loop; only its own threads
-    talk to the chain, and they use no database."""
+    """Settles ledger entries in a contract (`[ledger]`), and reads stakes back. It runs on the event loop; only its own
+    threads talk to the chain, and they use no database."""
 
     def __init__(self, config: Config, db: Database, stakes: ChainStakes, notify: Callable[[str], None]) -> None:
         self.config = config

@@ -160,7 +160,7 @@ def open_tables(folder: Path) -> Connection:
     """Open the tables of the coordinator that uses this folder. Raise PoolFolderError, ConfigError, DatabaseLostError."""
     if (folder / TABLES).is_file():
         return open_sqlite(folder / TABLES)
-    for path in (folder / CONFIG, folder.parent / CONFIG):  # of a pool; of `shoal run`
+    for path in (folder / CONFIG, folder.parent / CONFIG):  # first a pool's, then that of `shoal run`
         if path.is_file() and (database := config_module.load(path).coordinator.database):
             from shoal.ledger.postgres import open_postgres
 
@@ -199,7 +199,7 @@ def check_empty(folder: Path) -> None:
 def create_pool(folder: Path, config: Config, run: str, url: str, *, task_data: Path | None = None) -> list[str]:
     """Create a pool's folder. Return the next steps as lines of text. Raise PoolFolderError, AddressError.
 
-    `task_data`: a folder beside it, which becomes the task set.
+    `task_data`: a folder beside the new one, which becomes the task set.
     """
     url = server_url(url)
     settings = _reachable(config, url)

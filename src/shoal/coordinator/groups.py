@@ -160,14 +160,14 @@ class Groups:
         return share
 
     def rewards_during(self, step: int) -> tuple[float, float] | None:
-        """Return the mean reward, and the share of groups with equal rewards, of groups accepted while `step` was open."""
+        """Return, for groups accepted while `step` was open, the mean reward and the share with equal rewards."""
         reward, flat = self.connection.row(
             "SELECT avg(reward), avg(CASE WHEN flat THEN 1.0 ELSE 0.0 END) FROM groups WHERE accepted_during = ?", step
         )
         return None if reward is None else (reward, flat)
 
     def signal(self, step: int) -> Signal:
-        """Count groups with unequal rewards accepted while `step` was open, and the newest streak of equal ones."""
+        """Count groups with unequal rewards accepted while `step` was open, and the newest in a row with equal ones."""
         groups, useful = self.connection.row(
             "SELECT count(*), coalesce(sum(CASE WHEN flat THEN 0 ELSE 1 END), 0) FROM groups WHERE accepted_during = ?",
             step,

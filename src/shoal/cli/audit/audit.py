@@ -2,8 +2,8 @@
 
 Invariants: the audit stops at the first broken link. A ledger entry or a table row explains each eviction, dismissal
 and suspension. Rows are only the coordinator's claims, so they are compared with each other and with the ledger.
-Contributions are counted only from files that passed. If the run has a contract on a chain, it holds every ledger entry
-about accounts.
+Contributions are counted only from files that passed. If the run has a contract on a chain, that contract holds every
+ledger entry about accounts.
 Left out: entries that other runs settled in the same contract.
 """
 

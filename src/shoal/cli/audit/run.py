@@ -1,12 +1,12 @@
 """Open a run's folder for an audit: verify the ledger's chain and its end, and open config, store and database.
 
-The ledger and the tables are in the folder, or in the PostgreSQL database that its config names. Rollout files are in the
-folder, or in a bucket.
+The ledger and the tables are in the folder, or in the PostgreSQL database that the config names. Rollout files are in
+the folder, or in a bucket.
 
 Invariants: nothing is changed. The run's id ends in its coordinator's key, so a ledger signed by another key belongs to
-another run; `--key` is the key as the auditor knows it from elsewhere. The chain contains every head that validators
-co-signed or the auditor knows, and ends with the digests of all tables, unless the auditor accepts a run in progress or one
-that was killed (`unsealed`).
+another run; `--key` is the coordinator's key as the auditor knows it from elsewhere. The chain contains every head that
+validators co-signed or the auditor knows, and ends with the digests of all tables, unless the auditor accepts a run in
+progress or one that was killed (`unsealed`).
 """
 
 import json

@@ -1,7 +1,7 @@
 """The processes of a run on one machine (names, folders, commands), and the run's folder (lock, clean-up).
 
-Invariants: at most one `shoal run` works in a folder at a time. The clean-up keeps everything that the user needs or
-that is needed to resume.
+Invariants: at most one `shoal run` works in a folder at a time. The clean-up keeps everything that the user or a
+resumed run needs.
 """
 
 import fcntl

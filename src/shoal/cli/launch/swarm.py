@@ -287,7 +287,7 @@ class Swarm:
         assert self.status is not None
         trained = self._trained()
         assert trained is not None
-        shutil.rmtree(self.out / MODEL, ignore_errors=True)  # a run that was resumed with more steps has one
+        shutil.rmtree(self.out / MODEL, ignore_errors=True)  # a run that was resumed with more steps has one already
         copy_tree(trained, self.out / MODEL)
         legs, history = all_legs(self.legs), self.pool.history
         summary = write_report(self.out, config=self.config, status=self.status, history=history, measured=legs)
