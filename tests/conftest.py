@@ -1,4 +1,4 @@
-"""Shared models: a tiny random llama, and the bundled SmolLM2 (converted and loaded once a session).
+"""Shared models: a tiny random llama, and the bundled SmolLM2 (converted and loaded once per session).
 
 The session-scoped models are shared by many tests: none may change their weights.
 """
@@ -23,7 +23,7 @@ from .turns import make_talkative, register
 
 __all__ = ["pytest_terminal_summary"]
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores: one thread each, as small models want
+if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores, and small models are fastest on one thread
     torch.set_num_threads(1)
 
 
@@ -81,7 +81,7 @@ def tiny_llama(seed: int, **changed: Any) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Models this small are slower on several threads, and far slower where others want the cores too."""
+    """Models this small are slower on several threads, and far slower if other processes use the cores too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -110,13 +110,13 @@ def tiny_folder(tiny_folders: tuple[Path, Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def talkative_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first of them with many end tokens, for conversations."""
+    """The first of the two versions, changed to emit many end tokens, for conversations."""
     return make_talkative(tiny_folder, tmp_path_factory.mktemp("talkative") / "0")
 
 
 @pytest.fixture(scope="module")
 def echo() -> Iterator[None]:
-    """Configs of this file's tests may name the environments of `turns`."""
+    """Let the configs in a test module name the environments of `turns`."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         register(monkeypatch)
         yield
@@ -129,7 +129,7 @@ def tiny_model(tiny_folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def bundled() -> Path:
-    """SmolLM2's folder. Fails, saying what to install, where its package is missing."""
+    """SmolLM2's folder. If its package is missing, fail with an error that says what to install."""
     return resolve(SMOLLM2)
 
 

@@ -1,4 +1,4 @@
-"""Every attack of the matrix lies, and attacks that are detectable with any model are found for the right reason."""
+"""Every attack in the matrix submits a lie; those detectable with any model are rejected for the right reason."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -31,7 +31,7 @@ CONFIG = parse(
 ASSIGNMENT = offline_assignment(CONFIG, ALICE.public, 0)
 REASONS = {  # for attacks that are detectable with any model
     "honest": None,
-    "previous_version": Reason.PROOF,  # here: entirely other weights
+    "previous_version": Reason.PROOF,  # here the weights are entirely different
     "version_5_steps_ago": Reason.PROOF,
     "other_model": Reason.PROOF,
     "other_system_prompt": Reason.PROOF,
@@ -57,7 +57,7 @@ REASONS = {  # for attacks that are detectable with any model
 SUBTLE = {
     *("spends_tolerance", "spends_tolerance_down"),  # designed to pass the limits; see test_exact.py
     *("int8_weights", "int4_weights", "fp8_cache", "fp16_cache"),  # with few tokens they look like honest numerics
-    "end_suppressed",  # one wrong token in a completion of 40; limits are for a fraction of all tokens
+    "end_suppressed",  # one wrong token in a completion of 40; the limits are fractions of all tokens
 }
 
 
@@ -91,9 +91,7 @@ def read(data: bytes) -> RolloutFile:  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name != "honest"])
-def test_every_attack_submits_other_rows_for_the_assigned_tasks_under_its_own_signature(
-    files: dict[str, bytes], name: str
-) -> None:
+def test_every_attacker_signs_changed_rows_for_its_assigned_tasks(files: dict[str, bytes], name: str) -> None:
     lied, honest = read(files[name]), read(files["honest"])
     assert lied.header.signer == lied.header.worker == ALICE.public
     assert lied.rows != honest.rows or name.startswith("spends")

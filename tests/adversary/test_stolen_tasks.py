@@ -1,4 +1,4 @@
-"""An attacker uploads an honest worker's rollouts as her own, before the worker does: only the attacker is slashed."""
+"""An attacker uploads an honest worker's rollouts as her own before the worker uploads them. Only she is slashed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_a_copy_without_a_verdict_does_not_own_its_content(site: Site) -> None:
 
 
 def test_a_workers_next_rollouts_cannot_be_computed_before_its_assignment(site: Site) -> None:
-    """Run, step, version, digest, key and number are public before. Without the nonce they yield other tasks."""
+    """Run, step, version, digest, key and number are public beforehand, but yield other tasks without the nonce."""
     first = site.harness.accepted(ALICE.public, useful=(False, False))
     public = first.model_copy(update={"number": 1, "id": f"{ALICE.public[:16]}-000001"})
     alices = site.harness.task(ALICE.public)
@@ -98,7 +98,7 @@ def test_a_workers_next_rollouts_cannot_be_computed_before_its_assignment(site: 
 
 
 def test_a_file_for_another_nonce_does_not_slash_its_worker(site: Site) -> None:
-    """A coordinator that was restored from older state assigns a number again, with another nonce."""
+    """A coordinator restored from older state assigns a number a second time, with a different nonce."""
     before = site.harness.task(ALICE.public)
     data = site.alice.submission(before.model_copy(update={"nonce": "f" * 32}))
     site.upload(site.alice, before, data)

@@ -1,4 +1,4 @@
-"""A worker that spends the tolerance passes every check and gains, until the test over all its submissions dismisses it.
+"""A worker that exploits the tolerance passes every check, until the test over all its submissions dismisses it.
 
 Generation, prefills, verdicts and the coordinator are real; the model is tiny and random, and its completions end early.
 Rewards are length penalties. Both sides compute in fp32, where honest work has hardly any mismatches.
@@ -144,7 +144,7 @@ def test_the_verdict_counts_regenerated_changes(engine: TorchEngine, talkative_f
 
 
 def tried(margins: list[float], gain: float = 1.0) -> list[Tried]:
-    """Return swaps with these margins, each in another completion whose reward was 0."""
+    """Return swaps with these margins, each in a different completion whose reward was 0."""
     empty = Completion.__new__(Completion)
     return [Tried(Swap(0, n, 0, 0, margin), empty, 0.0, gain) for n, margin in enumerate(margins)]
 

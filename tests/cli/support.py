@@ -1,4 +1,4 @@
-"""What tests of commands share."""
+"""Helpers shared by the tests of commands."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ def sets(*settings: str) -> list[str]:
 
 
 def replace_begin(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Let commands leave this process's signals and log alone. Return the event that a signal would set."""
+    """Keep commands from changing this process's signals and log. Return the event that a signal would set."""
     stop = threading.Event()
     monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, *, threads: stop)
     return stop

@@ -99,7 +99,7 @@ WRONG = {  # for each command, arguments that name something missing or of the w
 
 
 @pytest.mark.parametrize("command", list(WRONG))
-def test_every_command_reports_a_wrong_argument_in_one_line_and_makes_nothing(
+def test_every_command_reports_a_wrong_argument_in_one_line_and_creates_nothing(
     command: str, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -130,7 +130,7 @@ def test_serving_at_a_port_in_use_says_what_to_do(small: str, capsys: pytest.Cap
     assert capsys.readouterr().err == f"{where}Address already in use; choose another port, or 0 for a free one\n"
 
 
-def test_a_run_that_never_started_or_with_another_model_is_not_resumed(
+def test_a_run_that_never_started_or_has_another_model_is_not_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.toml").write_text('[model]\nname = "bundled:tiny"\n')
@@ -145,7 +145,7 @@ def test_a_run_that_never_started_or_with_another_model_is_not_resumed(
 def test_a_config_whose_name_cannot_name_a_run_is_refused(
     stem: str, small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run has its config's name, which is in signatures and in the headers of submissions."""
+    """A run takes its config's name, which appears in signatures and in the headers of submissions."""
     path = Path(small).rename(tmp_path / f"{stem}.toml")
     assert main(["run", str(path), "--out", str(tmp_path / "out")]) == USAGE
     assert "cannot name a run: use 1 to 100 ASCII characters without spaces" in capsys.readouterr().err
@@ -210,7 +210,7 @@ def test_a_field_a_section_or_all_fields_are_explained(capsys: pytest.CaptureFix
     assert one in section and section.strip() in capsys.readouterr().out
 
 
-def test_ctrl_c_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_has_its_own_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(arguments: object) -> int:
         raise KeyboardInterrupt
 

@@ -34,7 +34,7 @@ CONFIG = parse({"run": {"steps": 3}, "evaluator": {"n": 4}})
 
 
 class InThread:
-    """A role's process as a thread that can be stopped."""
+    """A role that runs in a thread instead of a process, and can be stopped."""
 
     def __init__(self, run: Callable[..., Any], *arguments: Any) -> None:
         self.stop = threading.Event()
@@ -151,7 +151,9 @@ def test_a_relay_finds_an_origin_that_the_cached_status_lacks(site: Site, monkey
     origin.stopped()
 
 
-def test_a_relay_behind_a_proxy_announces_it_and_accepts_passes_for_it_only(site: Site, tmp_path: Path) -> None:
+def test_a_relay_behind_a_proxy_announces_its_url_and_accepts_only_passes_for_that_url(
+    site: Site, tmp_path: Path
+) -> None:
     proxy = "http://127.0.0.1:9"
 
     def run(invite: Invite, folder: Path, stop: threading.Event) -> str:
@@ -206,7 +208,7 @@ def test_a_version_goes_from_the_learners_folder_through_origin_and_relay(site: 
 
 
 def test_nodes_report_from_where_how_fast_and_how_late_they_fetch(site: Site, tmp_path: Path) -> None:
-    """A worker follows the newest version; validator and evaluator fetch single ones."""
+    """A worker follows the newest version; the validator and the evaluator fetch single versions."""
     origin, relay, publisher = site.mirroring()
     worker = Node.join(site.invite("worker"), tmp_path / "worker")
     validator = Node.join(site.invite("validator"), tmp_path / "validator")
@@ -299,7 +301,7 @@ def test_only_the_newest_of_several_unpublished_versions_is_published(site: Site
     assert origin.stopped() == "stopped"
 
 
-def test_an_origin_whose_key_would_be_published_is_refused_and_creates_none(site: Site) -> None:
+def test_an_origin_whose_key_would_be_published_is_refused_and_creates_no_key(site: Site) -> None:
     with pytest.raises(PublishError, match="lies inside"):
         run_origin(site.invite("origin"), site.watched / "origin", site.watched, threading.Event())
     assert not (site.watched / "origin").exists()

@@ -138,7 +138,7 @@ def test_a_second_init_is_refused_and_changes_nothing(
         (URL, ("--run", "two words"), "'two words' cannot name a run: use 1 to 100 ASCII characters"),
     ],
 )
-def test_a_pool_that_could_not_work_is_not_made(
+def test_a_pool_that_could_not_work_is_not_created(
     url: str,
     more: tuple[str, ...],
     words: str,
@@ -307,7 +307,7 @@ def test_an_evicted_node_has_its_own_exit_status_and_a_nodes_files_are_private(
     assert mode(tmp_path / "weights") == 0o600
 
 
-def test_an_invite_signed_by_another_key_than_it_names_is_refused(
+def test_an_invite_that_is_not_signed_by_the_key_it_names_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = invite_of("r", url=URL, role="worker", name="n", expires_s=2**40)

@@ -9,7 +9,7 @@ from shoal.config import Config
 
 
 class Node:
-    """A node of a coordinator with this folder of task data. It records the paths of its requests."""
+    """A node whose coordinator serves this folder of task data. It records the paths of its requests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

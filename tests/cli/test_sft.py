@@ -18,7 +18,7 @@ SHIPPED = Path(__file__).parents[2] / "configs" / "sft.toml"
 
 @pytest.fixture
 def stop(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """The event that a signal would set, without changes to this process's signals and log."""
+    """Return the event that a signal would set, without changing this process's signals and log."""
     return replace_begin(monkeypatch)
 
 

@@ -55,7 +55,7 @@ def test_an_origin_without_files_is_refused_and_creates_no_key(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_goes_from_origin_over_relay_to_client(
+def test_a_folder_goes_from_origin_through_relay_to_client(
     tmp_path: Path, started: Started, capsys: pytest.CaptureFixture[str]
 ) -> None:
     origin = started("origin", model(tmp_path / "model"), "--store", tmp_path / "o", "--key-file", tmp_path / "k")

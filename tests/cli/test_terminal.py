@@ -1,4 +1,4 @@
-"""Text from other machines cannot move a terminal's cursor: in output, errors, log lines and the live view."""
+"""Text from other machines cannot move the terminal's cursor in output, errors, log lines or the live view."""
 
 import io
 import logging

@@ -101,7 +101,7 @@ def test_an_error_names_every_fault() -> None:
         (["tasks.sources=[{generator = 'arithmetic', environment = 'calculator'}]"], "sampling.max_turns", 4),
     ],
 )
-def test_a_field_that_is_not_set_follows_the_field_that_is(
+def test_an_unset_field_follows_the_field_that_is_set(
     tmp_path: Path, overrides: list[str], path: str, value: int
 ) -> None:
     assert value_at(overridden(tmp_path, *overrides), path) == value
@@ -144,7 +144,7 @@ def test_a_malformed_override_is_refused_with_an_example(tmp_path: Path, overrid
         overridden(tmp_path, override)
 
 
-def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
+def test_an_override_that_treats_a_value_as_a_section_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'lr' is a value, not a section"):
         load(written(tmp_path, "[learner]\nlr = 1e-5"), ["learner.lr.first=3"])
 
@@ -300,7 +300,7 @@ def test_the_widest_limit_is_the_maximum_over_all_engines() -> None:
 
 
 def test_limits_for_the_torch_engine_are_refused() -> None:
-    """Its workers name no engine, so only liars could use them."""
+    """Torch workers name no engine, so only liars could use such limits."""
     with pytest.raises(ConfigError, match="limits.torch/cuda"):
         parse({"validator": {"limits": {"torch/cuda": {"sampling_margin": 9.0}}}})
 

@@ -30,7 +30,7 @@ def every_database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
 def every_database_slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Likewise, of a module with many tests: on PostgreSQL with the slow ones."""
+    """Likewise, for modules with many tests: on PostgreSQL they count as slow tests."""
     yield from _on_database(request, monkeypatch)
 
 

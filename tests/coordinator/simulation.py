@@ -1,6 +1,6 @@
 """A whole pool in virtual time: workers of any speed that crash, lose uploads or stay silent, a validator and a learner.
 
-Each event moves the clock, so nothing waits. Left out: files, weights, signatures.
+Each event moves the clock, so nothing waits. Files, weights and signatures are left out.
 """
 
 import heapq
@@ -47,7 +47,7 @@ class Simulation:
         groups: int = 2,
         deadline_s: float = 60.0,
     ) -> None:
-        """`useful`: the share of useful groups. `groups`: per usual submission."""
+        """`useful`: the share of useful groups. `groups`: the usual number of groups in a submission."""
         self.useful = useful
         self.random = random.Random(seed)
         self.in_flight = int(str((settings or {}).get("in_flight", 1)))
@@ -153,5 +153,5 @@ def workers(count: int, takes_s: float = 2.0, first: int = 0) -> list[Member]:
 
 
 def silent(count: int) -> list[Member]:
-    """Return silent members. Their keys sort and join before all others, as an attacker's may."""
+    """Return silent members. Their keys sort first and they join first, as an attacker might arrange."""
     return [Member(f"{0xF000 + number:04x}" * 16, 1.0, silent=True) for number in range(count)]

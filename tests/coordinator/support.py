@@ -116,7 +116,7 @@ class Harness:
         replay: Replay | None = None,
         spent: ToleranceSpent | None = None,
     ) -> None:
-        """Give a verdict; and, if it waits for a second one and `confirmed`, the same by another validator."""
+        """Give a verdict. If it needs a second one and `confirmed` is set, another validator gives the same."""
         self.contents += 1
         if reason is None:
             self.pool.judgement.accepted_stored(validator, id, "8" * 64)

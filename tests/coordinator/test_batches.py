@@ -37,7 +37,7 @@ def test_leftover_groups_fill_further_batches_at_once(harness: Harness) -> None:
     assert harness.pool.batches.of_step(2).have == 3
 
 
-def test_groups_are_taken_until_exactly_the_async_level(harness: Harness) -> None:
+def test_groups_are_used_up_to_exactly_the_async_level(harness: Harness) -> None:
     harness.accepted(useful=(True,) * 3)  # version 0
     harness.publish(1, 2, 3)
     for version in (1, 2):
@@ -56,7 +56,7 @@ def test_a_group_one_version_too_old_is_counted_stale_and_never_trained_on() -> 
     harness.publish(0, 1, 2)
     old = harness.upload(BOB, 0)
     fresh = harness.upload(ALICE, 1)
-    harness.claim(VALIDATOR)  # Bob's: its verdict is late
+    harness.claim(VALIDATOR)  # Bob's submission, whose verdict is late
     harness.clock.now_s += 301
     harness.claim(OTHER_VALIDATOR)
     assert harness.claimed().assignment.id == fresh.id

@@ -1,4 +1,4 @@
-"""The share of a worker's submissions that is fully checked, the draw, and the consequences of a lie."""
+"""The share of a worker's submissions that is fully checked, the random draw, and the consequences of a lie."""
 
 import json
 import random
@@ -30,7 +30,7 @@ def share(harness: Harness, key: str = ALICE) -> float:
 
 
 def trusted(harness: Harness, key: str = ALICE) -> None:
-    """Let two submissions pass: half are checked from here on."""
+    """Let two submissions pass, so that half are checked from then on."""
     for _ in range(2):
         harness.accepted(key, useful=USELESS)
     assert share(harness, key) == 0.5

@@ -1,4 +1,4 @@
-"""Exactness classes, and the consequences of two validators' disagreement."""
+"""Exactness classes, and what follows when two validators disagree."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_without_a_live_validator_of_its_class_any_validator_checks_a_submission
     assert claimable(harness, OTHER_VALIDATOR) == [id]
 
 
-def test_a_claim_has_the_workers_fingerprint_for_the_version_at_the_first_claim(harness: Harness) -> None:
+def test_a_claim_keeps_the_fingerprint_that_its_worker_reported_before_the_first_claim(harness: Harness) -> None:
     uploaded(harness)
     [claim] = harness.claims(VALIDATOR, 8)
     assert claim.fingerprint == ONE
@@ -196,7 +196,7 @@ def test_a_lie_is_slashed_once_any_second_validator_confirms_it() -> None:
     assert harness.kinds()[-2:] == ["rejected", "slashed"]
 
 
-def test_the_second_validator_checks_all_of_it_whatever_was_drawn_for_the_first() -> None:
+def test_the_second_validator_checks_all_of_a_submission_whatever_was_drawn_for_the_first() -> None:
     """Else it could draw other rollouts that contain no lie, and the first validator would be blamed."""
     harness = classes(alice=ONE, first=ONE, second=TWO)
     id = uploaded(harness)
@@ -362,7 +362,7 @@ def test_mismatches_long_ago_do_not_suspend(harness: Harness) -> None:
 
 @pytest.mark.parametrize("classes", ["any", "exact"])
 def test_unconfirmed_mismatches_exclude_a_worker_from_all_classes_for_a_while(classes: str) -> None:
-    """So the only validator prefills its work once; honest work of a machine that differs is judged by tolerances."""
+    """The only validator then prefills its work just once; tolerances still allow honest work."""
     settings = {"validator": {"classes": classes}, "prompts_per_step": 64}
     harness = staffed_pool(workers=(ALICE,), validators=(VALIDATOR,), **settings)
     harness.beat(VALIDATOR, wants=False, fingerprint=ONE)

@@ -1,4 +1,4 @@
-"""No lie pays: the expected pay of every strategy stays below its cost, where honest work earns exactly its cost.
+"""No lie pays: the expected pay of every strategy stays below its cost, while honest work earns exactly its cost.
 
 The rules are those of `trust.share` and `escrow`, at the defaults and the lowest share of checks that they allow. One
 submission's honest work costs 1 and pays 1, so honest profit is 0: any margin on top only makes eviction dearer. A new key
@@ -18,17 +18,17 @@ from shoal.validator.judge import SPOT_ROLLOUTS
 
 DEFAULTS = ValidatorSection()
 FLOOR = 1 / DEFAULTS.escrow_checks  # the lowest that the config allows
-LIVES, HORIZON = 1_000, 700  # keys of each strategy, submissions of each
+LIVES, HORIZON = 1_000, 700  # keys per strategy, submissions per key
 
 Plan = Callable[["Life"], np.ndarray]  # which keys lie in their next submission
 
 
 @dataclass
 class Life:
-    """What the liars with LIVES keys know before their next submissions."""
+    """What each of a strategy's LIVES keys knows before its next submission."""
 
     number: int
-    share: np.ndarray  # of checks
+    share: np.ndarray  # of submissions that are fully checked
     rng: np.random.Generator
     pending: np.ndarray  # submissions
 
@@ -37,7 +37,7 @@ class Life:
 class Lie:
     saved: float  # share of a submission's cost
     full: float  # probability that a full check rejects it
-    spot: float  # probability that a spot check does
+    spot: float  # probability that a spot check rejects it
 
 
 ROLLOUTS = 64
@@ -45,7 +45,7 @@ SPOT = SPOT_ROLLOUTS
 
 
 def partly(rollouts: int) -> Lie:
-    """Hand-written answers in some of 64 rollouts."""
+    """Return the lie of hand-written answers in some of 64 rollouts."""
     missed = np.prod([(ROLLOUTS - rollouts - drawn) / (ROLLOUTS - drawn) for drawn in range(SPOT)])
     return Lie(rollouts / ROLLOUTS, 1.0, 1.0 - max(float(missed), 0.0))
 
@@ -115,7 +115,7 @@ STRATEGIES: dict[str, Plan] = {
 
 
 def profit(plan: Plan, lie: Lie, floor: float, checks: int) -> tuple[float, float]:
-    """Expected pay and cost of a key."""
+    """Return the expected pay and cost of a key."""
     rng = np.random.default_rng(0)
     shares = np.array([share(n, floor) for n in range(HORIZON + 1)])
     alive, honest_in_a_row = np.ones(LIVES, bool), np.zeros(LIVES, int)
@@ -153,6 +153,6 @@ def test_honest_work_is_paid_in_full() -> None:
 
 
 def test_without_escrow_lies_would_pay() -> None:
-    """With credit at once and no spot checks. So the simulation can detect a profitable lie."""
+    """With immediate credit and no spot checks. This shows that the simulation can detect a profitable lie."""
     pay, cost = profit(when_trusted, Lie(1.0, 1.0, 0.0), FLOOR, 0)
     assert pay > cost

@@ -19,7 +19,7 @@ USELESS = (False, False)  # 20 tokens; fills no batch, so that any number can be
 
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
-    """Trusted after one check, half are checked; credit waits for two later checks."""
+    """After one passed check, half of a worker's submissions are checked; credit waits for two later checks."""
     monkeypatch.setattr(trust, "TRUST_AFTER", 1)
     monkeypatch.setattr(sections, "MIN_ESCROW_CHECKS", 2)
     return staffed_pool(validator={"check_floor": 0.5})

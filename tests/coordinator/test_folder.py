@@ -1,4 +1,4 @@
-"""One coordinator at a time uses a folder or schema, and no later one serves the same request again."""
+"""One coordinator at a time uses a folder or schema, and no later one accepts a request that was already served."""
 
 import multiprocessing
 import os

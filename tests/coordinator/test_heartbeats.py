@@ -52,7 +52,7 @@ def test_each_download_is_recorded_once_on_the_coordinators_clock(harness: Harne
         beats.record(harness.node(key), Heartbeat(policy_version=version, stats=Stats(intake=intake)))
 
     now_s = harness.clock.now_s
-    take(first, None, 0.0)  # nothing came yet
+    take(first, None, 0.0)  # nothing was downloaded yet
     take(first, 1, 3.0)
     harness.clock.now_s += 1
     take(first, 1, 4.0)  # the same download, a second later

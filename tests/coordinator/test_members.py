@@ -42,7 +42,7 @@ def test_the_same_key_may_register_again_at_a_new_address_even_after_expiry() ->
 def test_an_invite_and_a_name_belong_to_the_first_key() -> None:
     harness = open_pool()
     harness.pool.members.register(ALICE, payload("alice"), None)
-    for invite in (payload("alice"), payload("alice", nonce="1" * 32)):  # a name is taken whatever the invite
+    for invite in (payload("alice"), payload("alice", nonce="1" * 32)):  # a name stays taken, whichever invite is used
         with pytest.raises(PoolError, match="used by another key") as caught:
             harness.pool.members.register(BOB, invite, None)
         assert caught.value.status == 403 and harness.pool.members.role(BOB) is None
@@ -88,7 +88,7 @@ def test_a_relay_cannot_send_every_node_into_its_own_network(url: str) -> None:
     assert harness.pool.db.nodes.relay_urls() == ["https://relay.example.org:8710"]
 
 
-def test_in_a_pool_on_one_machine_relays_are_there_too() -> None:
+def test_in_a_pool_on_one_machine_relays_may_have_loopback_addresses() -> None:
     harness = open_pool()
     harness.pool.members.register("d" * 64, payload("relay-0", role="relay"), "http://127.0.0.1:8710")
     with pytest.raises(PoolError, match="no server of a pool can be"):
@@ -100,7 +100,7 @@ def test_in_a_pool_on_one_machine_relays_are_there_too() -> None:
 
 @pytest.fixture
 def one_place() -> Harness:
-    """Alice has the one place."""
+    """A run with one place, which Alice has."""
     return staffed_pool(workers=(ALICE,), validators=(VALIDATOR,), requirements={"places": 1})
 
 
@@ -145,7 +145,7 @@ def test_a_silent_dismissed_or_banned_worker_makes_room(one_place: Harness, even
 # --- fitness ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_machine_without_a_requirement_is_refused_and_told_which() -> None:
+def test_a_machine_that_lacks_a_requirement_is_refused_and_told_which() -> None:
     harness = open_pool(requirements={"engines": ["vllm"]})
     register = harness.pool.members.register
     with pytest.raises(PoolError, match=r"this run requires an engine of vllm \(it has torch\)") as caught:
@@ -162,7 +162,7 @@ def test_a_machine_without_a_requirement_is_refused_and_told_which() -> None:
 
 
 def test_nobody_takes_a_strangers_name_with_a_key_that_begins_like_its_key() -> None:
-    """A key with 32 given bits can be found by search, and a stranger's stake shows its key before it joins."""
+    """A key that starts with 32 given bits can be found by search, and a stake shows a stranger's key in advance."""
     harness, honest = open_pool(requirements={"stake": 100}), "7" * 64
     liar = honest[:8] + "0" * 56
     for key in (liar, honest):
@@ -247,7 +247,7 @@ def test_a_worker_that_sends_unusable_files_gets_fewer_and_fewer_tasks(harness: 
 
 
 @pytest.mark.parametrize(("reason", "between"), [(Reason.UNREADABLE, 20), (Reason.UNREPEATABLE, 0)])
-def test_an_accident_among_many_files_or_a_programs_output_suspends_nobody(
+def test_rare_unreadable_files_and_unrepeatable_programs_suspend_nobody(
     harness: Harness, reason: Reason, between: int
 ) -> None:
     for _ in range(3):

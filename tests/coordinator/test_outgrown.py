@@ -1,4 +1,4 @@
-"""A pool over PostgreSQL and a bucket: real servers, real HTTP, the coordinator killed -9 during the run and replaced."""
+"""A pool over PostgreSQL and a bucket, with real servers and HTTP. The coordinator is killed with -9 and replaced."""
 
 import shutil
 import subprocess

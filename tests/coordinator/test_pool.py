@@ -53,7 +53,7 @@ def test_killed_inside_a_transaction_the_pool_reopens_as_before_it(tmp_path: Pat
     killed.join(120)
     assert killed.exitcode == 9
     harness = open_pool(path)
-    whole = die_at - 1 - (die_at in (7, 9))  # "slashed" and "batch" are of the transaction of the entry before
+    whole = die_at - 1 - (die_at in (7, 9))  # "slashed" and "batch" are in the transaction of the entry before
     assert harness.kinds() == KINDS[:whole]
     verify_chain(harness.pool.db.ledger.entries(), COORDINATOR.public)
     status = harness.status()
@@ -63,7 +63,7 @@ def test_killed_inside_a_transaction_the_pool_reopens_as_before_it(tmp_path: Pat
     assert sum(node.accepted for node in status.nodes) == accepted
     assert bool(status.slashed) == ("slashed" in KINDS[:whole])
     assert status.trained == KINDS[:whole].count("trained")
-    if die_at in (5, 6, 8, 9):  # it died with a verdict, which the validator repeats
+    if die_at in (5, 6, 8, 9):  # it died recording a verdict, which the validator repeats
         harness.contents = 100
         harness.judge(harness.claimed().assignment.id)
         assert "accepted" in harness.kinds()[whole:]

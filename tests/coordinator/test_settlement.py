@@ -76,7 +76,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 
 async def until(is_so, *, of: Settlement) -> None:  # type: ignore[no-untyped-def]
-    """Settle until then, a minute at most."""
+    """Settle until `is_so` holds, for at most a minute."""
     task = asyncio.create_task(of.run())
     for _ in range(6000):
         if is_so():

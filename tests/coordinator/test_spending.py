@@ -1,4 +1,4 @@
-"""A worker that exploits the tolerance is dismissed over all its submissions; an honest one is not; nobody is slashed."""
+"""A worker that exploits the tolerance over many submissions is dismissed, an honest one is not; nobody is slashed."""
 
 import json
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_a_worker_that_exploits_a_tolerance_is_dismissed_and_not_slashed(harness
 
 
 def test_an_honest_worker_is_never_dismissed(harness: Harness) -> None:
-    """At every honest bound, with Poisson numbers of mismatches."""
+    """Its numbers of mismatches have Poisson distributions at the honest rates."""
     rng = np.random.default_rng(0)
     rates = harness.pool.config.evidence.rates
     process = Process()
@@ -107,7 +107,7 @@ def test_an_honest_worker_with_an_engine_with_wider_limits_is_never_dismissed() 
 
 
 def submissions_until_detected(draw: Any, regenerated: int = 4) -> int | None:
-    """`draw` gives (improved, spoiled) of a submission's regenerated rollouts. None: not within 400."""
+    """`draw` returns how many regenerated rollouts a submission improved and spoiled. Return None beyond 400."""
     section = config().evidence.model_copy(update={"regenerated": regenerated})
     settings, process = config().model_copy(update={"evidence": section}), Process()
     for number in range(1, 401):
@@ -119,7 +119,7 @@ def submissions_until_detected(draw: Any, regenerated: int = 4) -> int | None:
 
 
 def test_a_worker_that_spoils_rare_right_answers_is_detected_by_regenerated_rollouts() -> None:
-    """Two right answers in a submission, as SmolLM2 has at first, among eight mismatches without effect on the reward."""
+    """A submission has two right answers, as SmolLM2's do at first; eight more mismatches do not affect its reward."""
     rng = np.random.default_rng(0)
 
     def spoils() -> tuple[int, int]:
@@ -132,7 +132,7 @@ def test_a_worker_that_spoils_rare_right_answers_is_detected_by_regenerated_roll
 
 
 def test_numerics_that_change_rewards_both_ways_are_no_evidence() -> None:
-    """Even if they help twice as often as they hurt, which is the tilt."""
+    """Even if they help twice as often as they hurt, the most that REWARD_TILT allows."""
     rng = np.random.default_rng(0)
     for chance in (0.5, 2 / 3):
         for _ in range(20):

@@ -87,7 +87,7 @@ def test_after_anything_but_a_ban_a_worker_can_be_brought_back(
 
 
 class Overtaken(Nodes):
-    """Another process changes the state right after it was read, once."""
+    """Another process changes the state once, right after it was read."""
 
     first: NodeState | None = None
 

@@ -109,7 +109,7 @@ def test_a_submission_expires_when_relays_no_longer_hold_its_version(caplog: pyt
 
 
 @pytest.mark.parametrize("reason", [None, Reason.PROOF])
-def test_only_the_validator_with_the_claim_gives_the_verdict_also_after_it_was_given(
+def test_only_the_validator_with_the_claim_may_give_or_repeat_the_verdict(
     harness: Harness, reason: Reason | None
 ) -> None:
     task = harness.upload()
@@ -123,7 +123,7 @@ def test_only_the_validator_with_the_claim_gives_the_verdict_also_after_it_was_g
         harness.pool.judgement.judge(CAROL, verdict(task.id, Reason.PROOF, (), None))
 
 
-def test_accepting_needs_the_accepted_file_that_was_stored_and_counts_once(harness: Harness) -> None:
+def test_accepting_needs_the_stored_file_and_counts_once(harness: Harness) -> None:
     task = harness.upload()
     harness.claim(VALIDATOR)
     accepted = verdict(task.id, None, (True, True), "5" * 64)
@@ -134,16 +134,16 @@ def test_accepting_needs_the_accepted_file_that_was_stored_and_counts_once(harne
             harness.pool.judgement.judge(VALIDATOR, accepted)
     assert harness.status().have == 0 and "accepted" not in harness.kinds()
     harness.pool.judgement.accepted_stored(VALIDATOR, task.id, "8" * 64)
-    for _ in range(2):  # the second time it did not get the answer
+    for _ in range(2):  # repeated, as if the answer had been lost
         harness.pool.judgement.judge(VALIDATOR, accepted)
     assert harness.status().have == 2 and harness.kinds().count("accepted") == 1
 
 
 @pytest.mark.parametrize(("key", "reason"), [(ALICE, "replayed"), (BOB, "context")])
-def test_rollouts_accepted_before_are_rejected_though_the_validator_did_not_know(
+def test_rollouts_that_were_accepted_before_are_rejected_even_if_the_validator_missed_it(
     harness: Harness, key: str, reason: str
 ) -> None:
-    """Only a copy of its own work slashes a worker."""
+    """A worker is slashed only for a copy of its own work."""
     first, second = harness.upload(ALICE), harness.upload(key)
     harness.claim(VALIDATOR)
     harness.claim(OTHER_VALIDATOR)
@@ -302,8 +302,8 @@ def test_a_workers_own_figures_earn_nothing(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("reason", [Reason.UNREADABLE, Reason.PROOF])
-def test_a_rejection_skips_no_work_that_is_valid(harness: Harness, reason: Reason) -> None:
-    """Neither that of others, nor, unless it slashes, what was accepted of this worker before."""
+def test_a_rejection_drops_no_valid_work(harness: Harness, reason: Reason) -> None:
+    """Others' work counts, and so does this worker's earlier accepted work unless it is slashed."""
     before = harness.accepted(BOB, useful=(True, False))
     bad, good = harness.upload(BOB), harness.upload(ALICE)
     harness.claim()

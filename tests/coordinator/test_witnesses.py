@@ -26,7 +26,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def validator(site: Site, folder: Path, name: str = "validator") -> Node:
-    """A node of that role; the same name again is the same node."""
+    """Return the validator of this name; the same name gives the same node."""
     expires_s = int(time.time()) + 3600
     made = folder / f"{name}.invite"
     invite = make_invite(site.identity, url=site.url, run=RUN, role="validator", name=name, expires_s=expires_s)
@@ -36,7 +36,7 @@ def validator(site: Site, folder: Path, name: str = "validator") -> Node:
 
 
 def ledger(site: Site, reader: Node) -> list[Entry]:
-    """All of it, page by page, verified."""
+    """Return the whole ledger, read page by page and verified."""
     entries: list[Entry] = []
     while page := reader.get_bytes(f"/v1/ledger/{len(entries)}", max_bytes=1 << 24):
         entries += [Entry.model_validate_json(line) for line in page.splitlines()]

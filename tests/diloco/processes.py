@@ -84,7 +84,7 @@ class Run:
         return self.processes[name].wait(LIMIT_S)
 
     def figures(self, name: str) -> list[dict[str, Any]]:
-        """The complete lines of its metrics: a killed site may have written part of one."""
+        """Return the complete lines of a site's metrics; a killed site may have written part of one."""
         lines = (self.folder / name / "metrics.jsonl").read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 

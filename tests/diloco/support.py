@@ -1,4 +1,4 @@
-"""Sites and their meeting, in one process or over loopback, whose training is random numbers."""
+"""Sites and their meeting, in one process or over loopback, with random numbers in place of training."""
 
 import asyncio
 import threading

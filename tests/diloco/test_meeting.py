@@ -202,7 +202,7 @@ def test_the_rounding_error_of_an_offer_that_does_not_count_is_dropped(how, tmp_
     assert not c.site.feedback.left.any()
 
 
-WRITES = 4  # of a round; the last one commits it
+WRITES = 4  # in each round; the last one commits it
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -236,7 +236,7 @@ def test_a_meeting_killed_at_any_write_resumes_to_the_same_result(after, tmp_pat
                 for each in [] if committed else trainees:
                     with pytest.raises(ForgottenError, match="offer it again"):
                         each.link.outcome(each.site.round)
-                for each in trainees:  # an offer that counted already may be sent again
+                for each in trainees:  # an offer that already counted may be sent again
                     each.link.offer(each.site.round, *each.sent, Figures())
             for each in trainees:
                 each.finish()
@@ -303,7 +303,7 @@ def test_every_share_is_given_once_and_lost_shares_are_counted(tmp_path):
     assert a.link.take() == 3
     assert meeting.members.unfinished() == 0
     meeting.leave("a")
-    assert meeting.members.unfinished() == 1  # unless it returns with its place
+    assert meeting.members.unfinished() == 1  # until it returns with its place
     meeting.join("a", Greeting(about=ABOUT, placed=True))
     assert meeting.members.unfinished() == 0
     meeting.join("b", Greeting(about=ABOUT, placed=False))  # its folder is gone

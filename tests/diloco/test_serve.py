@@ -114,7 +114,7 @@ def test_a_state_that_differs_from_its_descriptor_is_refused(tmp_path):
 
 
 class Cutting(httpx.HTTPTransport):
-    """Cut every other response with a piece of the state in half. Record the requested pieces."""
+    """Cut short every other response that carries a piece of the state. Record the requested pieces."""
 
     def __init__(self) -> None:
         super().__init__()

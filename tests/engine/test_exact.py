@@ -1,4 +1,4 @@
-"""Decoding has the bits of a prefill, whatever is decoded beside it, on any number of threads and in any process."""
+"""Decoding gives the bits of a prefill, whatever else is in the batch, for any number of threads and in any process."""
 
 import os
 import subprocess
@@ -96,7 +96,7 @@ print(fingerprint(engine.model), digest.hexdigest())
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_cores_and_load_change_no_bit_of_a_process(tiny_folder: Path, dtype: DtypeName) -> None:
-    """Compare two threads with one thread bound to a core and one free thread, both while all cores are busy."""
+    """Compare two threads on idle cores with one thread on busy cores, bound to one core or free to move."""
     skip_unless_exact(dtype)
 
     def computed(threads: int, cores: str) -> str:

@@ -100,7 +100,7 @@ def test_calls_from_several_threads_share_the_batch(exact: TorchEngine, alone: G
         if not second:
             second.append(threading.Thread(target=call, args=("second", slice(0, 1))))
             second[0].start()
-            while not engine._new:  # until it has queued
+            while not engine._new:  # until the second call is queued
                 pass
         return None
 
@@ -184,7 +184,7 @@ def test_a_completion_cancelled_by_another_thread_during_a_step_is_returned_once
     exact: TorchEngine, reads: int
 ) -> None:
     class Hasty(Recorder):
-        """Cancelled between two reads."""
+        """Becomes cancelled between two reads of `cancelled`."""
 
         seen = 0
 
@@ -204,7 +204,7 @@ def test_a_completion_cancelled_by_another_thread_during_a_step_is_returned_once
 
 
 def test_no_row_begins_as_a_copy_of_a_cancelled_one(exact: TorchEngine, alone: Groups) -> None:
-    """Its keys may be of weights that were replaced since."""
+    """The cancelled row's keys may come from weights that have since been replaced."""
     engine = limited(exact)
     engine._scheduler.add([stale := sequence(exact, PROMPTS[0], 9)])
     engine._scheduler.step()

@@ -1,6 +1,6 @@
-"""Random submissions and cancellations: each completion equals the one of a plain loop, and the limits hold at every step.
+"""Random submissions and cancellations: each completion equals that of a plain loop, and the limits hold at every step.
 
-The model is a fake whose keys are its tokens: a hidden state is a hash of all tokens before it, as the cache holds them.
+The model is a fake: its cached keys are the tokens, and a hidden state is a hash of all tokens in the cache so far.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ def hashed(tokens: Sequence[int]) -> int:
 
 
 class Fake:
-    """What the engine uses of a model: a body with a cache, and an output head."""
+    """The parts of a model that the engine uses: a body with a cache, and an output head."""
 
     dtype, device = torch.float32, torch.device("cpu")
 
@@ -72,7 +72,7 @@ class Fake:
 
 @dataclass(eq=False)
 class Scheduled(Recorder):
-    """A completion that is cancelled at a step, if any."""
+    """A completion that is cancelled at step `cancel_at`, if that is set."""
 
     cancel_at: int | None = None
     dropped: int = 0  # how often the scheduler returned it as cancelled
@@ -108,14 +108,14 @@ def test_buffers_shrink_when_half_of_the_rows_or_positions_is_not_needed() -> No
     assert rows.positions == rows.buffers[0, 0].shape[2] < 2500
 
 
-def test_prompts_that_came_in_as_one_row_are_split_again() -> None:
+def test_prompts_that_were_packed_into_one_row_are_split_again() -> None:
     row_TX = torch.arange(8.0)[:, None]  # a shared prefix of two tokens, suffixes of one and of three, padding
     assert [x_LX[:, 0].tolist() for x_LX in PackedPrompts(2, [1, 3]).split(row_TX)] == [[0, 1, 2], [0, 1, 3, 4, 5]]
     assert [x_LX[:, 0].tolist() for x_LX in PackedPrompts(0, [1, 3]).split(row_TX)] == [[0], [1, 2, 3]]
 
 
 def alone(seq: Recorder) -> tuple[list[int], list[float], list[int]]:
-    """Return tokens, logprobs and the hash before each: one token at a time, with no other completion in the batch."""
+    """Generate this completion by itself. Return its tokens, their logprobs and the hash before each token."""
     request, weight = seq.request, seq.model.head.weight.detach()
     tokens, logprobs, hashes = list[int](), list[float](), list[int]()
     while len(tokens) < request.max_tokens and not (tokens and tokens[-1] in seq.ends):
@@ -127,7 +127,7 @@ def alone(seq: Recorder) -> tuple[list[int], list[float], list[int]]:
 
 
 def decode(limits: SchedulerLimits, arrivals: list[tuple[int, Scheduled]]) -> int:
-    """Decode all completions, each from its step on, checking every step and result. Return the number of steps."""
+    """Decode completions that arrive at given steps, checking every step and result. Return the number of steps."""
     scheduler, sequences, step = Scheduler(limits), [seq for _, seq in arrivals], 0
     models = {seq.model for seq in sequences}
     while arrivals or any(not (seq.ended or seq.dropped) for seq in sequences):
@@ -215,12 +215,12 @@ LESS = replace(SHORT, max_tokens=SHORT.max_tokens - 2)
         ([(0, 0, LONG), (0, 0, SHORT), *[(4, 0, SHORT)] * 5], 300, 34),
         ([(0, 0, SHORT), *[(0, 0, BRIEF)] * 5, (4, 0, LONG)], 300, 30),
         ([(0, 0, LONG), (0, 0, SHORT), *[(4, 1, SHORT)] * 2], 300, 34),
-        # Four of nine leave, too few to shrink the buffers. Three rows of the other model fit then, the fourth waits.
+        # Four of nine rows end, too few to shrink the buffers. Three rows of the other model fit; the fourth waits.
         ([*[(0, 0, SHORT)] * 5, *[(0, 0, LESS)] * 4, *[(LESS.max_tokens, 1, SHORT)] * 4], 9 * 48, 60),
     ],
     ids=["many after a long one", "a long one after many", "another model's after a long one", "half_empty buffers"],
 )
-def test_memory_of_rows_that_left_is_not_held_for_others(
+def test_memory_of_finished_rows_is_freed_for_waiting_rows(
     models: list[Any], arrivals: list[tuple[int, int, DecodeRequest]], positions: int, steps: int
 ) -> None:
     """Every waiting row starts in the step in which it fits."""

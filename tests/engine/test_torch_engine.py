@@ -27,7 +27,7 @@ TURNS = Sampling(temperature=1.0, max_tokens=60, eos_ids=(*ENDS, 41, 50))
 
 
 def respond(group: int, number: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
-    """Reply one to four tokens, end tokens among them, which depend on everything; nothing after three replies."""
+    """Reply with one to four tokens, which depend on all earlier ones and may be end tokens, at most three times."""
     assert tokens[-1] in TURNS.eos_ids
     reply = [1, 2 + group, 7, 30 + number][: 1 + (sum(tokens) + group) % 4]
     return reply if len(turns) < 6 and len(tokens) + len(reply) < TURNS.max_tokens else None
@@ -177,7 +177,7 @@ rows_and_finished = st.integers(1, 30).flatmap(lambda n: st.tuples(st.just(n), s
 
 @given(rows_and_finished)
 def test_closing_gaps_keeps_the_live_rows_and_moves_only_those_from_the_end_forward(case: tuple[int, set[int]]) -> None:
-    """So copying in order never overwrites a row that is still to be read."""
+    """Copying in order therefore never overwrites a row that is still to be read."""
     n_rows, finished = case
     staying = [row for row in range(n_rows) if row not in finished]
     kept = close_gaps(n_rows, staying)

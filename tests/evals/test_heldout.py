@@ -79,7 +79,7 @@ def test_the_first_every_nth_and_the_last_version_are_evaluated(monkeypatch: pyt
 def test_the_first_version_is_fetched_at_once_and_evaluated_after_the_first_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So that it does not slow down workers on the same machine before."""
+    """Evaluating earlier would slow down workers on the same machine."""
     site = Site([0, 0, 1, 9, 9])
     assert site.run(monkeypatch) == "finished"
     assert site.fetched[0] == (0, 0) and site.posted[0] == (0, False) and site.when[0] == 1

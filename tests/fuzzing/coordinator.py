@@ -70,7 +70,7 @@ async def _fuzz(random: Random, cases: int, note: Note, folder: Path, config: Co
 
 
 def _without_rate_limits(config: Config, identity: Identity, folder: Path) -> Coordinator:
-    """The clock of its rate limits advances by an hour at each reading."""
+    """Return a coordinator whose clock for rate limits advances by an hour at each reading."""
     hours = count(0, 3600.0).__next__
     return Coordinator(config, RUN, identity, folder, Pace(hours), front=Front(Strangers(hours)))
 

@@ -1,10 +1,10 @@
-"""Damage for input of code that reads untrusted bytes, shared by all fuzzers.
+"""Ways to damage the input of code that reads untrusted bytes, shared by all fuzzers.
 
     proofs       TOPLOC proofs          files        rollout files
     requests     HTTP requests          coordinator  sends them to a coordinator
 
 Each case reports its outcome to `note` in a few words. Invariant: the outcome starts with `CRASH` if and only if the fuzzed
-code breaks a promise of its docstrings (another exception, a forged proof that passes, a NaN).
+code breaks a promise of its docstrings (raises another exception, accepts a forged proof, returns a NaN).
 Called by test_fuzz.py (a few thousand cases) and benchmarks/trust/fuzz.py (a million). Randomness is an argument.
 """
 

@@ -1,8 +1,8 @@
 """Damaged rollout files: flipped, cut, spliced, with huge counts, or signed again with another header or other columns.
 
 Each file is read in quarantine, as the validator reads it; see `damage` for outcomes. Also, a damaged file that was not
-signed again must never yield changed rows. Left out: accepted files, which trusted validators sign; the same code reads
-them.
+signed again must never yield changed rows. Accepted files are left out: trusted validators sign them, and the same code
+reads them.
 """
 
 import io

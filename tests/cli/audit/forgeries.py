@@ -1,7 +1,7 @@
-"""What a coordinator can write with its own key to take a worker's pay or to frame it: one lie each, and its error message.
+"""Lies that a coordinator can sign with its own key to withhold a worker's pay or to frame it, each with its error.
 
-Each lie is written as a modified coordinator would have: the chain is signed, validators have co-signed its heads, and the
-tables are sealed. Only workers and validators sign their files; those that are added here are honest.
+Each lie is written as a modified coordinator would write it: the chain is signed, validators have co-signed its heads,
+and the tables are sealed. The coordinator cannot sign for workers or validators: all files added here are honest.
 """
 
 import json
@@ -110,7 +110,7 @@ def slash(ledger: Ledger, facts: Body, reason: str) -> None:
 
 
 def slash_with_anothers_file(ledger: Ledger) -> None:
-    """With a task number that was never assigned, and a nonce of zeros."""
+    """Slash Bob for another worker's file, with a task number that was never assigned and a nonce of zeros."""
     theirs = ledger.find("rejected", reason="proof")
     facts = {"worker": BOB.public, "submission": f"{BOB.public[:16]}-000077", "nonce": "0" * 32}
     slash(ledger, {**theirs, **facts}, "proof")
@@ -122,7 +122,7 @@ def slash_with_a_file_that_is_none(ledger: Ledger) -> None:
 
 
 def slash_as_replayed(ledger: Ledger) -> None:
-    """With rollouts of another worker that were accepted."""
+    """Slash Bob for replaying another worker's accepted rollouts."""
     theirs, facts = ledger.find("accepted", worker=ALICE.public), ledger.file(BOB, 5)
     store = Folder(ledger.folder / "coordinator" / "store")
     rows = read_submission(store.get("submissions", theirs["file"]), max_rows=64, max_tokens=64).rows
@@ -186,7 +186,7 @@ def all_credited(ledger: Ledger, key: Identity | None = None) -> list[Body]:
     return [body for body in credited if key is None or body["worker"] == key.public]
 
 
-# By name: the lie, and a pattern of the error.
+# By name: a function that writes the lie, and a pattern that matches the audit's error.
 FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
     "forfeit without slash": (
         lambda run: run.change_kind("forfeited", run.find("credited", worker=ALICE.public)),

@@ -1,4 +1,4 @@
-"""The audit allows credit once enough later tasks of the worker were checked, in any order of their verdicts."""
+"""The audit allows credit once enough of a worker's later tasks were checked, whatever the order of the verdicts."""
 
 import json
 from dataclasses import replace
@@ -32,7 +32,7 @@ def name(number: int) -> str:
 
 
 def walk(*accepted: int, full: bool = True) -> Walk:
-    """A walk that has accepted these tasks of one worker, in this order."""
+    """Return a `Walk` that has accepted these tasks of one worker, in this order."""
     run: Any = SimpleNamespace(config=Config())
     walk = Walk(run)
     for number in accepted:
@@ -57,13 +57,13 @@ def test_only_work_before_two_checked_tasks_may_be_paid(accepted: tuple[int, ...
         pay(walk(*accepted), 0, 1, 2)
 
 
-def test_a_task_that_was_not_checked_whole_covers_nothing() -> None:
+def test_a_task_that_was_checked_only_partly_covers_nothing() -> None:
     with pytest.raises(ValueError, match="before later checks cover it"):
         pay(walk(0, 1, 2, 3, full=False), 0)
 
 
 def test_the_coordinator_pays_what_the_audit_allows() -> None:
-    """Verdicts come in another order than uploads."""
+    """Verdicts arrive in a different order from uploads."""
     harness = open_pool(prompts_per_step=64)
     harness.join(ALICE)
     harness.join(VALIDATOR, "validator")

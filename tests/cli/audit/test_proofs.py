@@ -1,4 +1,4 @@
-"""The audit judges hard rejections again, if the weights still exist: a slash for an honest file is a broken link."""
+"""The audit judges hard rejections again if the weights still exist; a slash for an honest file is a broken link."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,7 @@ def run(tiny_folder: Path, tmp_path: Path) -> Any:
 
 
 def slashed(run: Any, data: bytes, reason: str = "proof") -> AuditState:
-    """The result of a walk: one hard rejection of this file, and the learner's records."""
+    """Return the audit's state after one hard rejection of this file, with the learner's records."""
     weights = blake3((run.folder / "learner" / "versions" / version_name(VERSION) / "model.safetensors").read_bytes())
     state = AuditState(SETTINGS)
     computed = SimpleNamespace(dtype="float32")

@@ -33,7 +33,7 @@ def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, one_thr
 
 
 def run(tiny_folder: Path, folder: Path, **changed: Any) -> Any:
-    """A run of three steps whose learner kept every checkpoint, and the result of an audit's walk."""
+    """Return a run of three steps whose learner kept every checkpoint, and the audit's state after reading it."""
     config = run_config(STEPS, {"checkpoint_every": 1} | changed)
     config = config.model_copy(update={"model": config.model.model_copy(update={"name": str(tiny_folder)})})
     pool = Pool(*[step_file(step) for step in range(STEPS)])
@@ -88,7 +88,7 @@ def test_a_step_trained_again_gives_the_same_weights(found: Any, tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("field", ["before", "after"])
-def test_weights_that_a_kept_checkpoint_does_not_give_are_named(found: Any, tmp_path: Path, field: str) -> None:
+def test_weights_that_do_not_follow_from_a_kept_checkpoint_are_named(found: Any, tmp_path: Path, field: str) -> None:
     records = list(found.records)
     records[1] = records[1].model_copy(update={field: "0" * 64})
     lied = SimpleNamespace(records=records, configs=found.configs)
@@ -98,8 +98,8 @@ def test_weights_that_a_kept_checkpoint_does_not_give_are_named(found: Any, tmp_
             pass
 
 
-def test_another_state_before_the_step_gives_other_weights(found: Any, tmp_path: Path) -> None:
-    """A checkpoint that the learner signed, although it never was in this state."""
+def test_a_different_state_before_the_step_gives_different_weights(found: Any, tmp_path: Path) -> None:
+    """As if the learner had signed a checkpoint of a state that it was never in."""
     other = SimpleNamespace(folder=shutil.copytree(found.run.folder, tmp_path / "run"))
     checkpoints = other.folder / "learner" / "checkpoints"
     shutil.rmtree(checkpoints / "step-000002")
@@ -111,7 +111,7 @@ def test_another_state_before_the_step_gives_other_weights(found: Any, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_machine_with_other_numerics_compares_nothing(found: Any, tmp_path: Path) -> None:
+def test_nothing_is_compared_on_a_machine_with_different_numerics(found: Any, tmp_path: Path) -> None:
     other = found.records[1].computed.model_copy(update={"machine": "another"})
     records = list(found.records)
     records[1] = records[1].model_copy(update={"computed": other, "after": "0" * 64})

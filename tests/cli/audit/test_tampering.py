@@ -32,8 +32,8 @@ def test_an_unchanged_run_passes_and_its_contributions_are_counted(finished: Pat
 
 
 @pytest.mark.parametrize("need", [NEED - 1, NEED + 1])
-def test_a_batch_of_another_size_than_the_config_is_named(tmp_path: Path, need: int) -> None:
-    """The coordinator's later start records another size, but its batches keep the earlier one."""
+def test_a_batch_whose_size_differs_from_the_config_is_named(tmp_path: Path, need: int) -> None:
+    """The coordinator restarts and records another size, but its batches keep the earlier one."""
     run = Recorded(tmp_path / "run")
     section = run.config.coordinator.model_copy(update={"prompts_per_step": need})
     record_start(run.pool.db, RUN, COORDINATOR.public, run.config.model_copy(update={"coordinator": section}))
@@ -54,7 +54,7 @@ def test_a_batch_with_too_many_unchecked_groups_is_named(tmp_path: Path, monkeyp
     broken(run, "has 1 groups that were not prefilled whole")
 
 
-def test_a_file_that_was_not_prefilled_whole_as_the_ledger_says_is_named(tmp_path: Path) -> None:
+def test_a_file_that_was_only_partly_prefilled_contrary_to_the_ledger_is_named(tmp_path: Path) -> None:
     run = Recorded(tmp_path / "run")
     run.publish(0)
     run.submit(ALICE, 0, prefilled=False)

@@ -37,7 +37,7 @@ SHOAL = [sys.executable, "-m", "shoal"]
 
 
 def services(given: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """Return the services of deploy/compose.yaml. As compose does, replace variables by `given` or by their defaults."""
+    """Return the services of deploy/compose.yaml, with variables replaced by `given` or their defaults."""
     text = DEFAULTED.sub(lambda match: (given or {}).get(match[1], match[2]), (DEPLOY / "compose.yaml").read_text())
     services: dict[str, dict[str, Any]] = yaml.safe_load(text)["services"]
     return services

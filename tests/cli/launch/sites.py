@@ -1,8 +1,8 @@
-"""Run the blocks of docs/operate.md that name a site, unchanged, in network namespaces. Write result.json.
+"""Run the code blocks of docs/operate.md that name a site, unchanged, in network namespaces. Write result.json.
 
     internet           this program's namespace, which routes between the sites' public addresses
     trusted, relays    one public address each
-    nat                a public address; masquerades for home
+    nat                a public address; masquerades the traffic of home
     home               a private address, without a route from outside
 
 Invariant: everything is inside the namespaces that `enter_namespaces` moves this program into, and ends with it.

@@ -38,7 +38,7 @@ def test_processes_that_use_cuda_are_not_forked(children: Children, request: pyt
 
 
 def test_run_returns_the_last_output_line_of_a_command(children: Children, tmp_path: Path, tiny_folder: Path) -> None:
-    folder = tmp_path / ("x" * 200) / ("y" * 200)  # long lines are not cut
+    folder = tmp_path / ("x" * 200) / ("y" * 200)  # the line is long, and must not be cut
     shutil.copytree(tiny_folder, folder)
     last = children.run("prepare", [str(CONFIGS / "tiny.toml"), "--set", f"model.name={folder}"], PREPARE)
     assert json.loads(last)["folder"] == str(folder)

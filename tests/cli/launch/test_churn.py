@@ -41,7 +41,7 @@ def test_two_minutes_of_churn_lose_nothing_and_penalise_nobody(tmp_path: Path) -
     check(json.loads((tmp_path / "result.json").read_text()))
 
 
-def test_the_committed_churn_shows_every_fault_of_every_role() -> None:
+def test_the_committed_churn_includes_every_kind_of_fault_and_every_role() -> None:
     result = json.loads(RESULT.read_text())
     check(result)
     assert result["churned_s"] >= 15 * 60
@@ -60,7 +60,7 @@ def test_the_committed_churn_shows_every_fault_of_every_role() -> None:
 
 @pytest.mark.slow
 def test_a_worker_ten_times_slower_is_credited_and_not_penalised(tmp_path: Path) -> None:
-    """tests/coordinator/test_arrivals.py measures, in virtual time, that no step waits for it and how much is wasted."""
+    """tests/coordinator/test_arrivals.py measures that no step waits for such a worker, and how much is wasted."""
     out = tmp_path / "run"
     swarm = start(out, "--set", "workers.count=3", "--set", "run.steps=30")
     wait_until(lambda: trained_steps(out) >= 1, DEADLINE_S, "a step")

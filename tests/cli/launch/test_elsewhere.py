@@ -1,4 +1,4 @@
-"""A pool on three sites, by the commands of docs/operate.md: TLS through a real nginx, and NAT."""
+"""A pool on three sites, started with the commands of docs/operate.md: TLS through a real nginx, and NAT."""
 
 import json
 import sqlite3

@@ -41,7 +41,7 @@ def planned(swarm: PoolSwarm) -> dict[str, list[str]]:
     return {each.name: members.command(each, swarm.local_config, swarm.out, swarm.cores) for each in swarm.members}
 
 
-def test_every_trusted_role_is_started_and_no_worker(tmp_path: Path) -> None:
+def test_every_trusted_role_is_started_but_no_worker(tmp_path: Path) -> None:
     commands = planned(pool(tmp_path / "pool"))
     assert list(commands) == ["learner", "origin", "relay-0", "validator-0", "validator-1", "evaluator"]
     assert [command[0] for command in commands.values()] == [name.partition("-")[0] for name in commands]
@@ -50,7 +50,7 @@ def test_every_trusted_role_is_started_and_no_worker(tmp_path: Path) -> None:
     assert commands["origin"][3:5] == ["--watch", str(tmp_path / "pool" / "learner" / "versions")]
 
 
-def test_async_level_0_shares_the_cores_without_workers(tmp_path: Path) -> None:
+def test_async_level_0_gives_all_cores_to_the_learner(tmp_path: Path) -> None:
     swarm = pool(tmp_path / "pool", coordinator={"async_level": 0})
     swarm.cores = 4
     learner = planned(swarm)["learner"]

@@ -47,7 +47,7 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Iterator[Path]:
-    """Where the child writes its pid. Kill the child afterwards if it still runs."""
+    """Yield the path where the child writes its pid. Kill the child afterwards if it still runs."""
     path = tmp_path / "pid"
     yield path
     if path.exists() and alive(pid := int(path.read_text().split()[0])):
@@ -97,7 +97,7 @@ process.begin("child", threads=0)
 
 
 def test_freed_memory_goes_back_to_the_system() -> None:
-    """With a child's malloc settings, memory below a block in use would stay without the trim."""
+    """With a child's malloc settings, freed memory below a block in use is returned only by the trim."""
     script = """
 import time
 from pathlib import Path

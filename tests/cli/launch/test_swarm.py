@@ -79,7 +79,7 @@ def test_a_swarm_trains_on_verified_rollouts(finished: tuple[Path, str]) -> None
     assert sum(summary["restarts"].values()) == 0
 
 
-def test_the_bound_on_learning_separates_runs_that_learn() -> None:
+def test_the_bound_separates_runs_that_learn_from_others() -> None:
     honest = committed_gains("tiny-learning")
     # A new run falls below the bound with probability under 1e-4: Student's t with 9 degrees of freedom beyond 6.02.
     assert len(honest) >= 10

@@ -1,4 +1,4 @@
-"""Whole tiny runs with dishonest workers, with torch, vLLM and both, and with several submissions at once."""
+"""Whole tiny runs with dishonest workers: on torch, on vLLM, on both, and with several submissions at once."""
 
 import os
 import re
@@ -79,7 +79,7 @@ def test_several_submissions_at_once_are_accepted_and_a_liar_is_slashed(tmp_path
 
 
 def max_in_flight(log: str) -> int:
-    """Return the highest number of tasks that a worker had and had not uploaded yet."""
+    """Return the largest number of tasks that a worker held at once before uploading them."""
     highest, in_flight = 0, set[str]()
     for id, uploaded in re.findall(r"(?:task|submission) (\S+-\d{6})(?::| (is uploaded):)", log):
         in_flight = in_flight - {id} if uploaded else in_flight | {id}

@@ -1,6 +1,6 @@
 """The formulas for a step's time and memory, against a case small enough to compute by hand.
 
-`test_measured` compares them with whole runs; here are the cases that no measured run has.
+`test_measured` compares them with whole runs; the cases here occur in no measured run.
 """
 
 from dataclasses import replace
@@ -75,13 +75,13 @@ def test_the_work_of_a_step_follows_from_its_config() -> None:
     assert work_of(config, prompt=7, length=1000).rows == -(-2 * 8007 // 4000)
 
 
-def test_a_step_takes_the_time_of_all_roles_work() -> None:
+def test_a_steps_time_is_that_of_all_roles_work() -> None:
     pairs = 15 + 2 * (3 * 5 + 6)  # prompt with itself; each completion with the prompt and itself: 57
     dense, attention = 2 * (288 * (5 + 6) + 40 * 6), 4 * 2 * 4 * pairs
     assert (dense_flops(SIZES, WORK), attention_flops(SIZES, WORK)) == (dense, attention)
     forward_s = dense / 500 + attention / 200
     moved_s = 2 * (28 + 3 * 14) * 328 / 50  # the optimizer's state, and the gradients of three rows
-    weights_s = 4 * 2 / 4 * 4 * 2 * 328 / 50  # until the longest completion has ended
+    weights_s = 4 * 2 / 4 * 4 * 2 * 328 / 50  # read once per token until the longest completion has ended
     caches_s = 4 * 2 * 3 * 6.5 * 16 / 50  # each token reads the 5 + 3 / 2 tokens before it
     computing_s, prompts_s = 2 * 328 * 4 * 2 * 3 / 100, 2 * 288 * 5 * 4 / 500
     assert step_seconds(SIZES, WORK, 2, MACHINE) == pytest.approx(

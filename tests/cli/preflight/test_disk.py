@@ -1,4 +1,4 @@
-"""The disk space that a run needs, and the errors of a disk without it."""
+"""The disk space that a run needs, and the errors if it is missing."""
 
 import errno
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_a_short_run_needs_less_and_keeps_less_than_it_needs() -> None:
     assert CHECKPOINT < NEEDS.kept_bytes < NEEDS.peak_bytes
 
 
-def test_a_run_must_fit_beside_the_reserve_that_would_stop_it(tmp_path: Path) -> None:
+def test_a_run_must_fit_on_the_disk_without_using_its_reserve(tmp_path: Path) -> None:
     enough = NEEDS.peak_bytes + RESERVE_BYTES
     check_space(tmp_path, NEEDS, free=enough)
     assert disk_finding(NEEDS, enough).level == "ok" and disk_finding(NEEDS, enough - 1).level == "fails"

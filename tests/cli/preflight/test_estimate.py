@@ -58,7 +58,7 @@ def whole(config: Config, trained: int = 0, **measured: Any) -> Forecast:
     return run
 
 
-def test_a_run_is_its_start_its_steps_and_two_evaluations() -> None:
+def test_a_runs_time_is_that_of_its_start_its_steps_and_two_evaluations() -> None:
     config, cpu = settings(), speed(400e9, 10e9, CORES)
     work = work_of(config, prompt=26, length=12, useful=USEFUL)
     assert evaluation(config, work) == replace(work, generated=128, completions=1, at_once=64)
@@ -96,7 +96,7 @@ def test_a_forecast_gives_two_findings_and_too_little_memory_fails() -> None:
     assert needed.level == "fails" and "learner.lora" in needed.remedy
 
 
-def test_a_run_that_cannot_be_estimated_has_the_reason_instead(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_estimated_gives_the_reason_instead(tmp_path: Path) -> None:
     adapters = settings(learner={"lora": {"rank": 4}})
     assert forecast(adapters, MEASURED, CORES) == "not estimated for adapters"
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')

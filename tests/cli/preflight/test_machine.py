@@ -1,4 +1,4 @@
-"""`shoal check`: the findings about a machine, and those about this one."""
+"""`shoal check`: findings about made-up machines, and about this one."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_this_machine_is_measured_and_nothing_is_written(tmp_path: Path) -> None
     assert free_bytes(tmp_path / "not" / "made") > 0 and not (tmp_path / "not").exists()
 
 
-def test_a_device_and_a_folder_that_are_not_there_fail_with_status_1(
+def test_a_missing_device_and_a_missing_folder_fail_with_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

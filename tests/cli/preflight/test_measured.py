@@ -1,4 +1,4 @@
-"""The estimate against committed measurements of runs, at the measured speeds of their CPUs."""
+"""The estimate compared with committed measurements of runs, given the measured speeds of their CPUs."""
 
 import json
 from collections import defaultdict

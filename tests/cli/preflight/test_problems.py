@@ -1,4 +1,4 @@
-"""Faults of a config that are found before anything is started, each as one line."""
+"""Faults of a config that are found before anything is started, each reported in one line."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A coordinator over real loopback HTTP, as `serve_forever` in a thread, and uploads without a socket."""
+"""A coordinator that `serve_forever` runs in a thread over real loopback HTTP, and uploads without a socket."""
 
 import secrets
 import socket
@@ -30,7 +30,7 @@ from ..support import payload
 RUN = "test-0"
 PATIENCE_S = 60.0  # far more than anything here needs
 
-ANYONE = httpx.Client(timeout=PATIENCE_S, verify=False)  # loading the authorities takes 30 ms, and nothing here is TLS
+ANYONE = httpx.Client(timeout=PATIENCE_S, verify=False)  # loading certificates takes 30 ms, and nothing uses TLS
 
 CONFIG = parse(
     {

@@ -47,7 +47,7 @@ def worker_status(site: Site) -> dict[str, Any]:
 
 
 def test_files_that_were_not_announced_are_not_kept_and_cost_their_task(site: Site) -> None:
-    """Otherwise one announced hash and a hundred other bodies would fill the disk at no cost."""
+    """Otherwise a worker could announce one hash and fill the disk with a hundred other files at no cost."""
     worker = site.clients["worker"]
     task = task_of(worker)
     announce(worker, task["id"], "0" * 64)
@@ -89,7 +89,7 @@ def test_the_announced_file_is_kept(site: Site) -> None:
 
 
 def test_only_a_validators_newest_accepted_file_is_kept(site: Site) -> None:
-    """It may store it again after a restart."""
+    """A validator may store the same file again after a restart."""
     worker, validator = site.clients["worker"], site.clients["validator"]
     task = task_of(worker)
     worker.put(task["upload_path"], content=b"rollouts").raise_for_status()
@@ -107,7 +107,7 @@ def test_a_file_that_is_refused_after_it_was_written_is_removed(
     def full(*_: object, **__: object) -> None:
         raise DatabaseFullError("the disk is full")
 
-    for name, kept in (("w", 0), ("other", 1)):  # whose submission is the same file as that of the first
+    for name, kept in (("w", 0), ("other", 1)):  # both submit the same file
         worker, task = worker_with_task(coordinator, name)
         with monkeypatch.context() as patched, pytest.raises(DatabaseFullError):
             patched.setattr(coordinator.pool.db.submissions, "move", full)
@@ -117,7 +117,7 @@ def test_a_file_that_is_refused_after_it_was_written_is_removed(
 
 
 def test_a_grant_has_at_most_two_unfinished_files(coordinator: Any) -> None:
-    """The newest upload replaces the others, but each of those keeps its file until its sender's next piece."""
+    """The newest upload replaces the others, but each of these keeps its file until its sender's next piece."""
     worker, task = worker_with_task(coordinator)
 
     async def many() -> list[Any]:
@@ -224,7 +224,7 @@ def test_in_a_bucket_only_the_announced_file_gets_a_name(coordinator: Any) -> No
 
 
 def test_twenty_uploads_at_once_hold_one_piece_each(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts bytes that were read and are not yet in a file."""
+    """Count the bytes that were read but not yet written to a file."""
     in_memory, peak = 0, 0
     write = IncomingFile.write
 

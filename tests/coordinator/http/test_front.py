@@ -1,4 +1,4 @@
-"""Strangers and greedy members on the coordinator's socket, and the signatures of its answers."""
+"""The coordinator's defences against strangers and greedy members, and the signatures of its answers."""
 
 import asyncio
 import contextlib
@@ -173,8 +173,8 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_fills_no_log(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_a_node_that_beats_too_often_is_recorded_less_often(harness: Harness) -> None:
-    """Each record is a sync of the disk, for which everybody waits."""
+def test_a_node_that_sends_too_many_heartbeats_is_recorded_less_often(harness: Harness) -> None:
+    """Each record syncs the disk, and every request waits for that."""
     members = harness.pool.members
     changed = harness.pool.db.connection.sqlite.total_changes
     for _ in range(400):

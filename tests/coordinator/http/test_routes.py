@@ -92,7 +92,7 @@ def test_only_the_operator_books_stakes(site: Site) -> None:
 OPEN = {("GET", path) for path in ("/healthz", "/metrics", "/v1/run", "/v1/offer", "/v1/status", "/v1/history")}
 ALLOWED = {
     ("POST", "/v1/register"): {*ROLES, "stranger"},
-    ("POST", "/v1/bookings"): set(),  # the operator
+    ("POST", "/v1/bookings"): set(),  # only the operator
     ("POST", "/v1/heartbeat"): set(ROLES),
     ("POST", "/v1/drain"): {"worker"},
     ("GET", "/v1/ledger/{after}"): set(ROLES),

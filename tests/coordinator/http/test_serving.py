@@ -35,7 +35,7 @@ def finish(folder: Path) -> None:
 
 
 def serve(folder: Path, *, reports: bool, until: Path) -> None:
-    """Serve until the file `until` is there."""
+    """Serve until the file `until` exists."""
     stop = threading.Event()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

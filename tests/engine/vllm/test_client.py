@@ -1,4 +1,4 @@
-"""A child process that is missing, unfit, silent or dead: nothing hangs, is left behind, or gets signed.
+"""With a missing, unfit, silent or dead child process, nothing hangs, is left behind or gets signed.
 
 Here the child is a few lines of Python.
 """
@@ -148,7 +148,7 @@ def test_no_wait_is_longer_than_its_deadline(
 def test_processes_that_a_hanging_child_started_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "END_S", 0.05)
     pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)  # its reader sees the end when the last process that may write is gone
+    os.mkfifo(pipe)  # its reader sees the end of file once every process with the write end has ended
     engine = loaded(tmp_path, then=f"os.open({str(pipe)!r}, os.O_WRONLY); os.fork(); time.sleep(600)")
     with pipe.open("rb") as reader:
         engine.close()

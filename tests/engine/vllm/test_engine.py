@@ -1,4 +1,4 @@
-"""vLLM samples Shoal's tokens by Shoal's seeds, and returns their logprobs and hidden states. Slow; needs vLLM."""
+"""vLLM samples the tokens that Shoal's seeds determine, with their logprobs and hidden states. Slow; needs vLLM."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixture
 SAMPLING = Sampling(1.0, 24, (1,))
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
 SEEDS = [[100 * group + number for number in range(4)] for group in range(len(PROMPTS))]
-NEAR = 1e-2  # nats between two engines in float32
+NEAR = 1e-2  # largest difference, in nats, between two engines in float32
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""After a reload vLLM computes with the new weights alone, in several architectures: it keeps copies of some. Slow."""
+"""After a reload vLLM uses only the new weights, although it keeps copies of some. Several architectures. Slow."""
 
 from pathlib import Path
 from typing import Any
