@@ -16,8 +16,8 @@ Settling copies the ledger's entries about accounts into the contract, one by on
     slashed      slash(worker, entry digest, hash of the rejected file)
 
 The contract refuses an entry that it already has, and the settler checks before it sends. So the settler may crash, repeat
-itself or miss an answer, and nothing is counted twice or left out. The contract stores digests, so a ledger that
-lacks one of them is not the ledger that was settled.
+itself or miss an answer, and nothing is counted twice or left out. The contract stores digests, so a ledger that lacks one
+of them is not the ledger that was settled.
 Left out: several entries in one transaction; reorganisations (wait for more blocks on chains that have them); fees that rise
 while a transaction waits.
 """

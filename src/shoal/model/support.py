@@ -11,7 +11,7 @@ convolutions, their own position biases, attention sinks and windows. They would
 Tolerance. The comparison runs in float32 whatever dtype the model computes in, because bfloat16 hides the difference:
 SmolLM2-135M differs by 6e-6 nats per token in float32 and by 0.08 in bfloat16 (means over 65 tokens, three draws), and
 trained models that Shoal computes wrongly differ by 0.1 to 5. Among the causal architectures of transformers 5.23 with
-random weights, the largest mean of one computed correctly is 5e-7, and the smallest of one computed wrongly is 1e-2. The
+random weights, the largest mean of a correctly computed one is 5e-7, the smallest of a wrongly computed one 1e-2. The
 tolerance lies between: 150 times the mean of SmolLM2. The mean counts, not the maximum: in a mixture of experts, rounding
 may send a single token to another expert.
 """

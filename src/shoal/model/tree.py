@@ -2,7 +2,7 @@
 
 Trees are packed side by side into one row without padding. A token attends only to its own prompt and to earlier tokens
 of its own completion (`attention`), and keeps the position id of its own sequence. So packed and unpacked logprobs are
-equal. If all prompts of a row share a prefix, such as a system prompt, that prefix, the root, is computed once, too.
+equal. If all prompts of a row share a prefix, such as a system prompt, that prefix (the root) is also computed once.
 Targets are the completion tokens that the model wrote; `predictor` is the position that predicts each of them. Tokens of an
 environment (`turns`) are attended to, but are not targets.
 

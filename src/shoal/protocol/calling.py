@@ -25,11 +25,11 @@ from shoal.protocol.invite import Invite
 from shoal.protocol.signing import UnsignedAnswerError, check_answer
 
 PATIENCE_S = 120.0  # how long a request is repeated while the coordinator is down or restarting
-MAX_PAUSE_S = 2.0  # between two attempts; pauses double up to it
-STOP_S = 1.0  # for a request in progress when this process is told to stop
+MAX_PAUSE_S = 2.0  # the longest pause between two attempts; pauses double up to it
+STOP_S = 1.0  # what a request in progress may still take when this process is told to stop
 WAITING_SHARE = 0.2  # largest share of its time that a polling node waits for responses
-LOOK_S = 0.1  # between two checks of the stop event
-SEND_BYTES = 1 << 20  # of a body that httpcore gets at once
+LOOK_S = 0.1  # the time between two checks of the stop event
+SEND_BYTES = 1 << 20  # bytes of a body that are passed to httpcore at once
 MESSAGE_BYTES = 16 << 20  # the largest message, unless the caller names another limit
 PLAIN = {"accept-encoding": "identity"}  # header of a request
 MIN_BPS, GRACE_S = 1024, 30.0  # minimum rate of a body, enforced after GRACE_S

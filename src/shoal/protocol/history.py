@@ -41,10 +41,10 @@ from shoal.protocol.signing import SignedAuth, UnsignedAnswerError, check_answer
 
 MAX_SAMPLES = 512  # the newest are kept
 BUSY = 429  # HTTP status
-PAUSE_S, PATIENCE_S = 0.5, 30.0  # between two attempts, and for all of them
-AUDIENCE, OFFER_BYTES = "offer", 64 << 10  # of a request for an offer; the largest offer
-MAX_BYTES = 16 << 20  # of a state or a page of history
-MAX_PAGES = 1000  # of history per `look`: a malicious server could send new ones without end
+PAUSE_S, PATIENCE_S = 0.5, 30.0  # the pause between two attempts; the limit for all of them
+AUDIENCE, OFFER_BYTES = "offer", 64 << 10  # the audience of a request for an offer; the largest offer
+MAX_BYTES = 16 << 20  # the largest state or page of history
+MAX_PAGES = 1000  # pages of history per `look`: a malicious server could send new ones without end
 
 
 class NodeStatus(Message):
@@ -55,9 +55,9 @@ class NodeStatus(Message):
     seen_s: float
     evicted: bool
     state: NodeState = "active"
-    reason: str = ""  # for its state
-    suspended_s: float = Field(default=0, ge=0)  # until it gets tasks again; 0: not suspended
-    suspension: str = ""  # why
+    reason: str = ""  # why it is in this state
+    suspended_s: float = Field(default=0, ge=0)  # time until it gets tasks again; 0: not suspended
+    suspension: str = ""  # why it is suspended
     missed: int = Field(default=0, ge=0)  # tasks that it never uploaded
     accepted: int
     rejected: int
@@ -66,7 +66,7 @@ class NodeStatus(Message):
     pending: Count = 0  # tokens of accepted work whose credit is in escrow
     evidence: float = 0.0  # against its honesty, over all its submissions, in nats; ln(1 / evidence.ALPHA) dismisses it
     fingerprint: str = MaybeHex64  # for the newest version that it reported; "": it is in no exactness class
-    size: Count = 0  # groups in its usual task; 0: a newcomer's
+    size: Count = 0  # groups in its usual task; 0: as many as a newcomer gets
     capability: Capability = Capability()  # as it reported
 
 
@@ -74,7 +74,7 @@ class Exactness(Message):
     """Work that was replayed bit for bit."""
 
     submissions: Count = 0  # accepted
-    tokens: Count = 0  # sampled tokens of these: each with the same argmax, logprob and proof
+    tokens: Count = 0  # sampled tokens in these: each with the same argmax, logprob and proof
     mismatched_tokens: Count = 0  # in submissions that were rejected as `inexact`
 
 
@@ -84,8 +84,8 @@ class Signal(Message):
     groups: int = Field(default=0, ge=0)  # accepted since the open step began
     useful: int = Field(default=0, ge=0)  # of these
     flat: int = Field(default=0, ge=0)  # how many newest accepted groups in a row have equal rewards
-    lowest: float | None = None  # mean reward of these groups
-    highest: float | None = None
+    lowest: float | None = None  # lowest mean reward of these groups
+    highest: float | None = None  # highest mean reward of these groups
 
 
 class Grading(Message):
@@ -108,7 +108,7 @@ class Status(Message):
     started_s: float
     now_s: float
     nodes: list[NodeStatus]
-    trained: int  # steps
+    trained: int  # number of trained steps
     notices: list[str]  # for the operator, newest last
     reject_reasons: dict[str, int]
     slashed: list[str]

@@ -38,7 +38,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LEASE_S = 300.0  # a validator's time from a claim to its verdict
 LARGEST = 2**53 - 1  # largest integer that every JSON reader and SQLite represent exactly
-MAX_SENDERS = 64  # of one version, in each node's report
+MAX_SENDERS = 64  # senders of one version that a node reports
 MAX_IN_FLIGHT = 16  # submissions that a worker generates at once (`workers.in_flight`)
 VERSION = 4  # of this protocol; each side refuses another version
 
@@ -52,7 +52,7 @@ SubmissionId = Field(pattern=r"^[0-9a-f]{16}-[0-9]{6}$")
 SourceName = Field(default="", max_length=60)
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 MILLION = 1_000_000  # scores are summed in whole millionths, so sums are exact and equal everywhere
-MAX_ROLLOUTS = 1 << 16  # of one group
+MAX_ROLLOUTS = 1 << 16  # in one group
 Url = Field(max_length=200, pattern=r"^https?://[^\s]+$")
 
 
@@ -148,7 +148,7 @@ class Intake(Message):
     version: Count | None = None
     size_bytes: Count = 0  # transferred
     took_s: float = Field(default=0, ge=0)
-    ago_s: float = Field(default=0, ge=0)  # since they were complete
+    ago_s: float = Field(default=0, ge=0)  # since the weights were complete
 
 
 class Stats(Message):
@@ -443,21 +443,22 @@ BEYOND = (0.0, 1 / 8, 1 / 2, 1.0)  # margins, in units of `validator.sampling_ma
 class ToleranceSpent(Message):
     """How much of the checks' tolerance one submission used. The coordinator sums this over a worker's submissions.
 
-    The e-values have a mean of at most 1 for any honest worker (`shoal.evidence`).
+    The comment on a LogEValue says what it is evidence for. An e-value has a mean of at most 1 for any honest worker
+    (`shoal.evidence`).
     """
 
     exposure: AtLeast0  # sum over sampled tokens of 1 - P(token): how often numerics could have changed a token
     beyond: tuple[Count, Count, Count, Count]  # tokens whose margin exceeds each of BEYOND
     better: LogEValue  # differing tokens are in a group's better completions
-    worse: LogEValue  # in its worse ones
-    easier: LogEValue  # in groups of higher mean reward
-    harder: LogEValue  # in groups of lower mean reward
+    worse: LogEValue  # differing tokens are in a group's worse completions
+    easier: LogEValue  # differing tokens are in groups of higher mean reward
+    harder: LogEValue  # differing tokens are in groups of lower mean reward
     proof_exponent_mean: AtLeast0
     proof_mantissa_mean: AtLeast0
     logprob_error_mean: AtLeast0
     distribution: LogEValue  # tokens are too likely or too unlikely
     improved: Count = 0  # regenerated rollouts that are better than what their seeds yield
-    spoiled: Count = 0  # worse ones
+    spoiled: Count = 0  # regenerated rollouts that are worse
 
     @model_validator(mode="after")
     def _consistent(self) -> "ToleranceSpent":

@@ -25,7 +25,7 @@ LARGE_AT_ONCE = 2  # of these, requests whose body or answer is a large file in 
 # Bytes per second, with the same burst.
 MEMBER_BYTES = 4 << 20  # of answers to one member
 OPEN_BYTES = 4 << 20  # of answers to one address: a dashboard opened late reads a long history at once
-FILE_WEIGHT = 1 / 4  # of a byte of task data, or of an upload that was not kept: cheaper than made answers
+FILE_WEIGHT = 1 / 4  # weight of a byte of task data, or of an upload that was not kept: neither was made here
 # Bytes of answers that were made and not yet received. One answer at a time may be larger.
 LARGE_BYTES = 64 << 10  # smaller answers are not counted: a connection's own buffers hold them
 MEMBER_UNREAD, ADDRESS_UNREAD = 16 << 20, 4 << 20

@@ -1,4 +1,4 @@
-"""Control one fork server from outside: start it, send it programs, kill it; and choose the host files it can see.
+"""Control one fork server from outside: start it, send it programs, kill it, and choose the host files that it can see.
 
 Invariants: `kill` needs no cooperation: the kernel kills the server by its pidfd and, except in `plain`, every process
 inside. A failed start raises StartError with the reason. The visible files are the interpreter, its library, the system's

@@ -19,7 +19,7 @@ from shoal.sandbox.limits import PLAIN, Program, Result
 from shoal.sandbox.pool import Sandbox
 from shoal.sandbox.process import SandboxProcess
 
-END_S = 0.5  # for a child to end after its answer
+END_S = 0.5  # how long a child may take to end after its answer
 
 Ending = Literal["answered", "raised", "timeout", "memory", "output", "died", "late"]
 

@@ -14,7 +14,7 @@ MIB = 1 << 20
 MIN_MEMORY_BYTES = 64 * MIB  # the interpreter itself takes about 25 MiB of address space
 
 Tier = Literal["bubblewrap", "kernel"]
-TIERS: tuple[Tier, ...] = get_args(Tier)  # the strongest first
+TIERS: tuple[Tier, ...] = get_args(Tier)  # strongest first
 PLAIN = "plain"  # for code that this machine's owner trusts
 Outcome = Literal["exited", "killed", "timeout", "memory", "output"]
 
@@ -24,7 +24,7 @@ class SandboxError(Exception):
 
 
 class StartError(SandboxError):
-    """A server did not start; the message has the last line of its output."""
+    """A server did not start; the message holds the last line of its output."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Result:
     exit_code: int | None
     stdout: bytes
     stderr: bytes
-    cpu_s: float  # of all its processes, including start-up
+    cpu_s: float  # total of all its processes, including start-up
     wall_s: float
     memory_bytes: int  # peak resident; in the tier `plain`, beyond the server's own
     tier: str

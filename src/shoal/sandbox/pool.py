@@ -21,7 +21,7 @@ from shoal.sandbox.limits import PLAIN, TIERS, Budget, Program, ProgramLimits, R
 from shoal.sandbox.process import SandboxProcess
 
 QUEUE_S = 300.0  # how long a caller waits for a free server
-MIN_WALL_S = 1e-3  # of a program that starts after the budget's end
+MIN_WALL_S = 1e-3  # wall limit of a program that starts after the budget's end
 REMEDY = {
     "bubblewrap": "install bubblewrap 0.8 or newer (`make sandbox`) and allow user namespaces; "
     "Ubuntu restricts them: sysctl kernel.apparmor_restrict_unprivileged_userns=0",

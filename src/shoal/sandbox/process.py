@@ -17,9 +17,9 @@ from typing import Any
 from shoal.sandbox.forkserver import ForkServer
 from shoal.sandbox.limits import Outcome, Program, ProgramLimits, Result, SandboxError
 
-GRACE_S = 5.0  # for the supervisor to kill and report after the leash closes; then the whole server is killed
+GRACE_S = 5.0  # how long the supervisor may take to kill and report after the leash closes; then the server is killed
 CHUNK = 1 << 16
-MAX_WAIT_S = 3600.0  # of one `poll` call
+MAX_WAIT_S = 3600.0  # the longest wait of one `poll` call
 OUT_OF_MEMORY = 10  # SIGUSR1, see program.py
 
 

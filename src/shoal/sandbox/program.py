@@ -33,7 +33,7 @@ MAIN = types.ModuleType("__main__")
 FILTERS: list[seccomp.Filter] = []  # the one filter, built in the server
 STACK_BYTES = 64 << 20
 SCRATCH_BYTES = 16 << 20
-THREADS = 8  # beyond a program's first
+THREADS = 8  # threads beyond a program's first
 # Other processes of the same user: server, supervisor and, in `kernel`, the process that waits for the server outside.
 OTHERS = {"bubblewrap": 2, "kernel": 3}
 

@@ -38,7 +38,7 @@ WARM = [
 MAX_DESCRIPTORS = 8
 READY, DONE = b"ready", b"done"
 BACKSTOP_S = 0.5  # how much later than the pool's own timeout
-MAX_WAIT_S = 3600.0  # of one `poll` call
+MAX_WAIT_S = 3600.0  # the longest wait of one `poll` call
 PROCESS_CPU_CLOCK = 2  # low bits of the clock id of a process's CPU clock
 LOWEST = 16  # lower descriptors are the program's
 

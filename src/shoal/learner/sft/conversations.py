@@ -14,10 +14,10 @@ turn. To locate the spans, the model's chat template is applied to prefixes of t
     up to and including the turn              <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nYo<|im_end|>\\n
     trained                                                                                        Yo<|im_end|>
 
-Invariant: every row is a conversation, or an error that names its file and row. The tokens before a trained token are those
-that generation would see. It is an error if the tokens of a prefix are not a prefix of the whole conversation's tokens (the
-template rewrites earlier turns, or tokens merge across the boundary), unless the template marks the assistant's text with
-{% generation %}.
+Invariant: every row gives a conversation, or an error that names its file and row. The tokens before a trained token are
+those that generation would see. It is an error if the tokens of a prefix are not a prefix of the whole conversation's tokens
+(the template rewrites earlier turns, or tokens merge across the boundary), unless the template marks the assistant's text
+with {% generation %}.
 Left out: images and audio; other field names ("from", "value"); text without a chat template; per-message weights.
 """
 
