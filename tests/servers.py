@@ -1,6 +1,6 @@
 """Real servers that tests start: PostgreSQL, and two servers with the S3 API.
 
-A test that needs one is skipped where its program is absent; `make servers` installs them.
+A test is skipped if the program of its server is not installed. `make servers` installs all of them.
 """
 
 import contextlib

@@ -46,7 +46,7 @@ METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", 
 
 @dataclass
 class Site:
-    """Make the cases with registered nodes and what these know of the run."""
+    """Makes requests from its registered nodes and what they know of the run."""
 
     random: Random
     port: int

@@ -1,4 +1,4 @@
-"""Refuse thousands of damaged proofs, submissions and requests without a crash; benchmarks/trust/fuzz.py runs a million."""
+"""Thousands of damaged proofs, submissions and requests cause no crash; benchmarks/trust/fuzz.py tries a million."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +33,6 @@ def test_damaged_submissions_are_refused_or_unchanged() -> None:
     check(lambda note: fuzz_files(Random(0), 800, note), 800, common, 5)
 
 
-def test_damaged_requests_are_answered_below_500(tmp_path: Path) -> None:
+def test_damaged_requests_get_a_status_below_500(tmp_path: Path) -> None:
     common = ["request: 400", "request: 401", *(f"signed by its role: {status}" for status in (200, 400, 404))]
     check(lambda note: fuzz_requests(Random(0), 800, note, tmp_path), 800, common, 20)

@@ -75,7 +75,7 @@ def unchecked() -> list[Group]:
     return [replace(group, checked=False) for group in make_groups()]
 
 
-def test_unchecked_logprobs_are_recomputed_on_policy(tiny_folder, tmp_path):
+def test_unchecked_logprobs_are_replaced_by_on_policy_ones(tiny_folder, tmp_path):
     """The files falsely claim -4 nats for every token. If the claim is not used, the ratio in the first update is 1."""
     figures = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=20).train(unchecked())
     assert figures["policy/mismatch_kl"] == figures["policy/clip_low"] + figures["policy/clip_high"] == 0.0

@@ -180,7 +180,7 @@ def test_a_sequence_longer_than_a_row_is_trained_on(tiny_folder, tmp_path):
     assert len(pool.reports[0].trained) == 5
 
 
-def test_a_step_of_equal_rewards_changes_no_weight(tiny_folder, tmp_path):
+def test_a_step_in_which_all_rewards_are_equal_changes_no_weight(tiny_folder, tmp_path):
     pool = Pool(accepted(version=0, rows=[replace(row, reward=1.0) for row in rollouts(5, 4)]))
     loss = {"loss": {"beta": 0.0, "entropy": 0.0}}
     make_learner(tiny_folder, tmp_path, pool, steps=1, **loss).run(threading.Event())

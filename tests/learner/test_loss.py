@@ -1,4 +1,4 @@
-"""Compare every `loss.kind` with a plain loop in float64; test clips, sums, extreme values and reported sums."""
+"""Compare every `loss.kind` with a plain loop in float64, and test clipping, micro-batches, extreme values and reports."""
 
 import math
 from typing import Any

@@ -112,7 +112,7 @@ def test_policy_sums_become_means_per_token_and_norms_means_per_update():
     assert update_metrics(empty) == {"optim/skipped": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1}, "no token"
 
 
-def test_mfu_counts_only_training_and_tokens_per_second_the_whole_step():
+def test_mfu_covers_only_the_training_and_tokens_per_second_the_whole_step():
     figures = speed_metrics(n_tokens=1000, flops=6e12, train_s=20, busy_s=25, waiting_s=25, peak_gflops=600)
     assert figures["perf/mfu"] == pytest.approx(0.5)
     assert figures["perf/tokens_per_s"] == 20

@@ -39,7 +39,7 @@ def groups(talkative_folder, echo) -> list[Group]:
     ]
 
 
-def test_the_learners_logprobs_are_those_of_the_file(talkative_folder, groups):
+def test_the_learners_logprobs_equal_those_in_the_file(talkative_folder, groups):
     """This shows that the behaviour logprobs and targets of a row belong to the same tokens."""
     policy = make_policy(talkative_folder)
     assert any(turns for group in groups for turns in group.turns)

@@ -25,7 +25,7 @@ ACCOUNT = "0x" + "11" * 20
 
 
 class InLedger(LedgerStakes):
-    """Accounts in the ledger. This appends the entries that a coordinator would append."""
+    """Accounts in the ledger, with methods that append the entries which a coordinator would append."""
 
     def register(self, key: str, role: str) -> None:
         self._append("registered", key=key, role=role)

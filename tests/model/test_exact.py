@@ -48,7 +48,7 @@ def test_packing_changes_no_bit(architecture: str, dtype: DtypeName, tmp_path: P
     assert_same(states(model, trees), together)
 
 
-def test_appending_tokens_changes_no_bit_of_the_earlier_ones(tmp_path: Path) -> None:
+def test_appending_tokens_changes_no_bit_of_earlier_results(tmp_path: Path) -> None:
     model = exact_model("wide", tmp_path, "bfloat16")
     tree = Tree([5], [list(range(5, 90)) * 8])
     long_NH, _ = states(model, [tree])
@@ -82,7 +82,7 @@ def test_a_shared_prefix_changes_no_bit(tmp_path: Path, dtype: DtypeName) -> Non
 
 @pytest.mark.parametrize("root", [0, 40])
 @pytest.mark.parametrize("architecture", ["three to a key head", "biases", "norms of queries and keys"])
-def test_logprobs_and_gradients_are_those_of_fast_numerics_up_to_rounding(
+def test_logprobs_and_gradients_equal_those_of_fast_numerics_up_to_rounding(
     architecture: str, root: int, tmp_path: Path
 ) -> None:
     trees = [replace(tree, prompt=[*range(root), *tree.prompt]) for tree in random_trees(3, 96, longest=40)]
@@ -146,7 +146,7 @@ def test_a_products_row_does_not_depend_on_the_others(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_way_has_the_references_bits(dtype: torch.dtype) -> None:
+def test_every_way_to_compute_a_product_gives_the_references_bits(dtype: torch.dtype) -> None:
     """This includes products that no way computes as a whole, so that their rows are halved."""
     skip_unless_exact("float32" if dtype == torch.float32 else "bfloat16")
     x_RK, weight_CK, expected_RC = products._reference(576, 300, dtype)
@@ -156,7 +156,7 @@ def test_every_way_has_the_references_bits(dtype: torch.dtype) -> None:
         assert torch.equal(y_RC, expected_RC[:count]), count
 
 
-def test_rows_are_halved_where_no_way_has_the_references_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_halved_where_no_way_gives_the_references_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     x_RK, weight_CK, expected_RC = products._reference(64, 130, torch.float32)
     written: list[int] = []
 
@@ -174,7 +174,7 @@ def test_rows_are_halved_where_no_way_has_the_references_bits(monkeypatch: pytes
     torch.testing.assert_close(y_RC, expected_RC[:176])
 
 
-def test_a_way_with_other_bits_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_that_gives_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def halves(x: Tensor, weight: Tensor, y: Tensor) -> None:
         y.copy_(x[:, :32] @ weight[:, :32].T + x[:, 32:] @ weight[:, 32:].T)
 

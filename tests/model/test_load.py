@@ -57,7 +57,7 @@ def test_a_folder_that_transformers_cannot_read_is_named(tmp_path: Path, load: A
 
 
 @pytest.mark.parametrize(("load", "reader"), [(load_model, AutoConfig), (load_tokenizer, AutoTokenizer)])
-def test_an_error_of_the_system_is_not_blamed_on_the_model(
+def test_an_error_of_the_operating_system_is_not_blamed_on_the_model(
     tmp_path: Path, load: Any, reader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
@@ -233,7 +233,7 @@ def test_a_refused_file_leaves_every_weight_as_it_was(tiny_folder: Path, edited:
         (None, None, ()),
     ],
 )
-def test_end_tokens_are_the_tokenizers_followed_by_the_generation_configs(
+def test_end_tokens_come_from_the_tokenizer_and_then_the_generation_config(
     tokenizers: int | None, declared: Any, expected: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     GenerationConfig(eos_token_id=declared).save_pretrained(tmp_path)

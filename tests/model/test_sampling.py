@@ -53,7 +53,7 @@ def correlation(a: Tensor, b: Tensor) -> float:
 # ---- seeds
 
 
-def test_a_seed_is_a_known_number_and_changes_with_each_part_of_the_rollouts_name() -> None:
+def test_a_seed_is_a_known_number_and_depends_on_each_part_of_the_rollouts_name() -> None:
     assert rollout_seed(**NAMED) == 6573906608246835865
     for changed in ({"run": "o"}, {"step": 2}, {"worker": "o"}, {"submission": 3}, {"rollout": 4}, {"nonce": "o"}):
         assert rollout_seed(**(NAMED | changed)) != rollout_seed(**NAMED), changed
@@ -64,7 +64,7 @@ def test_a_seed_is_a_known_number_and_changes_with_each_part_of_the_rollouts_nam
 # ---- the hashes
 
 
-def test_keys_and_finaliser_are_the_published_ones() -> None:
+def test_the_hashs_keys_and_finaliser_are_the_published_ones() -> None:
     assert position_keys([0, 0, 0], [0, 1, 2]).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert _fmix32_(np.array([0, 1, 2**32 - 1], np.uint32)).tolist() == [0, 0x514E28B7, 0x81F16F39]
 
@@ -179,7 +179,7 @@ def test_bfloat16_logits_are_scored_in_float32_and_left_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_margins_of_chosen_tokens_are_exactly_zero_and_of_any_other_positive(temperature: float) -> None:
+def test_margins_are_exactly_zero_for_chosen_tokens_and_positive_for_any_other(temperature: float) -> None:
     logits_NV, rows = random_logits(200), range(200)
     scaled_NV = logits_NV / temperature
     tokens_N, _ = choose(logits_NV, rows, rows, temperature)

@@ -28,7 +28,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
 
 
-def test_an_unknown_bundled_name_is_refused_with_the_known_ones() -> None:
+def test_the_error_for_an_unknown_bundled_name_lists_the_known_names() -> None:
     with pytest.raises(ModelNotFoundError, match=f"'bundled:gpt-5'; there are '{SMOLLM2}' and '{TINY}'"):
         resolve("bundled:gpt-5")
 
@@ -99,7 +99,7 @@ def test_a_prompt_needs_a_position_too(tiny_folder: Path) -> None:
         ({"vision": 1}, None),
     ],
 )
-def test_positions_are_those_of_the_language_model(
+def test_the_number_of_positions_is_that_of_the_language_model(
     tmp_path: Path, config: dict[str, object], expected: int | None
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))

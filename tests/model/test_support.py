@@ -147,7 +147,7 @@ def test_gradients_through_scaled_and_capped_logits_equal_those_of_transformers(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_the_change_of_logits_is_identified_by_field_and_example(config: Any, change: LogitChange) -> None:
+def test_how_a_model_changes_its_logits_is_identified_by_field_and_example(config: Any, change: LogitChange) -> None:
     raw = 5 * torch.randn(40, 16)
     assert change_of_logits(config, raw, change(raw)) == change
     assert change_of_logits(config, raw, raw + raw.abs()) is None
@@ -177,7 +177,7 @@ def test_the_comparison_leaves_the_model_and_the_random_state_as_they_were(tiny_
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_window_under_an_unknown_name_is_noticed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_under_an_unknown_config_name_is_noticed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any small number in the config may be a window, so the compared sequences are longer than that."""
     eager = modeling_llama.eager_attention_forward
 

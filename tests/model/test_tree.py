@@ -67,7 +67,7 @@ def plain_logprobs(model: Any, trees: Sequence[Tree]) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("root", [[], ROOT], ids=["no root", "root"])
 @pytest.mark.parametrize("kernel", ["cascade", "masked", "flex", pytest.param("compiled", marks=pytest.mark.slow)])
-def test_packed_logprobs_equal_plain_forwards_of_each_completion(
+def test_packed_logprobs_equal_those_of_a_plain_forward_pass_of_each_completion(
     tiny_model: Any, kernel: str, root: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiling flex attention takes a C++ compiler and 10 s."""
@@ -80,7 +80,7 @@ def test_packed_logprobs_equal_plain_forwards_of_each_completion(
 
 
 @torch.no_grad()
-def test_logprobs_of_a_split_tree_are_those_of_the_whole(tiny_model: Any) -> None:
+def test_logprobs_of_a_split_tree_equal_those_of_the_whole_tree(tiny_model: Any) -> None:
     whole, *_ = some_trees()
     parts = split(whole, 17)
     assert len(parts) == 2
@@ -201,7 +201,7 @@ def test_the_layout_is_the_one_pictured_in_the_module(root: list[int]) -> None:
         ([ROOT, [63, *ROOT[1:]]], 0),
     ],
 )
-def test_how_long_a_shared_prefix_is(prompts: list[list[int]], shared: int) -> None:
+def test_how_long_a_shared_prefix_may_be(prompts: list[list[int]], shared: int) -> None:
     assert shared_prefix(prompts) == shared
 
 
@@ -236,7 +236,7 @@ lengths = st.lists(st.integers(1, 6), min_size=1, max_size=9).filter(lambda turn
 
 
 @given(lengths)
-def test_spans_are_the_models_turns(all_lengths: list[int]) -> None:
+def test_model_spans_are_the_turns_of_the_model(all_lengths: list[int]) -> None:
     """Each token is the number of its turn."""
     written = [number for number, length in enumerate(all_lengths) for _ in range(length)]
     turns, n = all_lengths[:-1], len(written)

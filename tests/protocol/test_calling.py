@@ -116,8 +116,8 @@ def test_an_answer_that_the_coordinator_did_not_sign_is_ignored(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("change", ["body", "status", "another request"])
-def test_an_answer_changed_in_between_is_ignored(tmp_path: Path, change: str) -> None:
-    """So is the coordinator's own answer to another request, such as another worker's task or another step's batch."""
+def test_an_answer_that_somebody_in_between_changed_is_ignored(tmp_path: Path, change: str) -> None:
+    """An answer of the coordinator to another request, such as another worker's task or step's batch, is ignored, too."""
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path, patience_s=0.2, stop=NoPauses())
     requests: list[httpx.Request] = []

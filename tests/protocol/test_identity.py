@@ -46,13 +46,13 @@ def test_signed_bytes_begin_with_the_domain() -> None:
 
 
 @pytest.mark.parametrize("domain", ["", "a\nb", "Ledger", "x" * 65])
-def test_bad_domain_is_refused(domain: str) -> None:
+def test_a_bad_domain_is_refused(domain: str) -> None:
     with pytest.raises(ValueError, match="domain"):
         ALICE.sign(MESSAGE, domain=domain)
 
 
 @given(public=st.text(), signature=st.text(), domain=st.text())
-def test_verify_of_garbage_is_false(public: str, signature: str, domain: str) -> None:
+def test_garbage_does_not_verify(public: str, signature: str, domain: str) -> None:
     good = ALICE.sign(MESSAGE, domain="ledger")
     assert not verify(public, MESSAGE, good, domain="ledger")
     assert not verify(ALICE.public, MESSAGE, signature, domain="ledger")
@@ -60,7 +60,7 @@ def test_verify_of_garbage_is_false(public: str, signature: str, domain: str) ->
 
 
 @given(raw=st.binary(min_size=32, max_size=32))
-def test_verify_under_any_32_bytes_is_false(raw: bytes) -> None:
+def test_a_signature_does_not_verify_under_any_other_32_bytes(raw: bytes) -> None:
     assert not verify(raw.hex(), MESSAGE, ALICE.sign(MESSAGE, domain="ledger"), domain="ledger")
 
 

@@ -67,7 +67,7 @@ def reason(nonces: Nonces, headers: Any, **changed: Any) -> str:
     return caught.value.reason
 
 
-def test_known_signature_base() -> None:
+def test_the_signature_base_is_a_known_text() -> None:
     base = signature_base("POST", "/submit/3", "step=3", EMPTY_DIGEST, "run-1", PARAMETERS)
     assert base == (
         b'"@method": POST\n'
@@ -81,7 +81,7 @@ def test_known_signature_base() -> None:
     )
 
 
-def test_known_headers() -> None:
+def test_the_headers_of_a_request_are_known_texts() -> None:
     assert signed(query="step=3", body=b"") == {
         "content-digest": EMPTY_DIGEST,
         "shoal-audience": "run-1",
@@ -263,12 +263,12 @@ def server(nonces: Nonces) -> httpx.MockTransport:
 
 
 @pytest.mark.parametrize("target", ["/", "", "/a%20b/ü?x=1&y=ü&z=%2F", "/a?", "/a b?c d"])
-def test_client_and_server_agree_on_a_target(nonces: Nonces, target: str) -> None:
+def test_client_and_server_agree_on_the_target_of_a_request(nonces: Nonces, target: str) -> None:
     with httpx.Client(transport=server(nonces), auth=SignedAuth(ALICE, "run-1", clock=lambda: NOW_S)) as client:
         assert client.get(f"http://pool{target}").text == ALICE.public
 
 
-def test_client_signs_each_request_with_a_new_nonce(nonces: Nonces) -> None:
+def test_a_client_signs_each_request_with_a_new_nonce(nonces: Nonces) -> None:
     auth = SignedAuth(ALICE, "run-1", clock=lambda: NOW_S + 0.9)
     with httpx.Client(transport=server(nonces), auth=auth) as client:
         answers = [client.post("http://pool/submit", json={"step": 3}, params={"a": "b c"}) for _ in range(2)]

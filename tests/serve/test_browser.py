@@ -192,7 +192,7 @@ def test_escape_stops_a_reply_and_keeps_its_text(browser: Any, tiny_folder: Path
 
 
 @pytest.mark.slow
-def test_two_versions_and_a_budget(browser: Any, run: Running) -> None:
+def test_two_versions_reply_within_a_budget_of_tokens(browser: Any, run: Running) -> None:
     visit = Visit(browser, run).enter("comparer")
     page = visit.page
     page.get_by_role("button", name="Compare").click()

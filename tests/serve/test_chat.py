@@ -72,7 +72,7 @@ def test_stopping_saves_the_text_so_far_with_its_proof(page: Running, ada: User)
     assert verdict["passed"], verdict
 
 
-def test_a_reply_is_recomputed_here_and_elsewhere_and_a_changed_one_is_refused(
+def test_a_reply_can_be_verified_here_and_elsewhere_and_a_changed_one_is_refused(
     page: Running, ada: User, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     id = ada.begin()
@@ -141,7 +141,7 @@ def test_an_open_server_needs_no_login_and_refuses_other_host_names(tiny_folder:
         user = User(running)
         user.csrf = user.get("me").json()["csrf"]
         assert user.say(user.begin())[-1]["event"] == "done"
-        assert httpx.get(f"{running.url}/v1/models").status_code == 200  # no key
+        assert httpx.get(f"{running.url}/v1/models").status_code == 200  # without a key
         rebound = httpx.get(f"{running.url}/chat/me", headers={"Host": "evil.example"})
         assert rebound.status_code == 421 and "Set-Cookie" not in rebound.headers
 

@@ -70,7 +70,8 @@ def test_each_fast_completion_keeps_the_states_of_its_own_tokens(tiny: LoadedMod
 
 def test_the_queue_is_bounded_for_each_caller_and_for_all_together(tiny: LoadedModel) -> None:
     async def main() -> None:
-        scheduler = ServeScheduler(ServeLimits(rows=2, waiting=3, per_caller=4))  # not started, so nothing leaves
+        # not started, so nothing leaves the queue
+        scheduler = ServeScheduler(ServeLimits(rows=2, waiting=3, per_caller=4))
         scheduler.submit([generation(tiny, range(5, 9), n, 4, caller="one") for n in range(4)])
         with pytest.raises(BusyError, match="one caller"):
             scheduler.submit([generation(tiny, range(5, 9), 9, 4, caller="one")])

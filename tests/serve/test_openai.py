@@ -80,7 +80,7 @@ def test_logprobs_list_the_sampled_tokens_and_the_likeliest(api: Running) -> Non
     assert all(token["logprob"] <= 0 for token in tokens)
 
 
-def test_a_tokens_logprob_has_the_same_bits_among_the_likeliest(api: Running) -> None:
+def test_a_tokens_logprob_has_the_same_bits_in_the_list_of_likeliest_tokens(api: Running) -> None:
     """lm-eval compares them with == to see whether a continuation is greedy."""
     prompt = [list(range(4, 50))]
     response = api.complete(prompt=prompt, max_tokens=40, echo=True, logprobs=20, seed=1).json()
@@ -244,7 +244,7 @@ def test_health_is_503_until_the_model_is_loaded(tiny_folder: Path, tmp_path: Pa
         assert response.headers["Retry-After"]
 
 
-def test_beyond_rows_and_queue_a_request_is_told_when_to_retry(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_request_beyond_rows_and_queue_is_told_when_to_retry(tiny_folder: Path, tmp_path: Path) -> None:
     with serving(tiny_folder, tmp_path, limits=ServeLimits(rows=1, waiting=0)) as running:
         response = running.chat(MESSAGES, n=2)
         assert response.status_code == 429

@@ -217,7 +217,7 @@ def test_a_name_cannot_break_a_header(ada: User) -> None:
         assert response.status_code == 400
 
 
-def test_every_response_has_the_policy_and_the_page_needs_no_exception(ada: User) -> None:
+def test_every_response_has_the_security_policy_and_the_page_needs_no_exception(ada: User) -> None:
     for path in ("/", "/static/app.js", "/chat/me", "/absent", "/v1/models", "/health"):
         headers = ada.http.get(path).headers
         assert headers["Content-Security-Policy"] == POLICY

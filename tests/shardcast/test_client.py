@@ -54,7 +54,7 @@ async def test_fetch_writes_exactly_the_published_files(tmp_path):
     assert manifest.size_bytes < report.transferred_bytes < manifest.size_bytes + SMALL_BYTES
 
 
-def test_a_model_of_only_empty_files(tmp_path):
+def test_a_model_of_only_empty_files_is_fetched(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "empty").touch()
     origin(tmp_path).publish(tmp_path / "model", 0)
@@ -388,7 +388,7 @@ async def test_a_client_waits_for_the_first_version_up_to_a_limit(tmp_path):
 async def test_a_relay_that_joins_during_a_fetch_is_used(tmp_path):
     source = published(tmp_path, 7)
     for shard in mirror_of(tmp_path, "half").glob("v*/full/*.shard"):
-        shard.unlink()  # it lists the version but has no shard yet
+        shard.unlink()  # so the relay lists the version but has none of its shards yet
     async with quickly(tmp_path / "half") as half, quickly(source.store) as whole:
         urls = [half]
         reader = client(tmp_path, half, relays=lambda: urls)

@@ -97,7 +97,7 @@ def test_the_learning_rate_warms_up_and_follows_a_cosine():
         ("model.device=cuda:99", USAGE, 'set model.device = "cpu"'),
     ],
 )
-def test_an_error_is_one_line(config, tmp_path, stop_after, override, status, words, capsys):
+def test_an_error_is_reported_in_one_line(config, tmp_path, stop_after, override, status, words, capsys):
     assert train(config, tmp_path / "out", override) == status
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("shoal pretrain: ") and words in last

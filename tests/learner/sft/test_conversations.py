@@ -155,7 +155,7 @@ def test_without_end_tokens_in_the_template_eos_follows_the_last_turn():
     assert trained_text(tokenizer, example) == ["46<eos>"]
 
 
-def test_generation_marks_in_a_template_are_used(tiny_folder):
+def test_generation_tags_in_a_template_mark_the_trained_text(tiny_folder):
     forgets = (  # shortens earlier answers, so the tokens of a prefix do not begin the whole conversation
         "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}"
         "{{ m['content'] if loop.last else m['content'][-1:] }}<eos>{% endgeneration %}{% else %}{{ m['content'] }}<eos>"
@@ -191,12 +191,12 @@ ANSWERED = conversation(("user", "a"), ("assistant", "b"))
         (ANSWERED, "", "no chat template"),
     ],
 )
-def test_an_untrainable_conversation_is_refused_by_name(tiny_folder, turns, template, words):
+def test_the_error_for_an_untrainable_conversation_names_its_row(tiny_folder, turns, template, words):
     with pytest.raises(UserError, match=words):
         other_template(tiny_folder, template).example(turns)
 
 
-def test_a_turn_in_the_middle_without_an_end_is_refused():
+def test_a_turn_without_an_end_before_further_turns_is_refused():
     turns = conversation(("user", "1+1="), ("assistant", "2"), ("user", "2+2="), ("assistant", "4"))
     with pytest.raises(UserError, match=r"^chat.jsonl:7: the chat template writes no token that ends"):
         ChatTemplate(_tiny_tokenizer(), [2]).example(turns)
