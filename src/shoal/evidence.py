@@ -14,10 +14,10 @@ that the earlier parts lost. The money not yet staked after n observations is 1 
 
     capital = mean over bets b of ( R_b + 1 / (n + 1) ),      R_b <- (R_b + w_n) * e_b
 
-Invariants: under its hypothesis, given the past, the exponential of each e-value has a mean of at most 1, for any
-distribution that the hypothesis allows. Nothing is assumed to be normal or identically distributed, and nothing is
-estimated. So an honest worker's capital is a nonnegative supermartingale that starts at 1. By Ville's inequality, the
-probability that it ever reaches 1 / alpha is at most alpha, however often it is checked.
+Invariants: under its hypothesis, given the past, each e-value has a mean of at most 1, for any distribution that the
+hypothesis allows. Nothing is assumed to be normal or identically distributed, and nothing is estimated. So an honest
+worker's capital is a nonnegative supermartingale that starts at 1. By Ville's inequality, the probability that it ever
+reaches 1 / alpha is at most alpha, however often it is checked.
 Left out: which bets to place, and what to do with the capital.
 Sources: Ramdas, Gruenwald, Vovk, Shafer 2023, "Game-theoretic statistics and safe anytime-valid inference" (arXiv
 2210.01948); Waudby-Smith and Ramdas 2023 (JRSS B 86:1) for `share`; `frequency` is Freedman's supermartingale (1975).
@@ -36,8 +36,8 @@ FLOOR = -700.0  # minimum of a stored logarithm; raising capital to e^-700 chang
 def frequency(count: float, exposure: float, rate: float, theta: float) -> float:
     """Return ln of the e-value exp(theta * count - (e^theta - 1) * rate * exposure), theta > 0.
 
-    Hypothesis: `count` sums variables in [0, 1] whose conditional means sum to at most rate * exposure. For one such
-    variable x of mean m, E exp(theta x) <= 1 + m (e^theta - 1) <= exp(m (e^theta - 1)), as exp is convex.
+    Hypothesis: `count` is a sum of variables in [0, 1] whose conditional means sum to at most rate * exposure. For one
+    such variable x of mean m, E exp(theta x) <= 1 + m (e^theta - 1) <= exp(m (e^theta - 1)), as exp is convex.
     """
     return theta * count - math.expm1(theta) * rate * exposure
 
@@ -55,9 +55,10 @@ def allocation(
 ) -> float:
     """Return ln of the e-value: the product over places of (1 + stake * (value - centre) / (centre - lowest)) ^ count.
 
-    Hypothesis: at place i, `counts[i]` sums independent events whose chances sum to rate * d_i * exposures[i], for any
-    single rate and any d_i in [1, tilt]; values are fixed. `centre` is the largest mean of the values under such weights, so
-    the weighted mean of the factors is at most 1 for any rate and d. If all values are equal, return 0.
+    Hypothesis: at place i, `counts[i]` counts independent events whose probabilities sum to rate * d_i * exposures[i],
+    for any single rate and any d_i in [1, tilt]; values are fixed. `centre` is the largest mean of the values under
+    such weights, so the weighted mean of the factors is at most 1 for any rate and d. If all values are equal, the
+    result is 0.
 
     To bet on low values, negate them.
     """
@@ -110,7 +111,7 @@ class Process:
 
     @property
     def evidence(self) -> float:
-        """ln of the capital, 0 at the start. An honest worker's ever exceeds -ln(alpha) with probability <= alpha."""
+        """ln of the capital, 0 at the start. For an honest worker, P(it ever exceeds -ln(alpha)) <= alpha."""
         if not self.money:
             return 0.0
         unstaked = -math.log(self.observations + 1)

@@ -5,7 +5,8 @@ accepted. A hard rejection counts once a second validator confirms it (`checkers
 all of the worker's unjudged submissions: nothing from a banned key is accepted or credited.
 
 The pool itself rejects for one hard reason, `replayed`: an earlier submission of the same worker with the same content
-was accepted. A rejected or unjudged copy does not count, because anyone can make one. Nor does another worker's.
+was accepted. A rejected or unjudged copy does not count, because anyone can make one. Neither does another worker's
+file.
 """
 
 import logging
@@ -45,10 +46,11 @@ class Judgement:
     def claim(self, validator: str, limit: int) -> Claims:
         """Lease the oldest unchecked submission and others of its version, up to `limit`.
 
-        Include submissions with an expired lease. Skip those that another live validator should check: one of the
-        worker's exactness class, or one that can confirm a first verdict. Draw here, after the upload, which ones are
-        prefilled whole, so that no worker knows in advance. Submissions of a version that relays have dropped expire,
-        because waiting for it would block a validator; if one awaits a second verdict, its first verdict counts.
+        Include submissions with an expired lease. Skip those that another live validator should check
+        (one of the worker's exactness class, or one that can confirm a first verdict). Draw here, after the upload,
+        which ones are prefilled whole, so that no worker knows in advance. Submissions of a version that relays have
+        dropped expire, because waiting for it would block a validator; if one awaits a second verdict, its first
+        verdict counts.
         """
         with self.db.transaction():
             now_s = self.db.clock()
@@ -111,7 +113,7 @@ class Judgement:
             self.db.submissions.set_accepted_hash(id, content_hash)
 
     def judge(self, validator: str, verdict: Verdict) -> None:
-        """Accept or reject a submission. A hard rejection that a second validator confirms also slashes and bans."""
+        """Accept or reject. A hard rejection, once confirmed by a second validator, slashes the worker and bans it."""
         with self.db.transaction():
             submission = self._get(verdict.submission)
             if submission.state in ("accepted", "rejected") and submission.validator == validator:

@@ -58,7 +58,7 @@ class Members:
         self._beats = HeartbeatBuffer(db)
 
     def may_register(self, key: str, invite: InvitePayload, capability: Capability | None = None) -> None:
-        """Raise PoolError unless this invite admits this key on a machine of this capability. Change nothing."""
+        """Raise PoolError unless this invite admits this key on a machine with this capability. Change nothing."""
         if invite.role == "worker" and (missing := missing_requirement(capability, self.config.requirements)):
             raise PoolError(f"this run requires {missing}", 403)
         node, (name, entry) = self.db.nodes.get(key), _entry(key, invite)

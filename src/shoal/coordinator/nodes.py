@@ -90,8 +90,8 @@ class Member:
     version: int | None
     stats: str  # JSON of messages.Stats
     state: NodeState  # see TABLE
-    reason: str  # for its state
-    state_s: float  # since when
+    reason: str  # why it is in this state
+    state_s: float  # when it entered this state
     suspended_until_s: float  # by the coordinator's clock; 0 or in the past: not suspended
     suspensions: int  # those that still lengthen later ones
     took_s: float  # recent average time from task to upload; 0: no accepted work yet
@@ -137,7 +137,7 @@ class Nodes:
         return None if row is None else Member(*row)
 
     def name(self, key: str) -> str:
-        """Return the node's name for logs; a prefix of an unknown key."""
+        """Return the node's name for logs; for an unknown key, its first characters."""
         node = self.get(key)
         return node.name if node else key[:16]
 
@@ -236,7 +236,7 @@ class Nodes:
         return [key for (key,) in self.connection.rows("SELECT key FROM nodes WHERE state = 'banned' ORDER BY seq")]
 
     def trusted_keys(self) -> list[tuple[Role, str]]:
-        """Return role and key of every node that is neither a worker nor evicted, in order of registration."""
+        """Return the role and key of every node that is neither a worker nor evicted, in order of registration."""
         return self.connection.rows(
             "SELECT role, key FROM nodes WHERE role != 'worker' AND state != 'banned' ORDER BY seq"
         )

@@ -103,7 +103,7 @@ class Submissions:
     # --- states ------------------------------------------------------------------------------------------------------
 
     def move(self, submission: Submission, event: Event, **columns: object) -> bool:
-        """Apply an event and write its columns. Return False, and change nothing, if it does not apply."""
+        """Apply an event and write these columns. If the event does not apply, change nothing and return False."""
         assert columns.keys() <= EVENT_COLUMNS
         if (state := TABLE.get((submission.state, event))) is None:
             return False
@@ -136,10 +136,9 @@ class Submissions:
         )
 
     def open_at(self, seen_since_s: float, now_s: float) -> list[tuple[int, float, float]]:
-        """Return the groups, age and usual time of open tasks whose worker may finish them and was seen since
-        `seen_since_s`.
+        """Return each open task's groups, its age, and its worker's usual time for a task (0: none accepted yet).
 
-        Times are in seconds. The usual time is the worker's; 0: no accepted work yet.
+        Include only tasks whose worker may finish them and was seen since `seen_since_s`. Times are in seconds.
         """
         return self.connection.rows(
             "SELECT groups, ? - assigned_s, took_s FROM submissions JOIN nodes ON key = worker"
@@ -210,7 +209,7 @@ class Submissions:
         )
 
     def files(self) -> list[tuple[str, str | None, str | None]]:
-        """Return id, hash of the uploaded and hash of the accepted file of every uploaded submission."""
+        """Return the id of every uploaded submission, and the hashes of its uploaded and its accepted file."""
         return self.connection.rows(
             "SELECT id, file_hash, accepted_hash FROM submissions WHERE file_hash IS NOT NULL ORDER BY seq"
         )
@@ -240,7 +239,7 @@ class Submissions:
         return oldest_s
 
     def verdict_totals(self) -> tuple[int, int, float]:
-        """Return the number of verdicts, of those after a full check, and the summed seconds from upload to verdict."""
+        """Return the number of verdicts, how many followed a full check, and total seconds from upload to verdict."""
         counts: tuple[int, int, float] = self.connection.row(
             "SELECT count(*), coalesce(sum(CASE WHEN full_check THEN 1 ELSE 0 END), 0),"
             " coalesce(sum(judged_s - uploaded_s), 0)"

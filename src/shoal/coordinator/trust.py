@@ -46,8 +46,8 @@ SCHEMA = [
 TRUST_AFTER = 32  # passed full checks in a row that halve the share
 UNCHECKED_SHARE = 0.5  # largest share of a batch's groups from submissions that were not prefilled whole
 THETAS = (0.1, 0.4, 1.5, 3.0)  # each bet on a frequency pays best at e^theta times the bound: 1.1, 1.5, 4.5, 20
-STAKES = (0.3, 0.8)  # of bets on averages
-CHOICE_STAKE = 0.8  # of bets on regenerated rollouts
+STAKES = (0.3, 0.8)  # share of the capital that a bet on an average stakes
+CHOICE_STAKE = 0.8  # the same for bets on regenerated rollouts
 DISMISSAL_NATS = math.log(1 / ALPHA)  # evidence that dismisses a worker
 UNMEASURED_MEAN = 2 / 3  # assumed honest mean as a share of the limit; limits are 1.5 times the worst honest value
 
@@ -98,9 +98,9 @@ class Trust:
     def draw(self, worker: str, groups: int) -> bool:
         """Draw whether a submission of this many groups is fully checked.
 
-        It always is if the worker's escrow holds fewer groups than `validator.escrow_checks` submissions of this size
-        (or as many as it has in escrow, if fewer). Otherwise a worker could risk the credit of small tasks for a
-        lie in a large one.
+        It is always checked if the worker's escrow holds fewer groups than `validator.escrow_checks` submissions of
+        this size (or as many as it has in escrow, if fewer). Otherwise a worker could risk the credit of small tasks
+        for a lie in a large one.
         """
         if self.random() < self.share(worker):
             return True

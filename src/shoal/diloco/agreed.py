@@ -38,7 +38,7 @@ def outer_step(
 
 
 class Shapes:
-    """Flatten parameters into one vector, float32 on the CPU, in the order of their names, and back."""
+    """Convert parameters to one vector (float32 on the CPU, in the order of their names) and back."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = {name: tuple(shapes[name]) for name in sorted(shapes)}

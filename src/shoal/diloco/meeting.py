@@ -8,8 +8,8 @@ until it comes back.
 Invariant: answers survive a kill at any moment. A round's files are written before `meeting.json` names the next round, and
 a restarted meeting continues with the round named there; only the open round's offers are lost, and sites send them again.
 So at most one outer step is lost, and never a part of one.
-Not thread-safe. Left out: lying sites (a majority can move the median of norms; a single one can send a wrong direction of
-modest length), and distributing the work of averaging.
+Not thread-safe. Left out: lying sites (a majority can move the median of norms; a single site can send a wrong
+direction of modest length), and distributing the work of averaging.
 """
 
 import logging
@@ -97,7 +97,7 @@ class Meeting:
     # --- sites -----------------------------------------------------------------------------------------------------
 
     def join(self, name: str, greeting: Greeting) -> Welcome:
-        """Add a site. Raise MeetingError if it trains another model, tokenizer, data or recipe."""
+        """Add a site. Raise MeetingError if its model, tokenizer, data or recipe differs."""
         expected = {key: greeting.about[key] for key in ("data",) if key in greeting.about} | self.about
         compare(name, greeting.about, expected)
         self.about = expected  # the meeting reads no data: the first site defines which data the run uses

@@ -18,7 +18,7 @@ from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.invite import Invite
 from shoal.protocol.pace import Refusal
 
-PIECE_BYTES = 8 << 20  # of the state, in one answer
+PIECE_BYTES = 8 << 20  # of the state per answer
 DIGEST = r"^[0-9a-f]{64}$"
 Digest = Annotated[str, Field(pattern=DIGEST)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
@@ -31,7 +31,7 @@ class Terms:
     """Settings of a run's meeting; equal at all sites."""
 
     shapes: Shapes
-    rounds: int  # of the whole run
+    rounds: int  # number of rounds in the run
     kind: Kind = "fp16"
     lr: float = 0.7
     momentum: float = 0.9
@@ -84,7 +84,7 @@ class Figures(SiteMessage):
 
 
 class RoundOutcome(SiteMessage):
-    """How a round ended. Its average is fetched separately; with no site in `kept` there is none."""
+    """How a round ended. Its average is fetched separately; if `kept` is empty, there is none."""
 
     round: int
     kept: list[str]

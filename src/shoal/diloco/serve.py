@@ -122,7 +122,7 @@ class MeetingServer:
         return MEMBERS[0] if key in self.names else None
 
     async def live(self, stop: Callable[[], bool]) -> None:
-        """Close rounds when they are due, until the run is over and all sites left or had time to, or until `stop`.
+        """Close rounds when they are due, until `stop`. After the last round, wait up to `wait_s` for sites to leave.
 
         Raise the meeting's failure.
         """

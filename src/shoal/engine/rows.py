@@ -103,7 +103,7 @@ class CachedRows(Cache):  # type: ignore[misc]
         self.line_N = line_Bk.flatten().to(self.model.device)
         padding = -len(at_B) % ROW_UNIT if self.exact else 0
         attention: dict[str, Any]
-        if self.exact:  # the mask is unused; 4-D, so that transformers builds none
+        if self.exact:  # an unused mask, 4-D so that transformers builds none
             attention = {"layout": Step(self.lengths_B), "attention_mask": tokens_B.new_empty(1, 1, 1, 1)}
         else:
             seen_BK = torch.arange(self.used) < self.lengths_B[:, None]
@@ -169,7 +169,7 @@ class CachedRows(Cache):  # type: ignore[misc]
 
     def _resize(self, rows: int, positions: int) -> None:
         self.rows, self.positions = rows, _with_room(positions)
-        for name, old in self.buffers.items():  # one at a time, so that only one exists twice
+        for name, old in self.buffers.items():  # one at a time, so that only one is in memory twice
             self.buffers[name] = self._empty(old)
             part = slice(min(rows, len(old))), slice(None), slice(min(self.positions, old.shape[2]))
             self.buffers[name][part] = old[part]

@@ -4,7 +4,7 @@
 
 Calls from several threads share one batch (`Calls`). An environment's tokens replace sampled ones, one per step.
 With exact numerics a completion depends on its prompt, its seed and the weights alone; with fast numerics rounding also
-depends on the other rows of the batch. The sampling noise is seeded in both.
+depends on the other rows of the batch. The sampling noise is seeded in both cases.
 Invariant: weights never change during generation. Left out: prefix caching between calls.
 """
 
@@ -81,7 +81,7 @@ class TorchEngine:
         return completions
 
     def _step(self) -> None:
-        """Run one step of all calls' completions. An error of the model finishes them all."""
+        """Run one step of all calls' completions. An error in the model ends them all."""
         with self._calls.changed:
             self._scheduler.add(self._new)
             self._new = []

@@ -38,7 +38,7 @@ from shoal.model.turns import model_tokens
 from shoal.protocol.messages import MILLION
 
 RESULTS, SETTINGS = "results.jsonl", "settings.json"
-MIN_GRADED = 64  # completions before the grader's error rate is checked
+MIN_GRADED = 64  # completions needed before the grader's error rate is checked
 ROWS = 128  # completions decoded together; large, because each step reads all weights once for any number of rows
 FORMAT = "shoal-filter-1"
 MANIFEST = "manifest.json"
@@ -247,7 +247,7 @@ class Band:
 
 
 def write_filter(out: Path, results: Sequence[PassRate], band: Band, settings: Mapping[str, Any]) -> list[PassRate]:
-    """Write the manifest and return the kept results. Raise ShoalError if there are none; OSError."""
+    """Write the manifest and return the kept results. Raise OSError, or ShoalError if none are kept."""
     kept = [result for result in results if band.contains(result)]
     if not kept:
         (out / MANIFEST).unlink(missing_ok=True)  # left from another band

@@ -1,4 +1,4 @@
-"""The suites of `shoal eval`: public benchmarks run by lm-evaluation-harness, three of them code.
+"""The suites of `shoal eval`: public benchmarks run by lm-evaluation-harness, three of them for code.
 
 lm_eval runs programs unsandboxed. So for code suites it only generates completions, from a task definition written
 here, and our sandbox grades them. Rows become tasks as in training (`tasks/sources/schemas.py`).
@@ -100,7 +100,7 @@ TABLE = [
 
 
 def find(names: str) -> list[Suite]:
-    """Return the suites of these comma-separated names, case-insensitive; other names are lm_eval tasks. Raise UserError."""
+    """Return the suites of these comma-separated names, in any case; other names are lm_eval tasks. Raise UserError."""
     known = {suite.name.lower(): suite for suite in TABLE}
     requested = [name.strip() for name in names.split(",") if name.strip()]
     if not requested or len({name.lower() for name in requested}) < len(requested):
@@ -122,7 +122,7 @@ def _sources(suite: Suite) -> list[tuple[SourceSection, str]]:
 def read_tasks(suite: Suite, n: int) -> list[Task]:
     """Return a code suite's tasks, ordered by content hash, so that the first `n` are an unbiased sample.
 
-    `n` 0: all. Duplicates count once. Raise TasksNotFoundError or UserError.
+    `n` = 0: all. Duplicates count once. Raise TasksNotFoundError or UserError.
     """
     tasks: dict[str, Task] = {}
     for source, split in _sources(suite):

@@ -38,7 +38,7 @@ FILES = "files.json"  # BLAKE3 of every other file
 RNG = "rng_state"  # of torch's CPU generator
 STEP = "step"  # AdamW's key in a master's optimizer state
 STEPS = "steps"  # AdamW's update count for each master; updates without a gradient do not count
-FILE_BYTES = 24 << 20  # of tensors per file; DCP copies each file in memory first, and small copies reuse memory
+FILE_BYTES = 24 << 20  # per file; DCP copies each file in memory before writing it, and small copies reuse memory
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")

@@ -148,7 +148,7 @@ class Fetched:
 
     groups: list[Group]
     contents: dict[str, str] = field(default_factory=dict)  # digest of the accepted file's rows, by submission
-    refused: int = 0  # older than the async level
+    refused: int = 0  # older than the async level allows
     quarantined: int = 0  # in files that break the schema
     foreign: int = 0  # not signed by a current validator, of another run, of a future version, or incomplete
     implausible: int = 0  # with an impossible logprob or reward
@@ -306,7 +306,7 @@ class StepBatch:
     groups: Sequence[AnyGroup]
     fetched: Fetched = field(default_factory=lambda: Fetched([]))  # on the leader alone
     members: Sequence[BatchGroup] = ()  # the whole batch, including groups left out; on the leader alone
-    waited_s: float = 0.0  # until the batch was full
+    waited_s: float = 0.0  # time until the batch was full
     full_s: float = 0.0  # when the batch was full, by `time.monotonic`
 
 
@@ -382,7 +382,7 @@ class Prefetch(threading.Thread):
             self._error = error
 
     def take(self) -> Gathering:
-        """Stop polling, wait for downloads in progress, and return the fetched files. Raise any error of the thread."""
+        """Stop polling, wait for downloads in progress, and return the fetched files. Raise the thread's error."""
         self._ended.set()
         self.join()
         if self._error is not None:

@@ -142,7 +142,7 @@ def gspo(
     """J = min( min(s, delta) * A, clip(s, 1-epsilon, 1+epsilon_high) * A ), s = exp(mean over the rollout of log r).
 
     Source: GSPO (arXiv 2507.18071, equations 5 to 7). Every token of a rollout has the rollout's J. delta is not in the
-    paper. It bounds the same case (A < 0, large s); s reaches it only if a whole rollout became likelier.
+    paper. It bounds the same case as in `grpo` (A < 0, large s); s reaches it only if a whole rollout became likelier.
     """
     index_N, length_R = _rollouts(rollout_N)
     drift_N = logp_N - behaviour_N
@@ -185,7 +185,7 @@ def k3(logp_N: Tensor, reference_N: Tensor) -> Tensor:
     """exp(d) - d - 1 with d = reference - logp: >= 0, and its mean over the policy's own samples is KL(policy, reference).
 
     Beyond d = MAX_LOG_REFERENCE, the exponential's tangent there replaces it, so that a token that the policy abandoned
-    neither dominates an update nor stops pulling. Sources: Schulman, "Approximating KL divergence" (2020); for the
+    neither dominates an update nor loses its pull. Sources: Schulman, "Approximating KL divergence" (2020); for the
     bound, benchmarks/learning/kl_bound.py.
     """
     d_N = reference_N - logp_N

@@ -1,11 +1,11 @@
 """The trained weights: fp32 masters, and the model's weights, which are the masters rounded to bf16, as published.
 
-The optimizer updates the masters; the model computes with the rounded weights, like the workers. With several ranks and bf16
-compute, FSDP's fp32 shards are the masters themselves: FSDP casts them to bf16 when it gathers them.
+The optimizer updates the masters; the model computes with the rounded weights, as the workers do. With several ranks
+and bf16 compute, FSDP's fp32 shards are the masters themselves: FSDP casts them to bf16 when it gathers them.
 With `learner.lora` (LoRA, arXiv 2106.09685; `model/adapters`) low-rank adapters are trained instead of the weights. A
 published version holds the base weights, which never change, and the adapters in bf16. Workers and validators apply the
-adapters as the learner does, so all compute the same policy, and only adapters are transferred. After the last step they
-are merged into the base weights, and also written for peft.
+adapters as the learner does, so all compute the same policy, and only adapters are transferred. After the last step the
+adapters are merged into the base weights, and also written for peft.
 Invariant: the learner computes with exactly what it publishes. No function here changes a weight that is its own master.
 """
 

@@ -34,8 +34,8 @@ from shoal.model.numerics import Numerics
 from shoal.model.training import Scorer, recompute_activations
 from shoal.model.tree import Pack, Tree, pack
 
-# AdamW's. The second moment averages over about 100 updates, because the policy changes. No weight decay: pulling weights
-# to 0 has no use in an RL run.
+# For AdamW. The second moment averages over about 100 updates, because the policy changes. There is no weight decay:
+# pulling weights to 0 has no use in an RL run.
 BETAS = (0.9, 0.99)
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Policy:
         self.updates = 0  # optimizer steps so far
         self.rate: Callable[[], float] = self._warmed_up  # the next update's learning rate
         self.memory_hint = (
-            f"learner.row_tokens (now {config.row_tokens})"  # setting to lower if a row runs out of memory
+            f"learner.row_tokens (now {config.row_tokens})"  # the setting to lower if a row runs out of memory
         )
         self.before_update: Callable[[], None] = lambda: None  # waits until a checkpoint in progress is written
 
@@ -101,7 +101,7 @@ class Policy:
     def update(self, own: Iterable[MicroBatch | None], denominator: float) -> dict[str, float]:
         """Make one optimizer step of the RL loss. `own`: this rank's micro-batches, None for a turn in which it idles.
 
-        Return sums over all ranks and the norms. Raise ShoalError before any change.
+        Return sums over all ranks, loss, norm and rate. Raise ShoalError before any change.
         """
         return self.apply(self.accumulate(own), denominator)
 

@@ -183,7 +183,7 @@ RANKS_TIMEOUT_S = 1800.0  # of a collective: longer than any step or checkpoint 
 
 
 def start_ranks(config: Config) -> tuple[Ranks, Config, DtypeName]:
-    """Connect torchrun's ranks. Return them, the leader's config, and its compute dtype. Raise DeviceError."""
+    """Connect torchrun's ranks. Return them and the leader's config and compute dtype. Raise DeviceError."""
     ranks = Ranks.start(RANKS_TIMEOUT_S, RANKS_TIMEOUT_S + GIVE_UP_S)
 
     def decode(message: bytes) -> tuple[Config, DtypeName]:

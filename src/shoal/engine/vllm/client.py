@@ -1,8 +1,8 @@
 """The vLLM engine as a worker sees it: `Engine`'s methods, over a socket to a child process in vLLM's own environment.
 
-vLLM pins other versions of libraries than Shoal, so it has its own environment; `SHOAL_VLLM_PYTHON` is the path of its
-Python (docs/operate.md). The child imports only modules of Shoal whose dependencies that environment has.
-All groups of all calls are in vLLM's scheduler at once; it computes a shared prompt once where its prefix cache can. After
+vLLM and Shoal pin different versions of libraries, so vLLM has its own environment; `SHOAL_VLLM_PYTHON` is the path of
+its Python (docs/operate.md). The child imports only modules of Shoal whose dependencies that environment has. All
+groups of all calls are in vLLM's scheduler at once; it computes a shared prompt once where its prefix cache can. After
 a task environment replies, the next turn is a new request, which joins while the others continue. Calls from several
 threads share the socket: one of them reads for all.
 
@@ -120,7 +120,7 @@ class VllmEngine:
         self.incoming, child_end = socket.socketpair()
         self.outgoing = self.incoming.dup()  # each has its own timeout: one thread may send while another reads
         self.folder = tempfile.TemporaryDirectory(prefix="shoal-vllm-")
-        # Only Shoal is on the child's path: packages installed beside it may have other versions than vLLM needs.
+        # Only Shoal is on the child's path: packages installed beside it may not be the versions that vLLM needs.
         (Path(self.folder.name) / "shoal").symlink_to(Path(shoal.__file__).parent)
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
         # TMPDIR, where vLLM creates sockets and PyTorch writes compiled code, must not be writable by other users.

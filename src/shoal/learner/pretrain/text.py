@@ -31,7 +31,7 @@ from shoal.tasks.sources.rows import read_rows
 
 PIECE_BYTES = 16 << 10
 SHARE = 256  # documents in a share, which one site reads
-HEAD_BYTES = 64 << 10  # of each file, for the fingerprint
+HEAD_BYTES = 64 << 10  # of each file that the fingerprint covers
 JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")  # ORGANISATION/NAME:PATTERN
 SUFFIXES = (*JSON, ".parquet", ".txt")
@@ -67,7 +67,7 @@ class Document:
 
 class Corpus:
     def __init__(self, source: str, field: str = "text") -> None:
-        """Raise UserError if `source` names no file of text."""
+        """Raise UserError if `source` matches no text file."""
         if not source:
             raise UserError(f"pretrain.data is empty: set it to files that end in {', '.join(SUFFIXES)}")
         self.files = find(source)
@@ -152,7 +152,7 @@ class TokenStream:
         self.first, self.share = first, share
         self.place: TextPlace | None = None  # None: before the first token of the next share
         self.shares: int | None = None  # per epoch; None until the end of an epoch is reached
-        self._tokens: list[int] | None = None  # of the document at `place`
+        self._tokens: list[int] | None = None  # those of the document at `place`
 
     def sequences(self, count: int, length: int) -> Tensor:
         """Return the next tokens, (count, length)."""

@@ -105,7 +105,7 @@ class Pretraining(Training):
             outcome = site.give(loss, self._place())
         except RoundClosedError as error:
             self.step = site.take_over(self.about, str(error))
-        if site.round != before and site.leader is not None:  # the outcome was applied, or a state adopted
+        if site.round != before and site.leader is not None:  # an outcome was applied or a state adopted
             self.record(
                 round=site.round,
                 quorum=outcome.kept if outcome else None,
@@ -191,7 +191,7 @@ def rate(step: int, settings: PretrainSection) -> float:
 
 
 def text_policy(folder: Path, config: Config, dtype: DtypeName, ranks: Ranks | None = None) -> Policy:
-    """Load the model in `folder`, or initialise it at random, as `[pretrain]` says."""
+    """Load the model in `folder`, or initialise it at random, as the config's `[pretrain]` says."""
     settings = config.pretrain
     seed = config.run.seed if settings.init == "random" else None
     memory_hint = f"pretrain.micro_batch (now {settings.micro_batch})"
