@@ -8,8 +8,8 @@
 
 Two backends pass the same tests: `LedgerStakes` here, in the hash-chained signed ledger, and `EvmStakes`, a contract on an
 EVM chain (`evm`). Keys are public keys in hex; `work` names a submission.
-Invariant: stake, unstaked stake, the pool and what was withdrawn add up to what was paid in. `Book` holds the rules; the
-contract has the same ones. A forbidden action changes nothing and raises LedgerError.
+Invariant: deposits, stake, unstaked stake, the pool and what was reclaimed or withdrawn add up to what was paid in. `Book`
+holds the rules; the contract has the same ones. A forbidden action changes nothing and raises LedgerError.
 Left out: what the pool spends slashed stake on.
 """
 

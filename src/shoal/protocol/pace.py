@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from shoal.errors import ShoalError
 
 # Requests per second, each with a burst of BURST_S. A node sends one heartbeat per second, and a validator that waits for
-# work ten claims.
+# work sends ten claims.
 MEMBER_RATE = 40.0
 OPEN_RATE = 50.0  # per address, for open routes: a dashboard sends seven
 REFUSED_RATE = 20.0  # per address; refusals beyond it are delayed

@@ -71,14 +71,14 @@ class Sandbox:
         return self._start(program, limits, frames=False).close()
 
     def open(self, program: Program, limits: ProgramLimits | None = None) -> SandboxProcess:
-        """Start a program that exchanges frames by `import channel`, `channel.receive()` and `channel.send(frame)`.
+        """Start a program that exchanges frames through `import channel`, `channel.receive()` and `channel.send(frame)`.
 
         Close the process; until then it occupies one of the sandbox's servers.
         """
         return self._start(program, limits, frames=True)
 
     def close(self) -> None:
-        """Kill every server and all that runs in them."""
+        """Kill every server and everything that runs in it."""
         with self._lock:
             self._closed = True
             busy = list(self._busy)
