@@ -4,14 +4,14 @@
 
 As in INTELLECT-2 (arXiv 2505.07291, section 4.1; after L1, arXiv 2503.04697), including the prompt text. A target of 0
 means no target and no penalty.
-Invariant: worker, validator and the tools get rewards and prompts from here.
+Invariant: worker, validator and the tools all use these functions.
 """
 
 from collections.abc import Sequence
 
 from shoal.config.tasks import TaskSection
 
-EPSILON = 1e-6  # rewards that differ by less count as equal
+EPSILON = 1e-6  # rewards no further apart than this count as equal
 
 
 def instruction(target_length: int) -> str:
@@ -20,7 +20,7 @@ def instruction(target_length: int) -> str:
 
 
 def cycled_target(section: TaskSection, number: int) -> int:
-    """Return the target of task `number` in evaluation and filter, which cycle through the targets; 0: no target."""
+    """Return the target of task `number`: evaluation and `shoal filter` cycle through the targets. 0: no target."""
     targets = section.length_targets
     return targets[number % len(targets)] if targets else 0
 

@@ -2,7 +2,7 @@
 
     read     the rows of each split of each source into a spool on disk
     split    hold out the tasks with the smallest question hashes, or those of `heldout_split`
-    write    chunks of training tasks per source and of all held-out tasks, then the manifest
+    write    the training tasks of each source and all held-out tasks as chunks, then the manifest
 
 Invariants: equal rows give the same files, whatever their order and however they are spread over files. No question is both
 trained on and held out. Memory holds one batch of rows as Python objects, and 48 bytes per row for sorting.
@@ -54,11 +54,11 @@ class Spool:
         self._columns: dict[str, list[str]] = {name: [] for name in COLUMNS}
         self._batch_bytes = 0
         self._keys, self._ids, self._sizes, self._parts = bytearray(), array("Q"), array("I"), array("I")
-        self._reward_numbers: dict[str, int] = {}  # by name, in reading order
-        self._rewards = array("I")  # of each row, as its number
+        self._reward_numbers: dict[str, int] = {}  # a number for each reward's name, in reading order
+        self._rewards = array("I")  # the number of each row's reward
 
     def add(self, part: int, source: str, fields: TaskFields) -> None:
-        """Add a row to a part. Tasks are sorted and merged within a part: one split of one source."""
+        """Add a row to a part, which is one split of one source. Tasks are sorted and merged within their part."""
         name = content_id(fields)
         self._keys += order_key(fields.question)
         self._ids.append(int(name, 16))
@@ -87,14 +87,14 @@ class Spool:
         first = np.ones(len(order), dtype=bool)
         same = [column[order][1:] == column[order][:-1] for column in (parts, keys, ids)]
         first[1:] = ~np.logical_and.reduce(same)
-        self.merged = np.bincount(parts[order[~first]], minlength=parts.max(initial=0) + 1)  # by part
-        self.rows: Indices = order[first]  # row numbers of the tasks: by part, then by question hash
+        self.merged = np.bincount(parts[order[~first]], minlength=parts.max(initial=0) + 1)  # number merged, by part
+        self.rows: Indices = order[first]  # row numbers of the tasks, sorted by part, then by question hash
         self.keys, self.ids, self.parts = keys[self.rows], ids[self.rows], parts[self.rows]
         self.sizes = np.frombuffer(self._sizes, "I")[self.rows]
         self.table = pa.ipc.open_file(pa.memory_map(str(self.path))).read_all()
 
     def tables(self, chosen: Indices) -> Iterator[pa.Table]:
-        """Yield tables of the chosen tasks, of at most CHUNK_ROWS rows and CHUNK_BYTES, unless one task is larger."""
+        """Yield the chosen tasks in tables of at most CHUNK_ROWS rows and CHUNK_BYTES; a single task may be larger."""
         start, size_bytes = 0, 0
         for at, position in enumerate(chosen):
             size = int(self.sizes[position])
@@ -134,12 +134,12 @@ class Built(BaseModel):
 
     config_hash: str = Field(alias="asked")  # of the config sections that determine the set
     digest: str  # of the manifest, which names the set
-    notes: list[str]  # for people: counts per source
+    notes: list[str]  # readable counts per source
 
 
 @dataclass
 class Portion:
-    """One source while it is compiled. `train` and `heldout` are positions in the spool."""
+    """One source during compilation. `train` and `heldout` are positions in the spool."""
 
     source: SourceSection
     schemas: list[str]
@@ -147,7 +147,7 @@ class Portion:
     train: Indices
     heldout: Indices
     merged: int
-    dropped: int = 0  # training tasks whose question is held out
+    dropped: int = 0  # training tasks dropped because their question is held out
 
 
 def compile_tasks(section: TaskSection, folder: Path) -> Built:
@@ -203,7 +203,7 @@ def _compile(section: TaskSection, store: TaskStore) -> tuple[TaskManifest, list
         shares = _shares([source.weight for source in section.sources], section.heldout)
         portions = [_split(spool, number, readings[number], share) for number, share in enumerate(shares)]
         heldout = np.sort(np.concatenate([portion.heldout for portion in portions]))
-        # Sort across sources, so that the first n are a mixture of them.
+        # Sort across sources, so that the first n held-out tasks are a mixture of all sources.
         heldout = heldout[np.argsort(spool.keys[heldout], kind="stable")]
         for number, (portion, share) in enumerate(zip(portions, shares, strict=True)):
             held_out = np.isin(spool.keys[portion.train], spool.keys[heldout])  # in this source or another

@@ -1,7 +1,7 @@
 """Derive the tasks of a submission from a hash of its assignment, so that nobody can choose them.
 
 The assignment's nonce makes them unpredictable until the worker receives it (`coordinator/assignment`).
-Invariant: worker and validator derive the same tasks, targets and seeds from the same assignment, by the same call.
+Invariant: worker and validator derive the same tasks, targets and seeds from the same assignment, with this code.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from shoal.tasks.taskset import TaskSet
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The task of one group of a submission."""
+    """The task, target length and seeds of one group of a submission."""
 
     task_index: int  # into the training tasks
     target_length: int  # tokens; 0: no target

@@ -4,10 +4,10 @@
     the model's            the answer's tokens
 
 The answer becomes a user message, which every template supports. To find the template's text around it, a conversation of
-sentinels is rendered.
+placeholder messages is rendered.
 Invariants: worker, validator and evaluator use this code. An answer cannot contain control tokens: their names are deleted
 from its text.
-Left out: templates that rewrite earlier turns, for example to drop reasoning. The model's tokens stay.
+Left out: templates that rewrite earlier turns, for example to drop reasoning. The model's own tokens stay unchanged.
 """
 
 from collections.abc import Sequence

@@ -38,7 +38,7 @@ class Grade:
     detail: str = ""  # why, for people
     tier: str = ""  # where code ran: a tier of the sandbox, or "trusted"; "" if no code ran
     repeatable: bool = True  # False: near or over a limit, so another machine may score differently
-    parts: Mapping[str, float] = field(default_factory=dict)  # the score of each of several weighted rewards
+    parts: Mapping[str, float] = field(default_factory=dict)  # each reward's score, if several are weighted
 
     @property
     def certain(self) -> bool:
@@ -85,7 +85,7 @@ class Environment(Protocol):
         return ()
 
     def set_budget(self, budget: Budget) -> None:
-        """Stop the programs that it runs at the end of `budget`."""
+        """Stop the programs that it runs when `budget` runs out."""
         return
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ MAX_CHUNK_BYTES = 256 << 20  # of a chunk's file: a character has up to four byt
 MAX_CHUNKS = 1 << 18  # of a source, or of the held-out tasks
 MAX_SOURCES = MAX_FILES = 1024
 MANIFEST_BYTES = 64 << 20
-FILE_BYTES = 1 << 20  # of a user reward's or environment's source
+FILE_BYTES = 1 << 20  # of the source file of a user reward or environment
 OPEN_CHUNKS = 64  # mapped at the same time; each keeps a file open
 COLUMNS = [field.name for field in fields(Task)]
 SCHEMA = pa.schema([pa.field(name, pa.string(), nullable=False) for name in COLUMNS])
@@ -188,7 +188,7 @@ def _hash(path: Path) -> str:
 
 
 class TaskSet:
-    """The set named `digest` in `store`. Raise TasksNotFoundError if it is missing or has other sources than `section`."""
+    """The set named `digest` in `store`. Raise TasksNotFoundError if missing, or if its sources are not `section`'s."""
 
     def __init__(self, section: TaskSection, digest: str, store: TaskStore, notes: Sequence[str] = ()) -> None:
         self.digest = digest
@@ -203,7 +203,7 @@ class TaskSet:
         self.train = TaskView(store, [chunk for source in self.manifest.sources for chunk in source.chunks])
         self.heldout = TaskView(store, self.manifest.heldout)
         self.weights = [source.weight for source in section.sources]
-        # The end of each source in `train`.
+        # Where each source's tasks end in `train`.
         self.ends = list(itertools.accumulate(source.train for source in self.manifest.sources))
 
     @cached_property
@@ -217,7 +217,7 @@ class TaskSet:
         return [self.train[start] for start in [0, *self.ends[:-1]]]
 
     def pick(self, drawn: bytes) -> int:
-        """Return the index of a training task from 32 random bytes: a source by its weight, then one of its tasks."""
+        """Return the index of a training task. 32 random bytes choose a source by its weight, then one of its tasks."""
         total = sum(self.weights)
         point = int.from_bytes(drawn[16:24], "big") / 2**64 * total
         at = min(bisect.bisect_right(list(itertools.accumulate(self.weights)), point), len(self.weights) - 1)

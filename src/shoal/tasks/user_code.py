@@ -3,10 +3,10 @@
 Invariants: whatever the user's code does, each completion gets a grade and each turn an answer in bounded time. A reward
 that fails is a `grader_error` with the error's text. If worker and validator get different answers from an environment, the
 submission is rejected as `unrepeatable` and nobody is slashed: the class may read a clock or come near a limit. The code
-runs in the sandbox, a fresh process for each call, because a machine need not trust the author of a run. If the node's
-operator sets SHOAL_TRUST_RUN=1, these processes are forked from an unsandboxed one that has loaded the file and may import
-installed packages.
-Left out: more files than one; environment state between calls.
+runs in the sandbox, in a fresh process for each call, because a machine need not trust the author of a run. If the
+node's operator sets SHOAL_TRUST_RUN=1, these processes are forked from an unsandboxed one that has loaded the file and
+may import installed packages.
+Left out: code in several files; environment state between calls.
 """
 
 import logging
@@ -33,7 +33,7 @@ def is_user_code(name: str) -> bool:
 
 
 def file_name(name: str) -> str:
-    """Return the name in the task set of a user reward's or environment's file."""
+    """Return the name that the task set gives the file of a user reward or environment."""
     return Path(name.rpartition(":")[0]).name
 
 
@@ -44,7 +44,7 @@ def program_limits(section: SandboxSection) -> ProgramLimits:
 class UserCode(Grader):
     """The function or class named "file.py:NAME", called with [task, ...], see `inside/user_code.py`.
 
-    `files`: source by file name, from the task set. Raise GradeError if the file is not among them, SandboxError if no
+    `files`: code by file name, from the task set. Raise GradeError if the file is not among them, SandboxError if no
     sandbox works here.
     """
 

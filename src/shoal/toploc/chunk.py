@@ -1,9 +1,10 @@
 """Split hidden states into chunks of `chunk_tokens` tokens, and find each chunk's top_k largest magnitudes.
 
 Invariant: each chunk covers chunk_tokens tokens, and only the last chunk of a sequence may be shorter. The selected
-magnitudes are those of a full sort. The selection among equal magnitudes depends only on the values, not on the device or
-on torch.topk, because all compared keys are distinct. Another selection, as in the public package, still verifies: the
-entries that differ evaluate to random values and count as mismatches, and few values tie.
+magnitudes are those that a full sort would select. The selection among equal magnitudes depends only on the values, not
+on the device or on torch.topk, because all compared keys are distinct. A proof from another selection, such as the
+public package's, still verifies: entries that differ evaluate to random values and count as mismatches, but few values
+tie.
 
 Paper: TOPLOC section 3 (top-k selection). Shapes: T tokens, H hidden size, B chunks, X = values in a chunk, K = top_k,
 S = chunks in a slab, N columns and C candidates of the search.
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from shoal.toploc.proof import ProofError
 
-MAGNITUDE = 0x7FFF  # float bits without the sign have the order of the magnitudes; infinity and NaN are largest
+MAGNITUDE = 0x7FFF  # without the sign, float bits sort like the magnitudes; infinity and NaN are largest
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 _FAN = 8  # values per column; the fastest of 4, 8, 16, 32 at X = 131072, K = 128
 _SLAB_VALUES = 2**18  # magnitudes computed together; they fit into a core's cache
@@ -108,7 +109,8 @@ def largest(bits_BX: Tensor, top_k: int) -> Tensor:
     """Return the indices (B, K) int64, unordered, of the largest magnitudes in each row of raw 16-bit floats (int16).
 
     X is laid out as 8 rows of N = X / 8 columns. The K columns with the largest maxima contain K magnitudes that are at
-    least as large as any outside them, so only their 8 · K values compete. A recursive call on the N maxima finds them.
+    least as large as any outside them, so only their 8 · K values compete. A recursive call on the N maxima finds these
+    columns.
     """
     rows, values = bits_BX.shape
     columns = values // _FAN

@@ -52,7 +52,7 @@ def inverse(value: Tensor) -> Tensor:
 
 @cache
 def _inverse_table(device: torch.device) -> Tensor:
-    """Return the table of a^(PRIME-2), the inverses (Fermat), by repeated squaring; the entry of 0 is 0."""
+    """Return the table of inverses, a^(PRIME-2) by Fermat, from repeated squaring; the entry of 0 is 0."""
     power = torch.arange(PRIME, dtype=torch.int64, device=device)
     table = torch.ones_like(power)
     exponent = PRIME - 2

@@ -4,7 +4,7 @@
 
 Invariant: `parse` returns only canonical proofs (exact length, modulus in [MODULUS_MIN, PRIME], coefficients in
 GF(PRIME)). Anything else raises ProofError, which names the sequence and the proof.
-The format does not contain the number of tokens, the dtype and top_k: the caller must know them.
+The format does not contain the number of tokens, the dtype or top_k: the caller must know them.
 
 Paper: TOPLOC section 3; format of the public `toploc` 0.1.6.
 """

@@ -8,9 +8,10 @@ device; only the coefficients are copied. Left out: a separate comparison of ind
 selected evaluates to a random value and is a mismatch; and calibration of thresholds (`shoal calibrate`).
 
 The public package takes a list of activations: those of the prompt, which get a proof of their own, then one tensor per
-decoded token. Here the prompt's proof is `build(prompt_TH, chunk_tokens=T)`; Shoal's roles have none, like the package with
-skip_prefill. Given one tensor, the package's verifier reports the same figures, except for the median (see ChunkResult).
-Given a list of activations, it ignores the modulus, and rejects honest proofs, even its own, whose modulus is not 65497.
+decoded token. Here the prompt's proof is `build(prompt_TH, chunk_tokens=T)`; Shoal's workers make none, like the
+package with skip_prefill. Given one tensor, the package's verifier reports the same figures, except for the median (see
+ChunkResult). Given a list of activations, it ignores the modulus, and rejects honest proofs, even its own, whose
+modulus is not 65497.
 
 Paper: TOPLOC sections 3 (proofs) and 4 (error metrics and thresholds).
 """
@@ -27,7 +28,8 @@ from shoal.toploc.field import PRIME, evaluate, interpolate
 from shoal.toploc.proof import ProofError, injective_modulus, parse, serialise
 
 # The leading coefficients of an interpolant of real data are uniform: all eight are zero with probability 65497^-8. In a
-# forged polynomial of low degree, such as a constant, they are zero. Unless all its values are exact, none counts as equal.
+# forged polynomial of low degree, such as a constant, they are zero. If they are zero, the polynomial's values count as
+# equal only if all of them are exact.
 _LEADING = 8
 
 
@@ -55,7 +57,7 @@ class Thresholds:
     mantissa_error_median: float
 
     def passes(self, result: ChunkResult) -> bool:
-        """Return whether every figure is within its limit. NaN is not."""
+        """Return whether every figure is within its limit. NaN never is."""
         return (
             result.exponent_mismatches <= self.exponent_mismatches
             and result.mantissa_error_mean <= self.mantissa_error_mean
@@ -147,7 +149,7 @@ def verify_many(
 
 
 def compare(own_BK: Tensor, proven_BK: Tensor, forged_B: Tensor, *, mantissa_bits: int) -> list[ChunkResult]:
-    """Return the errors of each row of raw 16-bit values. In rows of `forged_B` no entry counts as equal."""
+    """Return the errors of each row of raw 16-bit values. In rows marked in `forged_B`, no entry counts as equal."""
     exponent_own_BK = (own_BK & 0x7FFF) >> mantissa_bits
     exponent_proven_BK = (proven_BK & 0x7FFF) >> mantissa_bits
     mantissa_mask = (1 << mantissa_bits) - 1
@@ -157,7 +159,7 @@ def compare(own_BK: Tensor, proven_BK: Tensor, forged_B: Tensor, *, mantissa_bit
     agreeing_B = agree_BK.sum(dim=1)
     mean_B = error_BK.where(agree_BK, 0.0).sum(dim=1) / agreeing_B.clamp(min=1)
     mean_B[agreeing_B == 0] = inf
-    # Disagreeing entries are infinities and sort last; with none agreeing the median is infinite too.
+    # Entries that disagree become infinite and sort last; if none agrees, the median is infinite too.
     ascending_BK = error_BK.where(agree_BK, inf).sort(dim=1).values
     middle_B2 = torch.stack([(agreeing_B - 1).clamp(min=0) // 2, agreeing_B // 2], dim=1)
     median_B = ascending_BK.gather(1, middle_B2).mean(dim=1)

@@ -98,7 +98,7 @@ def offline_assignment(
     nonce: str = "0" * 32,
     groups: int | None = None,
 ) -> Assignment:
-    """Return an assignment without a coordinator. Its numbers are not validated."""
+    """Return an assignment that no coordinator made. Its fields are not validated."""
     id = f"{worker[:16]}-{number:06d}"
     return Assignment.model_construct(
         id=id,

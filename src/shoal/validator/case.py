@@ -1,7 +1,7 @@
 """A submission under examination: the assignment, the file, and the validator's own results.
 
 Invariant: a `Case` never changes. Grading and prefill return a new one with their results; checks only read it. The worker's
-figures are only compared with the recomputed ones: the learner gets no figure of the worker's, except logprobs after a spot
+figures are only compared with the recomputed ones: the learner gets none of the worker's, except logprobs after a spot
 check, which it does not use.
 """
 
@@ -35,15 +35,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Results of the claimed version for every token that the model wrote (N in total, rollout by rollout)."""
+    """What the claimed version computes for every token that the model wrote (N in total, rollout by rollout)."""
 
     hidden_NH: Tensor  # bfloat16
     logprobs_N: Tensor
     margins_N: (
-        Tensor  # score of the token that the seed yields, minus the token's score, in nats; 0 if it is that token
+        Tensor  # score of the token that the seed yields, minus the written token's, in nats; 0 if they are equal
     )
     evidence_NA: Tensor  # nats for each of A other ways of sampling (see `prefill`)
-    lengths: list[int]  # tokens of each rollout among these
+    lengths: list[int]  # how many of these tokens each rollout has
 
 
 @dataclass(frozen=True)

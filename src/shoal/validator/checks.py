@@ -14,8 +14,8 @@ the limits is a lie in any class. Work within them that still differs is `inexac
 or an updated library can cause it.
 Invariants: a worker's figures are compared, never used. A hard reason follows from what the worker itself signed, so no
 other party can cause it. That is why `context` comes first and is soft: a file that passes it was signed for exactly this
-assignment. And why `derived_tasks` comes before `replayed`: rows with another worker's seeds are not this worker's rows,
-whoever uploaded them first.
+assignment. For the same reason `derived_tasks` comes before `replayed`: rows with another worker's seeds are not this
+worker's rows, whoever uploaded them first.
 docs/trust.md lists the lies that are not caught.
 Papers: TOPLOC (arXiv 2501.16007); INTELLECT-2 (arXiv 2505.07291), section on validators.
 """
@@ -41,11 +41,11 @@ from shoal.tasks.environments import Conversation
 from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.prefill import ALTERNATIVES, submission_evidence
 
-REWARD_TOLERANCE = 1e-4  # absolute, and relative beyond 1: files hold rewards as float32
+REWARD_TOLERANCE = 1e-4  # absolute up to 1, relative above: files hold rewards as float32
 FAR = 4.0  # times `sampling_margin`: numerics cannot cause a larger margin
 EOS_PROBABILITY = 0.1  # a completion may end early only where the end token's probability exceeds this (INTELLECT-2)
-OUTLIERS = 2  # end tokens, and special tokens, of a submission whose margin may exceed `sampling_margin`, by numerics
-DISTRIBUTION_EVIDENCE = 16.0  # nats that reject; honest work exceeds x with probability at most e^-x
+OUTLIERS = 2  # end tokens, and special tokens, per submission whose margin numerics may push beyond `sampling_margin`
+DISTRIBUTION_EVIDENCE = 16.0  # more nats reject; honest work exceeds x nats with probability at most e^-x
 WORST_MANTISSA = 127.0  # for a proof without any equal exponent, whose mantissa error is infinite
 
 
@@ -58,7 +58,7 @@ class Rules:
     tokenizer: Any
     eos_ids: tuple[int, ...]
     conversation: Conversation
-    special_ids: frozenset[int]  # tokens that only chat templates use, without the end tokens
+    special_ids: frozenset[int]  # tokens that only chat templates use, except the end tokens
     vocabulary: int  # ids below this have an embedding
     budget: Budget = field(default_factory=Budget)  # time limit of environments and graders
 
@@ -261,7 +261,7 @@ def special_tokens(rules: Rules, case: Case) -> Outcome:
 
 
 def _among(case: Case, ids: Collection[int], odd_N: torch.Tensor) -> list[tuple[int, int]]:
-    """Return rollout number and token of each odd token with one of these ids."""
+    """Return rollout number and token, for each token that `odd_N` marks and that has one of these ids."""
     pairs = zip(case.sampled(), odd_N.tolist(), strict=True)
     return [(number, token) for (number, token), odd in pairs if odd and token in ids]
 
@@ -324,7 +324,7 @@ def exact_proofs(rules: Rules, case: Case) -> Outcome:
 
 
 def _unless_equal(case: Case, what: str, differing_N: torch.Tensor, how: Callable[[int], str]) -> Outcome:
-    """Reject if any differ, and say at which sampled token the first difference is, and how."""
+    """Reject if any differ. Say at which sampled token the first difference is; `how` describes it."""
     if not bool(differing_N.any()):
         return PASSED
     count, first = int(differing_N.sum()), int(differing_N.nonzero()[0])

@@ -1,16 +1,17 @@
-"""Judges files: bytes and an assignment in, findings and the accepted file out. No network; a clock for time limits only.
+"""Judges files: takes bytes and an assignment, returns findings and the accepted file. It uses no network, and a clock
+only for time limits.
 
     open     turns a file into a Case, or a Finding if it is not a rollout file with a valid signature
     examine  checks each file, runs one prefill of all cases that passed, checks its results, grades, checks the rewards
 
 Invariant: it accepts only what it has recomputed; the accepted file has the validator's own prompts, rewards and logprobs.
 The exception is a case accepted after a spot check, of which only a few rollouts were prefilled: its file says so and keeps
-the worker's logprobs, and the learner uses its own instead.
+the worker's logprobs, but the learner uses its own.
 Grading comes last, though it is often cheap, because a reward or an environment may run the program in a completion. After a
-prefill, the run's own model is known to have written that program; before it, the worker may have. So before a prefill
-grading may take only as long as the prefill would; a case that needs more is prefilled whole first. After it, a case has its
-share of `grading_s`. A group that is not graded by then counts as grader errors: no batch takes it, and its worker is not
-blamed.
+prefill, the run's own model is known to have written that program; before it, the worker may have. So before a prefill,
+grading may take only as long as the prefill would; a case that needs longer is prefilled whole first. After a prefill,
+each case gets an equal share of `grading_s`. A group that is not graded in that time counts as grader errors: no batch
+takes it, and its worker is not blamed.
 """
 
 import math
@@ -49,7 +50,7 @@ from shoal.validator.checks import ANSWERS, EXACT, EXPENSIVE, FILE, REWARDS, Che
 from shoal.validator.prefill import prefill
 
 SPOT_ROLLOUTS = 2  # rollouts in a spot check, drawn after the upload
-MIN_GRADING_S = 1.0  # before a prefill: processes need time to start
+MIN_GRADING_S = 1.0  # least time for grading before a prefill: processes need time to start
 LATE = Grade(0.0, "grader_error", "not graded in the time that the claim leaves for it", repeatable=False)
 
 
@@ -78,7 +79,7 @@ class Judge:
         """
         self.choose: Callable[[Sequence[int], int], list[int]] = SystemRandom().sample  # unpredictable to workers
         self.grading_s = grading_s
-        self.row_tokens = row_tokens  # of a prefill
+        self.row_tokens = row_tokens  # in a row of a prefill
         self.budget = Budget()
         self.position_s = 0.0  # seconds per position of the last whole prefill
         self.config = config
@@ -102,7 +103,7 @@ class Judge:
         close(self.environments)
 
     def load(self, folder: Path) -> None:
-        """Load the weights of the version in `folder`. Raise ShoalError if it is too small for the run's completions."""
+        """Load the weights of the version in `folder`. Raise ShoalError if its context is too short for the run."""
         check_max_tokens(folder, self.config.sampling.max_tokens)
         if self.model is not None:
             load_weights_(self.model, folder)
@@ -149,8 +150,8 @@ class Judge:
     def examine(self, cases: Sequence[Case], *, cheaply: Sequence[bool] | None = None) -> list[Examined]:
         """Run the checks on each case. All must be of the loaded version. `cheaply`: which cases need only a spot check.
 
-        A case is still prefilled whole, and that decides, if its spot check fails, its logprobs are impossible, or its
-        grading takes long.
+        Such a case is still prefilled whole, and the whole prefill decides, if its spot check fails, its logprobs are
+        impossible, or its grading takes long.
         """
         examined = [self._check(FILE, Examined(case, None)) for case in cases]
         share_s = self.grading_s / max(len(cases), 1)
@@ -212,9 +213,9 @@ class Judge:
         return replace(result, finding=outcome.finding, evidence={**result.evidence, **outcome.evidence})
 
     def grade(self, case: Case) -> Case:
-        """Return the case with rewards recomputed from its last turns. It must be within bounds. Raise GradeError.
+        """Return the case with rewards recomputed from its last turns. It must have passed `bounds`. Raise GradeError.
 
-        All rollouts of a group that is not graded before the budget ends are LATE.
+        All rollouts of a group that is not graded before the budget ends get the grade LATE.
         """
         grades: list[Grade] = []
         for group, members in groupby(case.rows, key=lambda row: row.group):
@@ -290,7 +291,7 @@ def _positions(case: Case) -> int:
 
 
 def plausible(case: Case) -> bool:
-    """Return whether sampling can yield every logprob. The learner would drop groups with other ones."""
+    """Return whether sampling can yield every logprob. The learner would drop a group with any other."""
     return all(logprob >= LOWEST_LOGPROB for row in case.rows for logprob in row.logprobs)
 
 

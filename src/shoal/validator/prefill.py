@@ -1,8 +1,8 @@
-"""One forward of the claimed version over several submissions at once; all expensive checks read its results.
+"""One forward pass of the claimed version over several submissions at once; all expensive checks read its results.
 
 The groups of all submissions are packed into rows; each group's prompt is computed once.
 Invariant: except for rounding, a submission's results do not depend on the others in its rows.
-Paper: TOPLOC (arXiv 2501.16007): a prefill checks many tokens in the time of decoding few.
+Paper: TOPLOC (arXiv 2501.16007): a prefill checks many tokens in the time that decoding a few takes.
 
 The results include evidence on the distribution from which the tokens were sampled; it uses no seeds. For each of a few
 other distributions q, the product over tokens of q(token) / p(token) is a martingale of mean 1 under honest sampling from p.

@@ -1,7 +1,7 @@
 """The validator: claims submissions, judges them, uploads accepted files and verdicts, and co-signs the ledger.
 
-Invariant: before a rejection that rests on a prefill, the prefill is repeated with reloaded weights: a flipped bit in this
-machine's memory would look like a lie.
+Invariant: before a rejection that rests on a prefill, the prefill is repeated with reloaded weights, because a flipped
+bit in this machine's memory would look like a lie.
 Several validators may run: claims are leases, and an expired claim goes to another validator.
 """
 
@@ -120,9 +120,9 @@ class Validator:
         fingerprint: Callable[[Any], str] = lambda model: "",
         witness: Witness | None = None,
     ) -> None:
-        """`fingerprint`: returns that of a loaded model; "" if this machine's arithmetic depends on batch shapes.
+        """`fingerprint`: returns a loaded model's fingerprint; "" if this machine's arithmetic depends on batch shapes.
 
-        `witness`: co-signs the ledger; None: nobody does.
+        `witness`: co-signs the ledger; None: this validator does not.
         """
         self.node = node
         self.config = config
@@ -135,7 +135,7 @@ class Validator:
         self.reload_at_s = 0.0  # inexact work causes no reload before this time, on the monotonic clock
 
     def run(self, stop: threading.Event) -> str:
-        """Check submissions until the run ends or `stop`. Return which."""
+        """Check submissions until the run ends or `stop` is set. Return which."""
         with self.judge:
             while not stop.is_set():
                 if self.node.answer and self.node.answer.state != "running":
@@ -237,7 +237,7 @@ class Validator:
         return verdict, self.judge.accepted_file(case, self.node.identity)
 
     def upload(self, verdict: Verdict, accepted: bytes | None) -> None:
-        """Upload a verdict, and the accepted file first. If the claim was lost meanwhile, drop the verdict."""
+        """Upload the accepted file, if any, then the verdict. If the claim was lost meanwhile, drop the verdict."""
         try:
             if accepted is not None:
                 stored = self.node.send_file(f"/v1/accepted/{verdict.submission}", accepted)
@@ -254,7 +254,7 @@ class Validator:
             self.node.doing(f"dropping the verdict on {verdict.submission}: {refusal}")
 
     def co_sign(self, *, last: bool = False) -> None:
-        """Co-sign the ledger's newest entry if it is due, or before the end."""
+        """Co-sign the ledger's newest entry if a co-signature is due, or if it is the last before the end."""
         if self.witness is not None:
             self.witness.sign() if last else self.witness.sign_if_due()
 

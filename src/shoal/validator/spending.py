@@ -1,17 +1,18 @@
 """How much of the checks' tolerance a submission used. `coordinator/trust` tests this over all of a worker's submissions.
 
 Numerics change a token only where the two best scores nearly tie. Given the worker's tokens, the noise is still random
-there: the gap to the second score falls below x with probability about x (1 - P(token)), independently from token to token
-and of everything that follows from the tokens, such as the reward. So honest mismatches are spread over the completions by
-their exposure, the sum of 1 - P(token), whatever the rewards are. A worker that chooses among near ties for the reward
-cannot imitate that: its mismatches are in the completions that became better, or worse.
+there: the gap to the second score falls below x with probability about x (1 - P(token)), independently for each token,
+and independently of everything that follows from the tokens, such as the reward. So honest mismatches are spread over
+the completions in proportion to their exposure, the sum of 1 - P(token), whatever the rewards are. A worker that
+chooses among near ties for the reward cannot imitate that: its mismatches are concentrated in completions that became
+better, or worse.
 
 To see whether the other choice would have led to another reward, `regenerate` generates rollouts again, if
-`evidence.regenerated` is set. In a rollout with a token that differs from its seed's, a near tie fell the other way. For an
-honest worker numerics decided, independently of the reward: the rollout that the seed yields here is as often better as
-worse. A worker that chooses takes the better one each time (or the worse one). So each such rollout is evidence by itself,
-however rare they are and however small the margin. Decoys do not help: rollouts with equal rewards are not counted. Nor are
-those whose grade came near a limit, because a busy machine may have changed it.
+`evidence.regenerated` is set. In a rollout with a token other than its seed yields, a near tie fell the other way. For
+an honest worker numerics decided, independently of the reward: the rollout that the seed yields here is better as often
+as worse. A worker that chooses takes the better one each time (or the worse one). So each such rollout is evidence by
+itself, however rare they are and however small the margin. Decoy mismatches do not help: rollouts with equal rewards
+are not counted. Nor are those whose grade came near a limit, because a busy machine may have changed it.
 
 Invariants: only the prefill and the validator's own rewards are read. The rollouts to generate again are drawn after the
 upload, from the system's randomness.
@@ -52,14 +53,14 @@ def spent(case: Case, config: Config, evidence: dict[str, float]) -> ToleranceSp
     means = [sum(rewards) / len(rewards) for rewards in values]
 
     def within(sign: int) -> float:
-        """Bet on the completions of each group, and multiply: groups are independent."""
+        """Return the log evidence of a bet on the completions of each group; it adds up, as groups are independent."""
         return sum(
             allocation(count, exposure, [sign * reward for reward in rewards], REWARD_TILT, STAKE)
             for count, exposure, rewards in zip(counts, exposures, values, strict=True)
         )
 
     def between(sign: int) -> float:
-        """Bet on the groups."""
+        """Return the log evidence of a bet on the groups."""
         totals = [sum(count) for count in counts]
         return allocation(totals, list(map(sum, exposures)), [sign * mean for mean in means], TASK_TILT, STAKE)
 

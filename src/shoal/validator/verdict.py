@@ -75,7 +75,7 @@ def _outcomes(grades: Sequence[Grade]) -> Outcomes:
 
 
 def _parts(grades: Sequence[Grade]) -> dict[str, float]:
-    """Return the mean score of each of several weighted rewards. The name of a reward's file loses its folder."""
+    """Return the mean score of each of several weighted rewards. Reward files are named without their folders."""
     names = dict.fromkeys(name for grade in grades for name in grade.parts)
     means = {name: sum(grade.parts.get(name, 0.0) / len(grades) for grade in grades) for name in names}
     return {name.rpartition("/")[2][-200:]: mean for name, mean in means.items()}

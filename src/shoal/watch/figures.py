@@ -1,4 +1,4 @@
-"""What the terminal, the page and pictures derive from a run and how they format it, each computed in one place.
+"""The figures that terminal, page and pictures derive from a run, and their formats, each defined once.
 
 Invariant: any number that a node reports formats to a short text, and text from other machines loses its control characters.
 """
@@ -90,7 +90,7 @@ def eta_s(status: Status, metrics: Sequence[dict[str, float]]) -> float | None:
 
 
 def no_signal_warning(signal: Signal) -> str:
-    """`39 of the newest 39 groups had equal rewards, all 0.0`; empty below NO_SIGNAL_GROUPS."""
+    """Return text like `39 of the newest 39 groups had equal rewards, all 0.0`; "" below NO_SIGNAL_GROUPS."""
     if signal.flat < NO_SIGNAL_GROUPS or signal.lowest is None or signal.highest is None:
         return ""
     low, high = f"{signal.lowest:.4g}", f"{signal.highest:.4g}"
@@ -99,7 +99,7 @@ def no_signal_warning(signal: Signal) -> str:
 
 
 def grader_warning(grading: Grading) -> str:
-    """`the grader failed for 70 of the newest 512 completions (last: no module named numpy)`; empty if it did not."""
+    """Return text like `the grader failed for 70 of the newest 512 completions (last: no numpy)`, or ""."""
     if not grading.errors:
         return ""
     last = f" (last: {clean(grading.error)[:100]})" if grading.error else ""
@@ -107,7 +107,7 @@ def grader_warning(grading: Grading) -> str:
 
 
 def format_exactness(exact: Exactness) -> str:
-    """`exact  80 of these, 12.3k tokens`: accepted submissions whose tokens are all bitwise equal."""
+    """Return text like `exact  80 of these, 12.3k tokens`: accepted submissions whose tokens are all bitwise equal."""
     unequal = f", {count(exact.mismatched_tokens)} unequal tokens rejected" if exact.mismatched_tokens else ""
     return f"exact  {exact.submissions} of these, {count(exact.tokens)} tokens{unequal}"
 
@@ -121,7 +121,7 @@ def metrics_by_name(metrics: dict[str, float], kind: str, last: str) -> dict[str
 
 
 def useful_share(signal: Signal) -> str:
-    """`63 % of 40 useful`: the share of useful groups among those accepted for the open step; empty before the first."""
+    """Return text like `63 % of 40 useful`: the useful share of groups accepted for the open step; "" before any."""
     share = ratio(signal.useful, signal.groups)
     return "" if share is None else f"{percent(share, 0)} of {signal.groups} useful"
 
@@ -207,19 +207,19 @@ def duration(seconds: float | None) -> str:
 
 
 def format_counts(counts: dict[str, int], of: str = "") -> str:
-    """`2 proof, 1 reward`, the most frequent first; with `of="of "`: `2 of worker-0`."""
+    """Return text like `2 proof, 1 reward`, the most frequent first; with `of="of "`, like `2 of worker-0`."""
     return ", ".join(f"{n} {of}{clean(name)}" for name, n in sorted(counts.items(), key=lambda item: -item[1]) if n)
 
 
 def format_rejections(rejected: int, reasons: dict[str, int]) -> str:
-    """`1 rejected: proof`, or `3 rejected: 2 proof, 1 unreadable`."""
+    """Return text like `1 rejected: proof` or `3 rejected: 2 proof, 1 unreadable`."""
     nonzero = [name for name, n in reasons.items() if n]
     why = clean(nonzero[0]) if len(nonzero) == 1 else format_counts(reasons)
     return f"{rejected} rejected" + (f": {why}" if why else "")
 
 
 def and_more(hidden: int) -> str:
-    """`+2 more` if rows or items are hidden; else empty."""
+    """Return text like `+2 more` if rows or items are hidden, else ""."""
     return f"+{hidden} more" if hidden else ""
 
 
@@ -258,7 +258,7 @@ def tokens_per_s(node: NodeStatus) -> float | None:
 
 
 def weights_tree(nodes: Sequence[NodeStatus], receivers: int) -> tuple[list[tuple[int, NodeStatus]], int]:
-    """Return (depth, node) in order, each node below its main sender, and how many receiving nodes are left out."""
+    """Return (depth, node) in display order, each node below its main sender, and how many receivers are left out."""
     servers = [node for role in SERVERS for node in nodes if node.role == role]
     urls = {node.url: node for node in servers if node.url}
 
@@ -290,7 +290,7 @@ class SiteRow:
     state: str
     healthy: bool
     loss: float | None = None  # of the last update
-    computed_s: float = 0.0  # this and all below: since the site's start
+    computed_s: float = 0.0  # this and the fields below: since the site's start
     waited_s: float = 0.0
     synced_s: float = 0.0
     sent_bytes: float = 0.0
@@ -323,6 +323,6 @@ def _site(name: str, step: Mapping[str, float], *, newest: bool) -> SiteRow:
 
 
 def sites_summary(sites: Sequence[SiteRow]) -> list[str]:
-    """`1 of 2 count`, `site-1 away since step 12`."""
+    """Return texts like `1 of 2 count` and `site-1 away since step 12`."""
     problems = [f"{site.name} {site.state}" for site in sites if not site.healthy]
     return [f"{len(sites) - len(problems)} of {len(sites)} count", *problems]

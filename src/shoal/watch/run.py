@@ -1,7 +1,7 @@
-"""A run to look at: state, history and work, read from its folder or its coordinator's public routes.
+"""A run as the views read it: state, history and work, from its folder or its coordinator's public routes.
 
-Invariant: it changes nothing. A folder can be read during the run and after it; `record` lists its files. A coordinator's
-URL gives only state, curves, nodes and samples. Terminal, page and picture draw from here.
+Invariant: reading changes nothing. A folder can be read during the run and after it; `record` lists its files. A
+coordinator's URL gives only state, curves, nodes and samples. Terminal, page and picture get a run from here.
 """
 
 import time
@@ -76,7 +76,7 @@ class PoolRun:
     folder: Path | None = None
 
     def __init__(self, url: str, client: httpx.Client, legs: Path | None = None) -> None:
-        """`legs`: the folder in which `shoal run` records its measurements, if on this machine."""
+        """`legs`: the folder in which `shoal run` records its measurements, if it runs on this machine."""
         self.pool = PoolWatch(server_url(url), client)
         self.legs = legs
         self.history = self.pool.history

@@ -58,7 +58,7 @@ def write_report(
 ) -> dict[str, Any]:
     """Write summary.json and reward.png into `folder`. Return the summary. Raise OSError.
 
-    `measured`: all legs of `shoal run` as one; None for a pool on several machines.
+    `measured`: all legs of `shoal run` merged into one; None for a pool on several machines.
     """
     summary = summarize(config, status, history, measured)
     write_file(folder / SUMMARY, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
@@ -151,7 +151,7 @@ def _heldout_change(before: dict[str, Any], after: dict[str, Any], kind: str) ->
 
 
 def _accuracy(figures: dict[str, Any], kind: str) -> str:
-    """`33.2 % [27.7, 39.2]`: with Wilson's 95 % interval."""
+    """Return text like `33.2 % [27.7, 39.2]`, with Wilson's 95 % interval."""
     if figures.get(kind) is None:
         return percent(None)
     interval = wilson(figures[kind] * figures["n"], figures["n"])
@@ -166,13 +166,13 @@ def _waste(status: Status) -> dict[str, Any]:
 
 
 def _waste_text(waste: dict[str, Any]) -> str:
-    """`1.2 % of 812 useful groups: 6 grew too old, 4 came too late`."""
+    """Return text like `1.2 % of 812 useful groups: 6 grew too old, 4 came too late`."""
     old, late = waste["too_old"], waste["too_late"]
     return f"{percent(waste['share'])} of {waste['of']} useful groups: {old} grew too old, {late} came too late"
 
 
 def _exact(exact: dict[str, int]) -> str:
-    """`80 submissions, 12.3k tokens equal to the last bit, 0 not`."""
+    """Return text like `80 submissions, 12.3k tokens equal to the last bit, 0 not`."""
     if not exact["submissions"] and not exact["mismatched_tokens"]:
         return "none: numerics are fast, or machines differ, so the limits applied"
     equal, unequal = count(exact["tokens"]), exact["mismatched_tokens"]
@@ -180,7 +180,7 @@ def _exact(exact: dict[str, int]) -> str:
 
 
 def _counts(counts: dict[str, int]) -> str:
-    """`worker-0 40, worker-1 38 (78 in all)`."""
+    """Return text like `worker-0 40, worker-1 38 (78 in all)`."""
     names = ", ".join(f"{clean(name)} {n}" for name, n in sorted(counts.items()) if n)
     return f"{names} ({sum(counts.values())} in all)" if names else "none"
 
@@ -192,7 +192,7 @@ def read_legs(folder: Path) -> list[Leg]:
 
 
 def wall_s(folder: Path, now_s: float, *, running: bool) -> float | None:
-    """Return the run's time over all its legs; None if no `shoal run` measured any."""
+    """Return the run's time over all its legs; None if no `shoal run` recorded one."""
     path = folder / LEGS
     if not path.exists():
         return None

@@ -2,7 +2,7 @@
 
 Invariant: a package is imported only if its tracker is chosen. Opening a tracker succeeds or raises TrackerError,
 which says what to install or set; `record` handles later failures.
-Left out: system metrics and pictures; resuming the same remote run: a restart creates a new one and sends all steps again.
+Left out: system metrics and pictures; resuming a remote run: a restart creates a new one and sends all steps again.
 
     wandb         project and account come from its own settings (`wandb login`, WANDB_PROJECT, WANDB_MODE=offline)
     tensorboard   writes curves to `tensorboard/` in the run's folder; needs neither torch nor TensorFlow

@@ -3,10 +3,11 @@
     upload finished submissions in order -> load newer weights if idle -> request a task -> produce it in a thread
 
 Up to `workers.in_flight` submissions are produced at once, and the engine decodes them in one batch. All computation runs in
-the loop's own thread while it waits for them (`OneThread`). An upload that takes longer than SHORT_S continues in the
-background: the worker announces the file's hash, so the coordinator can give it the next task. One upload runs at a time.
-Invariants: weights change only while nothing is generated. Submissions are uploaded in the order of their tasks. Only a
-refusal by the coordinator drops one.
+the loop's own thread while the loop waits for them (`OneThread`). An upload that takes longer than SHORT_S continues in
+the background: the worker announces the file's hash, so the coordinator can give it the next task. One upload runs at a
+time.
+Invariants: weights change only while nothing is generated. Submissions are uploaded in the order of their tasks. A
+submission is dropped only if the coordinator refuses it.
 Left out: keeping a finished file across a restart.
 """
 
@@ -30,7 +31,7 @@ from shoal.shardcast.fetch.client import Follower
 from shoal.worker.produce import Producer
 
 IDLE_S = 0.1
-BUSY_S = 1.0  # between checks of the upload while no other task fits
+BUSY_S = 1.0  # between checks of the upload while no further task fits
 FOREVER_S = 1e9
 SHORT_S = 0.25  # wait this long for an upload before requesting the next task
 
@@ -43,7 +44,7 @@ class OneThread:
 
     OpenMP keeps a team of threads for each thread that computes, and a second team slows both down: GNU's OpenMP puts
     waiting threads to sleep sooner when there are more threads than cores. On two cores a worker was a third slower when it
-    decoded in another thread than the one that had loaded the weights.
+    decoded in a different thread from the one that had loaded the weights.
 
     Other threads may submit jobs inside the `with` block. After it, waiting and later jobs raise CancelledError.
     """
@@ -151,7 +152,7 @@ class Worker:
         return "stopped"
 
     def begin(self, assignment: Assignment, threads: ThreadPoolExecutor) -> None:
-        """Start to produce a submission in one of these threads."""
+        """Start producing a submission in one of these threads."""
         self.node.doing(f"generating for step {assignment.step + 1}")
         log.info("task %s: %d groups for step %d", assignment.id, assignment.groups, assignment.step + 1)
         self.working[assignment] = produced = threads.submit(self.producer.submission, assignment)
@@ -181,7 +182,7 @@ class Worker:
             self.wait(pause_s)
             return
         why = f"weights: {follower.last_error}" if follower.last_error else answer.waiting_for
-        if answer.assignment is not None:  # of other weights: the validator would take its work for a lie
+        if answer.assignment is not None:  # for other weights: the validator would take work with these for a lie
             version = answer.assignment.policy_version
             why = f"a newer version: its weights of version {version} are not the pool's"
         self.node.doing(why, waiting=True)
@@ -242,7 +243,7 @@ class Worker:
         self.node.fingerprint = Fingerprint(version=version, value=value) if value else None
 
     def put(self, assignment: Assignment, data: bytes) -> None:
-        """Upload a submission. A refusal drops only this one: its upload may have arrived earlier, without an answer."""
+        """Upload a submission. If refused, drop only this one: an earlier try may have arrived without an answer."""
         try:
             self.node.send_file(assignment.upload_path, data)
             log.info("submission %s is uploaded: %d bytes", assignment.id, len(data))

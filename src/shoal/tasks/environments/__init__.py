@@ -1,4 +1,4 @@
-"""Environments: what answers the model between its turns. `conversation` decides whether turns continue, and how."""
+"""Environments, which answer the model between its turns. `conversation` decides whether and how turns continue."""
 
 from collections.abc import Callable, Mapping
 
@@ -22,9 +22,9 @@ ENVIRONMENTS: dict[str, Callable[[SandboxSection], Environment]] = {
 
 
 def environments_of(config: Config, files: Mapping[str, bytes] | None = None) -> Mapping[str, Environment]:
-    """Return a run's environments by the name of the source whose tasks they answer. Raise ConfigError.
+    """Return a run's environments, keyed by the name of the source whose tasks they serve. Raise ConfigError.
 
-    `files`: source of user environments by file name, from the task set. Sources that name the same environment share it.
+    `files`: code of user environments by file name, from the task set. Sources that name the same environment share it.
     The caller ends them with `close`.
     """
     by_name: dict[str, Environment] = {}

@@ -1,10 +1,10 @@
 """The calculator: the model writes `calc(12*7)`, ends its turn, and gets the answer `84`.
 
-The last complete call of a turn counts; a turn without one ends the conversation. Expressions have numbers, + - * / and
-parentheses. Results are exact: an integer, a decimal where that is exact, otherwise a fraction. If an expression has no
-value, the answer is `error: ` and the reason, so that the model can try again.
-Invariant: Python's parser reads an expression, whose characters can form no names, and nothing executes it. Length, depth
-and digits are bounded, so no input takes long.
+The last complete call of a turn counts; a turn without one ends the conversation. Expressions consist of numbers,
+parentheses and + - * /. Results are exact: an integer, a decimal where that is exact, otherwise a fraction. If an
+expression has no value, the answer is `error: ` and the reason, so that the model can try again.
+Invariant: an expression is parsed with Python's parser but never executed, and its characters cannot form names.
+Length, depth and digits are bounded, so no input takes long.
 """
 
 import ast
@@ -53,7 +53,7 @@ def last_call(text: str) -> str | None:
     >>> last_call("calc(1+1), then calc(2*(3+4)) and calc(5"), last_call("calculate")
     ('2*(3+4)', None)
     """
-    open_at: list[int] = []  # for each open parenthesis of a call, where its content begins; -1 for others
+    open_at: list[int] = []  # per open parenthesis: where the content of its call begins; -1 if it opens no call
     last = (-1, -1)
     for match in PARENTHESIS.finditer(text):
         if match[0] != ")":
@@ -105,8 +105,8 @@ def to_text(number: Fraction) -> str:
 
 def _value(node: ast.expr, text: str) -> Fraction:
     match node:
-        case ast.Constant(int() | float()):  # not `...`
-            return Fraction(ast.get_source_segment(text, node) or "")  # the digits, because a float rounds
+        case ast.Constant(int() | float()):  # excludes `...`
+            return Fraction(ast.get_source_segment(text, node) or "")  # the digits as written, because a float rounds
         case ast.UnaryOp(ast.USub() | ast.UAdd() as sign, operand):
             number = _value(operand, text)
             return -number if isinstance(sign, ast.USub) else number

@@ -6,8 +6,9 @@
 
 The last closed block of a turn counts; a turn without one ends the conversation. Every program runs in a fresh process of
 the sandbox, within the limits of `tasks.sandbox`. If it fails, the exception's last line follows the output.
-Invariant: no program can make an honest worker slashable. A different answer slashes only if the program is `plain`
-(`inside/plain.py`), it ends without an error here within half of all limits, and the reported answer is not a limit's error.
+Invariant: no program can make an honest worker slashable. A worker that reports a different answer is slashed only
+if the program is `plain` (`inside/plain.py`), it ends here without an error within half of every limit, and the
+reported answer is not the error for exceeding a limit.
 Left out: state between turns, files, installed packages, several programs at once.
 """
 
@@ -35,7 +36,7 @@ STOPPED = {
     "depth": "error: recursion limit",  # interpreter versions count depth differently
     "sandbox": "error: the sandbox failed",
 }
-# Modules whose results differ between machines or runs. Refusing them by name only makes differences rare; it is no wall.
+# Modules whose results differ between machines or runs. Refusal by name makes differences rare, not impossible.
 REFUSED = {"time", "datetime", "timeit", "secrets", "uuid", "platform", "os", "socket", "subprocess", "tempfile"}
 REFUSED |= {"threading", "asyncio", "multiprocessing", "concurrent", "resource", "gc", "tracemalloc"}
 IMPORT = re.compile(r"(?:^|[;:])[ \t]*(?:import|from)[ \t]+([^;\n]*)", flags=re.MULTILINE)
@@ -112,7 +113,7 @@ def last_program(text: str) -> str | None:
 
 
 def refusal(program: str) -> str:
-    """Return why a program is not run, as its answer; empty if it is."""
+    """Return the answer to a program that may not run, which says why; empty if it may run."""
     if len(program) > MAX_PROGRAM:
         return f"error: a program has at most {MAX_PROGRAM} characters"
     imported = {name for line in IMPORT.findall(program) for name in re.findall(r"\w+", line)}
@@ -121,7 +122,7 @@ def refusal(program: str) -> str:
 
 
 def answer(result: Result | None) -> str:
-    """Return the model's answer to a program with this result."""
+    """Return the answer that the model gets for a program with this result."""
     if result is None:
         return STOPPED["sandbox"]
     if result.outcome != "exited":

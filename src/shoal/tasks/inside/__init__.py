@@ -5,8 +5,8 @@ user_code                   rewards and environments by a run's author
 equality, gym, tasksets     the math reward's comparison; tasks and scores of reasoning-gym and verifiers
 plain                       which programs print the same everywhere
 
-Invariant: these files import nothing of Shoal but `channel`. So another interpreter can run them, and a sandbox need not
-show the package.
+Invariant: these files import nothing from Shoal but `channel`, so another interpreter can run them, and a sandbox need
+not contain the package.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from typing import Any
 from shoal.sandbox import PLAIN, Budget, CallResult, ProgramLimits, RemoteFunction, Sandbox, StartError
 from shoal.tasks.task import Grade, GradeError
 
-RUN = "import inside; inside.main()"  # the program of a file with a `main`
+RUN = "import inside; inside.main()"  # the program that runs a file with a `main`
 # The same time zone and thread count on every machine; hash seeds are fixed elsewhere.
 SAME = """
 import os, sys, time
@@ -28,16 +28,16 @@ sys.dont_write_bytecode = True
 
 
 def source(name: str) -> str:
-    """Return a file of this folder as a module that runs in the sandbox."""
+    """Return the text of a file in this folder, adapted to run in the sandbox."""
     text = Path(__file__).with_name(f"{name}.py").read_text()
     return text.replace("from shoal.sandbox.channel import", "from channel import")
 
 
 class Grader(RemoteFunction):
-    """`function` of the module `text`, called with plain data in children of a sandbox.
+    """Calls `function`, defined in the source text `text`, with plain data in a sandbox's child processes.
 
-    What it returns is never trusted. Each server runs the line `prepare` once, before its first call. `tier`, `size`,
-    `python` and `budget` are those of `Sandbox`. `reported_tier`: the tier that grades name.
+    What the function returns is never trusted. Each server runs the line `prepare` once, before its first call. `tier`,
+    `size`, `python` and `budget` are those of `Sandbox`. `reported_tier`: the tier recorded in grades.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Grader(RemoteFunction):
             return super().calls(values)
         except StartError as error:
             if self.sandbox.tier != PLAIN:
-                raise  # only Shoal's own code starts there
+                raise  # in other tiers, only Shoal's own code runs at the start
             raise GradeError(f"the grader {self.name} does not start ({error}): install what it imports") from error
 
     def grades(self, values: Sequence[Any], grade: Callable[[Any], Grade]) -> list[Grade]:

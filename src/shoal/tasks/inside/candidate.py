@@ -1,7 +1,7 @@
 """Inside the sandbox: runs a completion's code and answers calls of its functions with plain data.
 
 Invariant: no expected value ever comes here. The model's code may change everything in this process, but that changes only
-its own answers. Each frame gets one frame as its answer:
+its own answers. Each frame is answered with one frame:
 
 setup   [source, prompt, entry]         R   ready
                                         P   text: it does not parse
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def programs(source: str, prompt: str, entry: str) -> list[Any]:
-    """Return what to execute, in order. With a prompt, a completion is a whole function, or the rest of the prompt's."""
+    """Return what to execute, in order. With a prompt, a completion is a whole function or continues the prompt's."""
     if not prompt:
         return [compile(source, NAME, "exec")]
     try:

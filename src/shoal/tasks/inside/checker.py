@@ -1,4 +1,4 @@
-"""Inside a second sandbox: runs a task's tests, whose `candidate` calls a function in another process.
+"""Inside a second sandbox: runs a task's tests; their `candidate` calls the completion's function in another process.
 
 Invariant: the model's code never runs here. Its answers come as plain data, so the tests compare builtins. Only the frame P,
 sent after all tests ran, means that they passed.
@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.sandbox.channel import DEPTH, WireError, pack, receive, send, unpack
 
-# Never raised again here, because they change how the tests run: a StopIteration ends `all(map(...))` early with True.
+# Never re-raised here, because they change how the tests run: a StopIteration ends `all(map(...))` early with True.
 NOT_RAISED = (StopIteration, StopAsyncIteration)
 
 
@@ -60,7 +60,7 @@ def check(helpers: Any, tests: Any, entry: str) -> None:
 
 def candidate(*args: Any, **kwargs: Any) -> Any:
     try:
-        call = pack([list(args), kwargs], depth=-DEPTH)  # an argument may be an earlier answer, as deep as DEPTH
+        call = pack([list(args), kwargs], depth=-DEPTH)  # an argument may be an earlier answer, nested up to DEPTH
     except WireError as error:
         raise UncallableError(f"the tests call it with {error}") from None
     send(b"C" + call)

@@ -27,7 +27,7 @@ EVALUATED = dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string
 EVALUATED |= dict.fromkeys(("countdown", "puzzle24", "polynomial_multiplication"), FORMULA)
 EVALUATED |= dict.fromkeys(("intermediate_integration", "simple_integration"), FORMULA)
 
-dataset: Any = None  # the source's, set by `prepare`
+dataset: Any = None  # the source's data set; `prepare` sets it
 
 
 def rows(options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -94,7 +94,7 @@ def open_dataset(setting: dict[str, Any]) -> Any:
 
 
 def plain(value: Any) -> bool:
-    """Return whether evaluating an option would do nothing, and it is no path."""
+    """Return whether an option is harmless: evaluating it has no effect, and it is not a path."""
     if isinstance(value, dict | list):
         return all(map(plain, [*value, *value.values()] if isinstance(value, dict) else value))
     return value is None or re.fullmatch(r"[\w.+*%^&|<>=~-]*|/|//", str(value)) is not None

@@ -1,10 +1,11 @@
 """Decide whether a program prints the same on every machine with every Python from 3.11 on, by an allowlist of its parts.
 
-Allowed are integers, text, lists, dicts, control flow, functions and a few builtins. Floats too, but not together with `sum`
-and `**`, whose last digits depend on version and machine, nor with sorting, whose result depends on it for NaN. Everything
-is excluded that could show an address, a hash, the clock, the version, or the text of an exception.
-Invariant: a doubtful program is not plain. This runs in the sandbox, because a model's source can crash a parser. Standard
-input is the program; standard output is `plain` if it is.
+Allowed are integers, text, lists, dicts, control flow, functions and a few builtins. Floats are allowed
+too, but not in a program with `sum` or `**`, whose last digits depend on version and machine, or with sorting, whose
+order of NaNs depends on the version. Anything that could show an address, a hash, the clock, the version, or the text
+of an exception is excluded.
+Invariant: a doubtful program is not plain. This runs in the sandbox, because a model's source can crash a parser. It
+reads the program from standard input, and writes `plain` to standard output if the program is.
 """
 
 import ast
@@ -74,7 +75,7 @@ def _names(nodes: list[ast.AST]) -> bool:
 
 
 def _values(nodes: list[ast.AST], source: str) -> bool:
-    """Return whether constants are of plain types, and arithmetic is exact or rounds alike everywhere."""
+    """Return whether constants are of plain types, and arithmetic is exact or rounds identically everywhere."""
     constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
     texts = [value for value in constants if isinstance(value, str)]
     powers = [node for node in nodes if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Pow)]
@@ -85,7 +86,7 @@ def _values(nodes: list[ast.AST], source: str) -> bool:
     floats = divided or "float" in called or any(isinstance(value, float) for value in constants)
     return (
         all(value is None or isinstance(value, int | float | str) for value in constants)
-        and all(text.isascii() and "%" not in text for text in texts)  # %c makes characters
+        and all(text.isascii() and "%" not in text for text in texts)  # %c could make other characters
         and all(isinstance(power, ast.Constant) and isinstance(power.value, int) for power in exponents)
         and not (floats and (powers or called & {"sum", "sorted", "sort"}))
         and _formats(nodes, source)

@@ -1,7 +1,7 @@
 """Adapter for verifiers: lists the tasks of a taskset, and scores one reply to each with the taskset's rewards.
 
-Invariant: a taskset that needs more than one user message and one reply is refused when it is listed. Its rewards may read
-the machine, so two machines need not agree on a score.
+Invariant: a taskset that needs more than one user message and one reply is refused when it is listed. A taskset's
+rewards may depend on the machine, so two machines need not agree on a score.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any
 import verifiers.v1 as vf
 from verifiers.v1.utils.decorators import discover_decorated
 
-taskset: Any = None  # the source's; `prepare` sets both
+taskset: Any = None  # the source's taskset; `prepare` sets it and its version
 taskset_version = ""
 
 

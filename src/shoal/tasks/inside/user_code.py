@@ -1,11 +1,11 @@
-"""Runs a reward or an environment that a run's author wrote, called with plain data.
+"""Runs a reward or an environment that a run's author wrote, and passes it plain data.
 
 Invariant: `random` is seeded again for every call and the hash seed is fixed, so code that only reads its arguments gives
 the same result everywhere. Each call creates a new environment.
 
-Where the run is trusted, `load` runs once, in the server that all calls are forked from. Elsewhere each call brings what to
-load. A call is [what to load or None, arguments]. Arguments are None, answered by "class" or "function";
-[task as dict, completion], answered by a score; or [task as dict, seed, turns], answered by text or None.
+Where the run is trusted, `load` runs once, in the server that all calls are forked from. Elsewhere each call carries
+the code to load. A call is [code to load or None, arguments]. The arguments are None, answered by "class" or
+"function"; [task as dict, completion], answered by a score; or [task as dict, seed, turns], answered by text or None.
 """
 
 import json
@@ -54,7 +54,7 @@ def as_score(value: Any) -> float:
 
 
 def describe(error: BaseException) -> str:
-    """Return the last line of the traceback, and the deepest line of the author's file in it."""
+    """Return the traceback's last line, and the number of its innermost line in the author's file."""
     lines, trace = [], error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == loaded.get("path"):

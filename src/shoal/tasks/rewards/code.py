@@ -1,11 +1,11 @@
 """The reward `code`: 1 if the completion's program passes all tests of its task, in the sandbox.
 
 Invariants: expected values never enter the process that runs the model's code. Output is compared here, outside; assertions
-run in a second sandboxed process, which calls the first through this one. What a program prints, patches or returns as its
-exit code proves nothing. Every call carries a random number, and its answer must begin with the same number, so a program
-cannot write answers before it is called. Nothing that comes out of either process is evaluated here. The program is
-extracted in time linear in the completion, and never parsed here: hostile source can crash a parser. A grade is `repeatable`
-only if the program stayed below half of its time limits and hit no other limit.
+run in a second sandboxed process, which calls the first through this one. A program cannot fake a pass by printing or
+patching anything, or by its exit code. Every call carries a random number, and its answer must begin with the same
+number, so a program cannot write answers before it is called. Nothing that comes out of either process is evaluated
+here. The program is extracted in time linear in the completion's length, and never parsed here: hostile source can
+crash a parser. A grade is `repeatable` only if the program stayed below half of its time limits and hit no other limit.
 Left out: arguments that a function changes in place, and objects that are not plain data.
 """
 
@@ -53,7 +53,7 @@ class Candidate:
         self.ended_early = False  # by itself or at a limit
 
     def load(self, source: str, prompt: str, entry: str) -> None:
-        """Run the completion's code up to its functions. Raise FailedError."""
+        """Run the completion's code, which defines its functions. Raise FailedError."""
         self.process.send(pack([source, prompt, entry]))
         frame = self._receive()
         kind, text = frame[:1], frame[1:300].decode(errors="replace")
@@ -71,7 +71,7 @@ class Candidate:
         frame = self._receive()
         if frame[:NUMBER_BYTES] != number:
             raise FailedError("it answered before it was called")
-        if len(frame) == NUMBER_BYTES:  # the tests' process would end at an empty answer and be blamed
+        if len(frame) == NUMBER_BYTES:  # it would end the tests' process, and blame the tests
             raise FailedError("its answer is empty")
         return frame[NUMBER_BYTES:]
 
@@ -84,7 +84,7 @@ class Candidate:
 
 
 def describe(result: Result) -> str:
-    """Return how a program ended, for people."""
+    """Return a readable text on how a program ended."""
     last = _last_line(result)[:300]
     reasons = {
         "exited": f"it ended with exit code {result.exit_code}",
@@ -122,7 +122,7 @@ def relay(checker: SandboxProcess, candidate: Candidate, tests: str, prompt: str
 
 
 def raised(packed: bytes) -> str:
-    """Return an exception that a process reported, for people."""
+    """Return a readable text of an exception that a process reported."""
     try:
         name, message = unpack(packed, lambda _, items: SetItems(items), Pairs)
     except (ValueError, TypeError):
@@ -173,7 +173,7 @@ class Code:
         return replace(grade, tier=self.candidates.tier)
 
     def _stdin(self, tests: Stdin, program: str) -> Grade:
-        """Run a process for each case. Limit all cases together too: a program may sleep, then pass, in each."""
+        """Run a process for each case. Their total time is limited too: a program may sleep in each, then pass."""
         repeatable = True
         cpu_s = wall_s = 0.0
         for number, (given, expected) in enumerate(tests.cases, start=1):
@@ -235,7 +235,7 @@ def _tests(text: str) -> Tests | TestsError:
 
 
 def _wrong_output(result: Result, expected: str) -> str:
-    """Return why a run fails its case; empty if it passes."""
+    """Return why the result fails its case; empty if it passes."""
     if result.outcome != "exited" or result.exit_code != 0:
         return describe(result)
     printed = result.stdout.decode(errors="replace")

@@ -3,11 +3,11 @@
 Invariant: only builtins are compared, by their own operators, in time linear in the smaller side; a program's objects never
 get here.
 
-stdout  line by line without blank lines, word by word. Words are equal as text or as numbers: exactly if the expected number
-        is whole, within FLOAT_RELATIVE and FLOAT_ABSOLUTE if it has a fraction or an exponent. These are the tolerances of
-        APPS's harness (numpy.allclose's); LiveCodeBench is stricter and compares fractions exactly.
+stdout  line by line without blank lines, word by word. Words are equal as text or as numbers. A whole expected number
+        must match exactly; one with a fraction or an exponent, within FLOAT_RELATIVE and FLOAT_ABSOLUTE. These are the
+        tolerances of APPS's harness (numpy.allclose's); LiveCodeBench is stricter and compares fractions exactly.
 values  as Python's == on builtins, but tuples equal lists (JSON has no tuples), a dict's key may be a number where JSON has
-        its text, and floats have the same tolerance. A set equals no list.
+        its text, and floats have the same tolerance. A set never equals a list.
 """
 
 import re

@@ -42,10 +42,10 @@ class Graders:
     def __init__(
         self, section: TaskSection, *, files: Mapping[str, bytes] | None = None, budget: Budget | None = None
     ) -> None:
-        """Raise GradeError, and TasksNotFoundError for an environment of verifiers that this machine does not allow.
+        """Raise GradeError, or TasksNotFoundError for a verifiers environment that this machine does not allow.
 
-        `files`: source of user rewards by file name, from the task set. After the end of `budget` nothing runs, and grades
-        mean nothing.
+        `files`: code of user rewards by file name, from the task set. Once `budget` has run out, nothing runs, and
+        grades mean nothing.
         """
         self.section = section
         self.files = files or {}
@@ -171,7 +171,7 @@ def _installed() -> str:
     for name in PACKAGES:
         try:
             packages.append(f"{name} {version(name)}")
-        except PackageNotFoundError:  # of an extra
+        except PackageNotFoundError:  # it belongs to an extra
             continue
     return ", ".join(packages)
 

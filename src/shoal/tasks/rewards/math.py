@@ -1,23 +1,25 @@
 r"""The reward `math`: 1 if the final answer of a completion equals the gold answer as mathematics, else 0.
 
-Invariants: a completion has at most one final answer, so several guesses are not several tries. It is taken from the last
-`MAX_COMPLETION` characters. A grade follows from the gold answer and these characters. Each comparison runs in its own child
-process with a limit on CPU time (`inside/equality.py`), so no answer hangs or kills a run, and load changes no score.
+Invariants: a completion has at most one final answer, so guessing several times does not help. It is taken from the
+last `MAX_COMPLETION` characters. A grade follows from the gold answer and these characters. Each comparison runs in its
+own child process with a limit on CPU time (`inside/equality.py`), so no answer hangs or kills a run, and load changes
+no score.
 Outcomes: `graded`; `wrong_format` if the completion has no final answer; `grader_error` if a limit passed, the child died or
 the library raised.
 
 How the final answer is chosen:
 
 1. If there is a `</think>`, only the text after the last one counts.
-2. The last `\boxed{...}`, with those joined to it by "and", "or" or a comma on the same line: these are one list. If the
-   last box is empty, has no braces or never closes, there is no answer. "The final answer is" after the box overrides it.
+2. The last `\boxed{...}`, with the boxes joined to it by "and", "or" or a comma on the same line: they form one list.
+   If the last box is empty, has no braces or never closes, there is no answer. "The final answer is" after the box
+   overrides it.
 3. Otherwise what follows the last "answer is", "answer:" or "####".
 4. Otherwise the whole text, if it is mathematics without prose.
 5. Otherwise the last formula in math delimiters or environments, or the last number in prose.
 
 This runs in the caller, so every step is linear in the text. math-verify's own extraction is not used: it takes the first of
 two guesses ("3 or 5" is 3) and half of an interval.
-Left out: partial credit, proofs, text that means the same.
+Left out: partial credit, proofs, answers in other words with the same meaning.
 """
 
 import re
@@ -30,10 +32,10 @@ from shoal.tasks.task import Grade, Task
 
 EQUALITY = source("equality")
 CPU_S = 1.0
-WALL_S = 60.0  # long, because load must change no score: CPU time bounds a comparison
+WALL_S = 60.0  # long, so that load changes no score; CPU time bounds a comparison
 MEMORY_BYTES = 512 << 20
 MAX_GOLD = 1_000  # characters that `equality` reads
-UNCLOSED = re.compile(r"^\\+boxed\s*\{(?!.*\}\s*$)", re.DOTALL)  # of a gold answer that was cut off
+UNCLOSED = re.compile(r"^\\+boxed\s*\{(?!.*\}\s*$)", re.DOTALL)  # an open box in a gold answer that was cut off
 INTEGER = re.compile(r"([-\u2212]?)\$?(\d{1,3}(?:,\d{3})+|\d+)(?:\.0*)?", re.ASCII)
 MAX_COMPLETION = 10_000  # characters that are read, from the end
 MARK = re.compile(r"####|\banswers?\b(?:[ \w]{0,40}?\b(?:is|are)\b|[ \w]{0,40}?[:=]|\*\*:?)[:* ]*", re.IGNORECASE)
@@ -53,7 +55,7 @@ NUMBER = re.compile(
 )
 DELIMITERS = (("$$", "$$"), ("\\[", "\\]"), ("\\(", "\\)"), ("\\begin{", "\\end{"), ("$", "$"))
 JOINED_CHARACTERS = 80
-JOINED_WORDS = 2  # before "and", as in \boxed{1} red ball and \boxed{2} blue ones
+JOINED_WORDS = 2  # words allowed before "and", as in \boxed{1} red ball and \boxed{2} blue ones
 Span = tuple[int, int, str]  # start, end, answer
 
 
@@ -82,13 +84,13 @@ def _grade(result: Any) -> Grade:
 
 
 def _gold(task: Task) -> str:
-    is_solution = "\\boxed" in task.answer or len(task.answer) > MAX_GOLD  # with its derivation
+    is_solution = "\\boxed" in task.answer or len(task.answer) > MAX_GOLD  # the answer with its derivation
     answer = final_answer(task.answer) if is_solution else None
     return answer or tidy(UNCLOSED.sub("", task.answer.removeprefix("####")))
 
 
 def _grade_at_sight(gold: str, answer: str) -> Grade | None:
-    """Return the grade if no child is needed: no answer, the same text, two whole numbers. None otherwise."""
+    """Return the grade if no child process is needed: no answer, the same text, two whole numbers. None otherwise."""
     if not gold:
         return Grade(0.0, "grader_error", "the task has no gold answer")
     if not answer:
@@ -159,7 +161,7 @@ def braced(text: str, at: int) -> str | None:
 
 
 def _boxed(text: str, boxes: list[int]) -> str | None:
-    """Return the last box's content, or the list of those joined to it."""
+    """Return the content of the last box, as a list with those of the boxes joined to it."""
     answers: list[str] = []
     next_start = len(text)
     for at in reversed(boxes):

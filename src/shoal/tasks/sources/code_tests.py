@@ -107,7 +107,7 @@ def unpack_livecodebench(packed: str) -> list[Any]:
 
 
 def entry_of(code: str, tests: str) -> str:
-    """Return the tested function: the last in the solution that the tests call. Raise RowError."""
+    """Return the tested function: the last one that the solution defines and the tests call. Raise RowError."""
     called = [name for name in DEFINED.findall(code) if re.search(rf"\b{name}\s*\(", tests)]
     if not called:
         raise RowError("the tests call no function that the solution in column code defines")
@@ -167,7 +167,7 @@ Tests = Stdin | Functional | Asserts
 
 
 def read_tests(text: str) -> Tests:
-    """Raise TestsError."""
+    """Parse the tests of a task. Raise TestsError."""
     if not text:
         raise TestsError('the task has no tests: name their column, fields = { tests = "..." }')
     try:

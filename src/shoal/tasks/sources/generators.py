@@ -32,7 +32,7 @@ NUMBERS: list[Any] = [0, 1, 5, -3, 12]
 LISTS: list[Any] = [[4, 9, 2], [7, 7, 1, 12], [3], [-5, 10, 6, 0, 8]]
 WORDS: list[Any] = ["shoal", "a", "Reef", "tide pool"]
 
-# Text with {n} for the constant, the function to write, the arguments of its tests.
+# Each kind: its text, with {n} for the constant; the function to write; the arguments of its tests.
 KINDS: list[tuple[str, Callable[[Any, int], Any], list[Any]]] = [
     ("returns x plus {n}", lambda x, n: x + n, NUMBERS),
     ("returns x minus {n}", lambda x, n: x - n, NUMBERS),

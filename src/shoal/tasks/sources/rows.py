@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield every row with its number, from 1; of JSON lines the line number. Raise TasksNotFoundError.
+    """Yield every row with its number, counted from 1: in JSON lines, its line number. Raise TasksNotFoundError.
 
     `columns`: read only these from Parquet.
     """
@@ -58,7 +58,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8-sig"))  # without a byte order mark
+        row = json.loads(line.decode("utf-8-sig"))  # drops a byte order mark
     except UnicodeDecodeError as error:
         raise TasksNotFoundError(
             f"{where} is not UTF-8 (byte {error.object[error.start]:#04x} at {error.start}); convert the file with iconv"

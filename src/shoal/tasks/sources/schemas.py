@@ -1,7 +1,7 @@
 """Schemas of public data sets, recognized by their columns. To add one, add a function and an entry in SCHEMAS.
 
 Invariant: the first schema whose columns a file has, and whose `when` accepts the file's first row, reads all its rows.
-The columns are those of the data sets' pages and loaders.
+The columns are named as on the data sets' pages and in their loaders.
 """
 
 import ast

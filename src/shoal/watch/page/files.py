@@ -98,7 +98,7 @@ class Files:
 def secure(application: web.Application, hosts: Collection[str] = ()) -> None:
     """Add the headers to every response. `hosts`: accepted Host headers; empty: any.
 
-    Without a login this check prevents DNS rebinding: another site may point its own name here.
+    On a server without a login, this check prevents DNS rebinding: another site may point its own name here.
     """
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:

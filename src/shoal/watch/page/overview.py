@@ -1,4 +1,5 @@
-"""The dashboard's overview: is it learning, is it healthy, is anyone cheating; the nodes and the curves.
+"""The dashboard's overview: the nodes, the curves, and three answers: is the run learning, is it healthy, is anyone
+cheating?
 
 Invariant: each answer follows from figures shown beside it, and says when they do not suffice. No key, fingerprint or
 address appears. The page marks what a node reports about itself.
@@ -72,7 +73,7 @@ def _answer(question: str, answer: str, tone: Tone, detail: str) -> dict[str, st
 
 
 def run_state(run: Run, status: Status) -> str:
-    """`finished`, `running` or `stopped`."""
+    """Return `finished`, `running` or `stopped`."""
     return status.state if status.state == "finished" else "running" if run.running() else "stopped"
 
 
@@ -187,7 +188,7 @@ def _healthy(status: Status, history: RunHistory, state: str, wall_s: float) -> 
 
 
 def _list_nodes(condition: str, nodes: Sequence[NodeStatus]) -> list[str]:
-    """`["4 silent: worker-0, worker-1, worker-2 …"]`; empty without nodes."""
+    """Return a list like `["4 silent: worker-0, worker-1, worker-2 …"]`; empty without nodes."""
     names = ", ".join(clean(node.name) for node in nodes[:MAX_PROBLEMS])
     return [f"{len(nodes)} {condition}: {names}{' …' if len(nodes) > MAX_PROBLEMS else ''}"] if nodes else []
 
@@ -225,7 +226,7 @@ def _pace(history: RunHistory) -> str:
 
 
 def _heldout(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, Evaluation] | None:
-    """Return the first and the newest evaluation, if they are of two versions."""
+    """Return the first and the newest evaluation, if their versions differ."""
     measured = [evaluation for evaluation in evaluations if _value(evaluation) is not None]
     return (measured[0], measured[-1]) if measured and measured[0].version != measured[-1].version else None
 
@@ -252,7 +253,7 @@ def _first_and_last_third(rewards: Sequence[float]) -> tuple[float, float, float
 
 
 def node_table(run: Run, status: Status, checks: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
-    """Return one row per node, problems first. `checks`: by worker, full checks passed in a row, and all full checks."""
+    """Return one row per node, problems first. `checks`: each worker's full checks passed in a row, and all."""
     state = run_state(run, status)
     limit = finite(math.log(1 / ALPHA)) if run.config else None  # a worker is dismissed at this log evidence
     rows = [_row(node, status, checks, state, limit) for node in status.nodes]

@@ -1,7 +1,7 @@
 """A whole run as one HTML file: the dashboard's own page with its data embedded.
 
 Invariant: the file opens from disk and makes no network request. Its content security policy allows only its own scripts
-and styles, by digest. All text of the run is data. It contains no key, address or invite.
+and styles, by digest. All text of the run is embedded as data. The file contains no key, address or invite.
 Left out: views that only a live run has, such as the queue.
 """
 

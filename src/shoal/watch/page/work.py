@@ -4,7 +4,7 @@ The timeline is the paper's figure of asynchrony (INTELLECT-2, section 2): worke
 learner trains the next.
 Invariant: every bar comes from times that the coordinator recorded, with two exceptions. The learner reports when a step
 ended and how long it computed and waited; the nodes report how long downloads took. A validator that has claimed several
-submissions is shown at the one it judges next.
+submissions is shown checking only the one it judges next.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def submissions(work: Sequence[Line]) -> list[Line]:
 
 
 def count_checks(work: Sequence[Line]) -> dict[str, tuple[int, int]]:
-    """Return by worker the full checks passed since its last rejection, and all full checks."""
+    """Return for each worker the full checks passed since its last rejection, and all its full checks."""
     counts: dict[str, tuple[int, int]] = {}
     for line in work:
         if line["kind"] == "submission" and line["state"] in ("accepted", "rejected"):
@@ -98,7 +98,7 @@ def _quantile(ordered: list[float], share: float) -> float | None:
 
 
 def timeline(run: Run, from_s: float, to_s: float) -> dict[str, Any]:
-    """Return lanes of bars between two unix times, in seconds. `cut_s`: earlier bars were left out."""
+    """Return lanes of bars between two unix times, in seconds. `cut_s`: bars before it are left out."""
     work = run.work()
     all_work = [*submissions(work), *run.under_way()]
     during = [line for line in all_work if line["assigned_s"] <= to_s and (_ended_s(line) or to_s) >= from_s]

@@ -61,7 +61,7 @@ ORDER: tuple[Role, ...] = ("learner", "worker", "validator", "evaluator", "origi
 
 @dataclass(frozen=True)
 class Screen:
-    """The screen, laid out for the console's size. `elapsed_s`: how long the run has taken; None: since its start."""
+    """The screen, laid out for the console's size. `elapsed_s`: the run's time so far; None: since its start."""
 
     status: Status
     history: RunHistory
@@ -247,7 +247,7 @@ def _verdicts(status: Status, cells: int) -> Text:
 
 
 def _flow(items: Sequence[Text], cells: int) -> Text:
-    """Join items; one that does not fit in the line starts a new one."""
+    """Join items; an item that does not fit in the line starts a new line."""
     text, used = Text(overflow="ellipsis"), 0
     for item in items:
         fits = used + 3 + item.cell_len <= cells
