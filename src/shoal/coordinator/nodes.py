@@ -48,8 +48,8 @@ SETTABLE = {
 }
 FIRST_SUSPENSION_S = 60.0
 MAX_SUSPENSION_S = 4 * 3600.0
-FORGET_S = 24 * 3600.0  # after a suspension's end
-TIMEOUT_S = 30.0  # without a heartbeat, before a node counts as gone
+FORGET_S = 24 * 3600.0  # how long after its end a suspension still counts
+TIMEOUT_S = 30.0  # how long a node without heartbeats still counts as live
 
 Event = Literal["suspend", "time_over", "drain", "emptied", "return", "dismiss", "readmit", "ban"]
 
@@ -95,12 +95,12 @@ class Member:
     suspended_until_s: float  # by the coordinator's clock; 0 or in the past: not suspended
     suspensions: int  # those that still lengthen later ones
     took_s: float  # recent average time from task to upload; 0: no accepted work yet
-    size: int  # groups in its usual task; 0: a newcomer's
+    size: int  # groups in its usual task; 0: it is new
     capability: str  # JSON of messages.Capability
     missed: float  # recent share of its tasks that it never uploaded
     missed_in_a_row: int
     rests_until_s: float  # gets no task before this time
-    staked: int  # in a contract, when last read
+    staked: int  # its stake in the contract, when last read
 
     @property
     def evicted(self) -> bool:

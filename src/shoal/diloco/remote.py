@@ -1,7 +1,7 @@
 """A site's client of the meeting over HTTP: signed requests, retried while the meeting is down.
 
-Invariant: it believes only answers to its own requests, signed by the invite's key, and only a state
-that matches a signed descriptor. It opens no port.
+Invariant: the client believes only answers to its own requests, signed by the invite's key, and only a state that
+matches a signed descriptor. It opens no port.
 """
 
 import threading

@@ -5,7 +5,7 @@ then prefilled in several packings. Every hidden state, logit and logprob must h
 claim an exactness class (`fingerprint`). Results are cached on disk.
 
 A fingerprint is the digest of a model's hidden states and logits for fixed inputs: a packed tree whose branches cross the
-borders of attention's tiles. Machines with equal fingerprints compute alike.
+borders of attention's tiles. Machines with equal fingerprints are taken to compute the same bits.
 
 Invariants: on a machine that passed the self-test, a fingerprint depends on weights, dtype and arithmetic alone; not on
 time, thread count or what else the process computes. A cached result is valid for one model config, dtype, device, CPU,
@@ -64,7 +64,7 @@ def passes(model: Any, dtype: DtypeName, device: str) -> bool:
 
 @torch.inference_mode()
 def disagreements(model: Any, dtype: DtypeName, device: str) -> list[str]:
-    """Return which shapes differ from decoding everything together, one line each."""
+    """Return one line for each shape whose bits differ from those of decoding everything together."""
     engine = TorchEngine(dtype, device)
     engine.model = model
     vocabulary, differences = vocabulary_of(model), []
@@ -89,7 +89,7 @@ def disagreements(model: Any, dtype: DtypeName, device: str) -> list[str]:
 
 
 def _packings(prompts: Sequence[list[int]], groups: Sequence[Sequence[Completion]]) -> dict[str, list[list[Tree]]]:
-    """Return several packings into rows of trees, each with all completions in the same order."""
+    """Return several ways to pack the trees into rows, by name. Each keeps the completions in order."""
     trees = [
         Tree(prompt, [completion.tokens for completion in group]) for prompt, group in zip(prompts, groups, strict=True)
     ]

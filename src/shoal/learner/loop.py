@@ -67,7 +67,7 @@ class Learner:
             before = progress.version_digest
             figures = self.compute(progress, batch.groups, batch.fetched)
             progress.advance(group.submission for group in batch.groups)
-            figures |= self.publish(progress)  # the weights go out
+            figures |= self.publish(progress)  # workers get the new weights
             self.checkpoint(progress)
             self.report(progress, before, batch.fetched, figures, time.monotonic() - batch.full_s, batch.waited_s)
         self.checkpoints.finish()

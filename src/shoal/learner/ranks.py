@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class Ranks:
-    """This process's rank, and the collectives. One rank unless made by `start` under torchrun."""
+    """This process's rank, and the collectives. There is one rank unless `start` ran under torchrun."""
 
     def __init__(self, rank: int = 0, size: int = 1, checkpoint_group: Any = None, waiting_group: Any = None) -> None:
         self.rank = rank
@@ -156,7 +156,7 @@ class Ranks:
             own = torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])])
         result = own.new_empty(rows * self.size, *own.shape[1:]) if self.leads else None
         parts = None if result is None else [part.view(torch.uint8) for part in torch.split(result, rows)]
-        dist.gather(own.contiguous().view(torch.uint8), parts, dst=0)  # as bytes, which every backend knows
+        dist.gather(own.contiguous().view(torch.uint8), parts, dst=0)  # as bytes, which every backend supports
         return None if result is None else result[: len(tensor)].cpu()
 
     @torch.no_grad()
@@ -179,7 +179,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-RANKS_TIMEOUT_S = 1800.0  # of a collective: longer than any step or checkpoint takes
+RANKS_TIMEOUT_S = 1800.0  # for each collective: longer than any step or checkpoint takes
 
 
 def start_ranks(config: Config) -> tuple[Ranks, Config, DtypeName]:

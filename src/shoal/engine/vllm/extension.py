@@ -51,7 +51,7 @@ class SampleRecord:
     """The sampled tokens. Global, because vLLM creates both the sampler and the extension, and does not connect them."""
 
     hidden_BH: Tensor | None = None  # from which the current step's logits are computed
-    # By request and position. A prompt's chunk also samples a token, which vLLM discards and the next one overwrites.
+    # By request and position. A prompt's chunk also samples a token; vLLM discards it, and the next chunk's replaces it.
     sampled: dict[str, dict[int, Sampled]] = field(default_factory=dict)
     count: int = 0  # tokens sampled so far, over all requests
 
