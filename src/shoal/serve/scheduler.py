@@ -2,7 +2,7 @@
 
     add new requests -> one step of the engine's scheduler (`engine/scheduler`) -> deliver the pieces
 
-It runs in its own thread. Requests come from the event loop, and pieces return to the loop once per step.
+The scheduler runs in its own thread. Requests come from the event loop, and pieces return to the loop once per step.
 Invariant: no queue grows without bound. At most `limits.waiting` completions wait. Further requests are refused and told
 when to retry.
 """

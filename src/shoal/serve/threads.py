@@ -61,7 +61,7 @@ class FairSemaphore:
         self._grant()
 
     def _withdraw(self, caller: str, turn: asyncio.Future[None]) -> None:
-        if turn.done() and not turn.cancelled():  # granted at the same moment
+        if turn.done() and not turn.cancelled():  # the slot was granted at the same moment
             self.release(caller)
         elif turn in (queue := self._queues.get(caller, deque())):
             queue.remove(turn)

@@ -133,7 +133,7 @@ class LoadedModel:
     tokenizer: Any
     eos_ids: tuple[int, ...]
     positions: int
-    max_characters: int  # upper bound on a text that fits the context
+    max_characters: int  # upper bound on the length of a text that fits the context
     token_bytes: int  # bytes of KV cache per token
     users: int = 0
     last_used: int = 0  # `Versions._clock` at its last use

@@ -151,7 +151,7 @@ class Listener(socket.socket):
         super().__init__(family, kind, proto)
         self.patience, self.per_address, self.total = patience, per_address, affordable(total)
         self.open: dict[tuple[str, int], ClientConnection] = {}  # by the peer's address and port
-        self._silent: dict[ClientConnection, None] = {}  # without a request yet, oldest first
+        self._silent: dict[ClientConnection, None] = {}  # connections without a request yet, oldest first
         self.refused = self.cut = 0
         self._of_address: Counter[str] = Counter()
         try:

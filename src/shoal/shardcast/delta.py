@@ -16,9 +16,9 @@ modulo the word size, in zigzag coding (0, -1, 1, -2 as 0, 1, 2, 3). It is often
 four bytes, kinds have one; all are little-endian.
 
 Invariant: paths, sizes and headers come from the caller and the old version, never from the delta, and no length in a delta
-can make the reader allocate more. A malformed delta causes DeltaError or wrong words, so the caller must verify the files
-that `apply` writes against the manifest. `encode` reads each new file once, but an unchanged file without tensors
-twice. `apply` reads and writes each file once for a whole chain of deltas.
+can make the reader allocate more than these imply. A malformed delta causes DeltaError or wrong words, so the
+caller must verify the files that `apply` writes against the manifest. `encode` reads each new file once, but an
+unchanged file without tensors twice. `apply` reads and writes each file once for a whole chain of deltas.
 Left out: merging the deltas of several versions into one (readers fetch the chain), renamed files (sent whole), and grouping
 words by exponent, which makes smaller deltas but takes more CPU time (benchmarks/weights/deltas.py compares encodings).
 Source: docs/shardcast.md has the measurements; the paper sends whole checkpoints.
@@ -74,7 +74,7 @@ class Writer:
         gaps_K = (np.diff(places_K, prepend=-1) - 1).astype("<u4")
         steps_K = _zigzag(new[places_K] - old[places_K])
         packed = bytes([Kind.CHANGES]) + _number(len(places_K)) + self._packed(gaps_K) + self._packed(steps_K)
-        if len(packed) > new.nbytes // 4:  # below that, whole words are hardly ever smaller, and slow to compress
+        if len(packed) > new.nbytes // 4:  # otherwise whole words are hardly ever smaller, and slow to compress
             packed = min(packed, bytes([Kind.WHOLE]) + self._packed(new), key=len)
         self.write(packed)
 
@@ -183,8 +183,8 @@ def encode(
     sink: Callable[[bytes], None],
     on_read: Callable[[memoryview], None] = lambda data: None,
 ) -> None:
-    """Write the delta from the folder `old` to `new` to `sink`. `files` are the paths in `new`. `on_read` gets all bytes of
-    these files, in that order, so that the caller can hash them without reading again.
+    """Write to `sink` the delta from folder `old` to folder `new`. `files` are the paths in `new`. `on_read` gets all
+    bytes of these files, in that order, so that the caller can hash them without reading again.
     Raise OSError, and DeltaError if a file is truncated while it is read."""
     writer = Writer(sink)
     kinds = [_kind(old / path, new / path) for path in files]
@@ -228,7 +228,7 @@ def passes(chain: Iterable[Link]) -> list[list[Link]]:
 def apply(
     old: Path, run: Sequence[Link], out: Path, on_write: Callable[[memoryview], None] = lambda data: None
 ) -> None:
-    """Apply `run`, one delta or a run of `passes`, to the folder `old`, and write the result into another folder `out`.
+    """Apply `run`, one delta or a run from `passes`, to the folder `old`; write the result into another folder `out`.
     `on_write` gets all bytes of the new files, in encoded order, so that the caller can verify them without reading again.
 
     Raise DeltaError, and OSError from the disk. The files in `out` are then incomplete.

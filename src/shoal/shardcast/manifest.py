@@ -7,8 +7,8 @@ Invariant: a `Manifest` object is always well-formed: sizes add up, paths stay i
 `SignedManifest.open` returns only manifests signed by the expected key. `Manifest.digest` names the version everywhere
 in Shoal. It covers the canonical JSON without the transfer options (anchor, delta), publication and date: publishing the
 same files again as the same version gives the same digest.
-Statements of one publication have increasing serials, even across restarts and clock changes; the highest serial is valid.
-Between publications `latest` decides, by the reader's clock.
+Statements of one publication have increasing serials, even across restarts and clock changes; the one with the highest
+serial is valid. Between publications `latest` decides, by the reader's clock.
 Left out: key rotation, several signers, and proof of freshness: mirrors that withhold the latest statement can keep a reader
 behind. (In a pool the coordinator names each version.)
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: checkpoints are sharded, and clients verify what they assembled.
@@ -37,7 +37,7 @@ MAX_SHARDS = 100_000
 MAX_FILES = 10_000
 MAX_PATH_CHARS = 512
 MAX_VERSION = 10**9 - 1
-MAX_MANIFEST_BYTES = 16 << 20  # signed; MAX_SHARDS of content and of a delta take 14 MiB
+MAX_MANIFEST_BYTES = 16 << 20  # when signed; one with MAX_SHARDS of content and of a delta has 14 MiB
 
 # Domain separation: nothing else that this key signs is a valid manifest.
 SIGNATURE_DOMAIN = b"shoal shardcast manifest 5\n"

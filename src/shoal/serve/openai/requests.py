@@ -2,7 +2,8 @@
 
 Invariant: a parameter that could change the reply takes effect or is refused by name. The unsupported ones in
 `NEUTRAL_ONLY` are accepted only with their neutral value, which some clients send.
-Left out: images, `top_p` and penalties (a seed replays only the full distribution), tools and forced replies.
+Left out: images, `top_p` and penalties (only samples from the full distribution can be replayed from a seed), tools,
+structured output.
 """
 
 from typing import Annotated, Any, Literal, TypeVar

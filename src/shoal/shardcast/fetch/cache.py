@@ -44,7 +44,7 @@ class Partial:
     """A stream in transfer. Every method raises FetchError, naming the folder, if the disk fails."""
 
     def __init__(self, folder: Path, files: Sequence[FileEntry], stream: Stream) -> None:
-        """Resume from an earlier process's files, if they are of the same stream."""
+        """Resume from an earlier process's files, if they belong to the same stream."""
         self.folder, self.entries, self.shard_size_bytes = folder, list(files), stream.shard_size_bytes
         self.layout = StreamFiles(folder / "files", files)
         with disk_errors(folder):
@@ -231,8 +231,8 @@ class Cache:
         manifest_path(self.folder(version)).unlink(missing_ok=True)
 
     def retain(self, current: int) -> None:
-        """Keep `current`, the newest `keep` versions, and downloads of later versions. Remove other publications:
-        their origin has started over."""
+        """Keep `current`, the newest `keep` versions, and downloads of later versions. Remove versions of
+        other publications: the origin has started over."""
         self._drop_outdated(current)
         for version in self.versions()[self.keep :]:
             if version != current:

@@ -139,7 +139,7 @@ class Client:
                         f"no version is published yet at {', '.join(self.urls)}; wait, or start the origin"
                     )
                 if held := self._held(offer, digest):
-                    return held  # the folder may be read-only
+                    return held  # without a lock, as the folder may be read-only
                 with self.cache.locked(deadline_s):
                     try:
                         return await self._obtain(sources, offer, digest, deadline_s)

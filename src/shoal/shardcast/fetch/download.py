@@ -1,8 +1,9 @@
 """The servers of a downloader: which one to use next, and what to do when it fails.
 
 Every request goes to the first server of one ranking (`Sources.ranked`), based on each server's `Standing`. The ranking
-ends with silent, fallback, backed-off and suspect servers, in this order. The others come first, in random order weighted
-by expected throughput, which spreads the load and keeps measurements fresh. (A relay passes its own order for shards.)
+ends with silent, fallback, backed-off and suspect servers, in this order. The others come first, in random order
+weighted by expected throughput, which spreads the load and keeps measurements fresh. (A relay passes its own
+order for shards.)
 
     questions (lists, manifests)   go to few servers, and to another when one fails, has nothing or is silent
     shards                         go to one server at a time; if it fails, is silent or too slow, the next one continues
@@ -42,7 +43,7 @@ SILENCE = 0.9  # fraction of hedge_s without an answer that counts as silence
 NOTHING_YET = 10  # times hedge_s: how long to wait for the others once some answered that they have nothing
 CATCHES_UP_IN_S = 1.5  # how long a server without the version is retried
 MAX_STRIKES = 3  # wrong copies of a shard that one server may send
-BROKE_OFF_S = 1.0  # silence in the middle of a shard that counts as broken off
+BROKE_OFF_S = 1.0  # silence in the middle of a shard after which its transfer counts as broken off
 FAR_SLOWER, LEAST_S = 4.0, 0.5  # limit of one attempt: a multiple of the other servers' time, plus a constant
 
 
@@ -138,7 +139,7 @@ class Sources:
     async def ask_all(
         self, question: Question[T], *, among: Sequence[Source]
     ) -> tuple[dict[Source, T], dict[str, str]]:
-        """Query these servers at once, except silent and suspect ones. After the first answer the rest have `hedge_s`."""
+        """Query these servers at once, except silent and suspect ones. After the first answer, wait `hedge_s` for more."""
         good = [source for source in among if not source.standing.suspect()] or list(among)
         awake = [source for source in good if not source.standing.silent()] or good
         return await self._ask(awake, question, len(awake))
@@ -243,7 +244,7 @@ class Sources:
                 if isinstance(error, NotHeld):
                     absent_since_s.setdefault(source, loop_time())
                 else:
-                    absent_since_s.clear()  # others may catch up while this one rests
+                    absent_since_s.clear()  # others may catch up while this server backs off
                 if isinstance(error, Silent):
                     source.standing.unanswered()
                     quiet_s *= 2  # all servers may be slow to start
