@@ -1,4 +1,4 @@
-"""Render messages to prompt tokens with the model's chat template, optionally formatted as in the run's training.
+"""Turn messages into prompt tokens with the model's chat template, optionally formatted as in the run's training.
 
 Invariant: the tokens depend only on the messages and the version, so a verifier can recompute them.
 """

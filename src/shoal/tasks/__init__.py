@@ -2,7 +2,7 @@
 
 sources/, compiling, taskset   rows become tasks on disk      task, prompt            one task; text to tokens and back
 derive                         the tasks of a submission      budget                  length targets
-rewards/, environments/        scores; answers between turns  user_code, libraries    user code; other libraries
+rewards/, environments/        scores; answers between turns  user_code, libraries    user code; libraries' tasks
 inside/                        code that runs in the sandbox
 """
 

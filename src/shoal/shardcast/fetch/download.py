@@ -2,8 +2,8 @@
 
 Every request goes to the first server of one ranking (`Sources.ranked`), based on each server's `Standing`. The ranking
 ends with silent, fallback, backed-off and suspect servers, in this order. The others come first, in random order
-weighted by expected throughput, which spreads the load and keeps measurements fresh. (A relay passes its own
-order for shards.)
+weighted by expected throughput, which spreads the load and keeps measurements fresh. (For shards a relay passes its own
+order.)
 
     questions (lists, manifests)   go to few servers, and to another when one fails, has nothing or is silent
     shards                         go to one server at a time; if it fails, is silent or too slow, the next one continues
@@ -139,7 +139,7 @@ class Sources:
     async def ask_all(
         self, question: Question[T], *, among: Sequence[Source]
     ) -> tuple[dict[Source, T], dict[str, str]]:
-        """Query these servers at once, except silent and suspect ones. After the first answer, wait `hedge_s` for more."""
+        """Query these servers, except silent and suspect ones. After the first answer, wait `hedge_s` for more."""
         good = [source for source in among if not source.standing.suspect()] or list(among)
         awake = [source for source in good if not source.standing.silent()] or good
         return await self._ask(awake, question, len(awake))
