@@ -1,8 +1,9 @@
 """Read submissions in a child process, because one flipped bit in a file can crash pyarrow.
 
-Invariant: a file that crashes its reader, stalls it or exhausts its memory is refused like any other bad file, and costs
-the caller only the child. The child decodes the file. The parent takes plain arrays from the child, checks their sizes, and verifies the
-signature over them itself. The child ends when its parent does and, while it reads, after twice the time limit.
+Invariant: a file that crashes its reader, stalls it or exhausts its memory is refused like any other bad file, and
+costs the caller only the child. The child decodes the file. The parent takes plain arrays from the child, checks their
+sizes, and verifies the signature over them itself. The child ends when its parent does and, while it reads, after twice
+the time limit.
 Called by the validator.
 Left out: a sandbox (this guards against crashes, not against code execution by a file); a memory limit on systems other
 than Linux; reads by several threads at once.
