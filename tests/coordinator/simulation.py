@@ -1,4 +1,4 @@
-"""A whole pool in virtual time: workers of any speed that crash, lose uploads or stay silent, a validator and a learner.
+"""A whole pool in virtual time: a validator, a learner, and workers that crash, lose uploads or stay silent.
 
 Each event moves the clock, so nothing waits. Files, weights and signatures are left out.
 """

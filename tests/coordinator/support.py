@@ -130,7 +130,7 @@ class Harness:
             self.pool.judgement.judge(second, given)
 
     def lease(self, id: str, validator: str, *, full_check: bool = True) -> None:
-        """Claim this submission alone."""
+        """Claim only this submission."""
         submission, lease_s = self.pool.db.submissions.get(id), self.clock.now_s + 50
         assert submission is not None
         columns = {"validator": validator, "lease_s": lease_s, "full_check": full_check}

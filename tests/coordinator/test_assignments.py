@@ -100,7 +100,7 @@ def test_uploaded_and_claimed_work_counts_as_in_progress_and_rejected_work_does_
 
 def test_more_tasks_are_assigned_if_few_groups_are_useful(harness: Harness) -> None:
     harness.join(CAROL)
-    harness.accepted(useful=(True, False))  # share 0.5, one waiting: 3 more needed, which is 3 submissions
+    harness.accepted(useful=(True, False))  # half are useful and one waits: 3 more are needed, from 3 submissions
     for key in (ALICE, BOB, CAROL):
         harness.task(key)
     harness.join("d" * 64)

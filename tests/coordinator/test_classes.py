@@ -231,7 +231,7 @@ def slashed_by_the_first(harness: Harness, id: str) -> None:
 
 
 @pytest.mark.parametrize("second", ["claims too late", "claims it and dies", "never claims"])
-def test_a_lie_whose_version_is_gone_before_the_second_opinion_is_slashed_by_the_first(
+def test_a_lie_whose_version_is_gone_before_the_second_verdict_is_slashed_on_the_first(
     harness: Harness, second: str
 ) -> None:
     id = doubted(harness)
@@ -352,7 +352,7 @@ def test_repeated_mismatches_suspend(harness: Harness, between: str) -> None:
 def test_mismatches_long_ago_do_not_suspend(harness: Harness) -> None:
     for _ in range(MISMATCHES + 1):
         mismatch(harness)
-        for _ in range(200):  # of 20 s, as nodes beat
+        for _ in range(200):  # steps of 20 s, the interval of heartbeats
             harness.clock.now_s += 20
             for key in (VALIDATOR, OTHER_VALIDATOR):
                 harness.beat(key, wants=False, fingerprint=ONE)

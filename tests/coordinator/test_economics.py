@@ -1,7 +1,7 @@
 """No lie pays: the expected pay of every strategy stays below its cost, while honest work earns exactly its cost.
 
 The rules are those of `trust.share` and `escrow`, at the defaults and the lowest share of checks that they allow. One
-submission's honest work costs 1 and pays 1, so honest profit is 0: any margin on top only makes eviction dearer. A new key
+submission's honest work costs 1 and pays 1, so honest profit is 0; a margin would make eviction costlier. A new key
 costs nothing. The liar knows every rule, and which of its submissions were checked (the ledger says so). All its pay is
 credited at the run's end if it was never caught. docs/trust.md has the calculation by hand.
 """

@@ -85,7 +85,7 @@ def test_a_coordinator_whose_session_was_ended_can_write_nothing_more(postgres: 
 
 
 def test_a_restored_copy_refuses_requests_signed_before_it_was_opened(tmp_path: Path) -> None:
-    """`docs/operate.md` copies the tables and leaves the nonces out."""
+    """The backup in docs/operate.md copies the tables but not the nonces."""
     first, copy, earlier_s = tmp_path / "pool", tmp_path / "copy", int(time.time()) - 1
     first.mkdir()
     copy.mkdir()
@@ -142,7 +142,7 @@ def test_a_run_in_another_format_is_named_and_not_changed(tmp_path: Path) -> Non
         return connection
 
     opened().close()
-    again = opened()  # of this version: opens
+    again = opened()  # in this version's format, so it opens
     again.execute(f"PRAGMA user_version = {FORMAT - 1}")
     again.execute("DROP TABLE groups")
     again.close()

@@ -118,13 +118,13 @@ def leaves(one_place: Harness, key: str) -> None:
     assert one_place.beat(key, wants=False).state == "left"
 
 
-def test_only_members_register_with_a_full_run(one_place: Harness) -> None:
+def test_only_members_may_register_again_with_a_full_run(one_place: Harness) -> None:
     assert is_full(one_place) and one_place.pool.members.role(BOB) is None
     assert not is_full(one_place, ALICE), "a restart"
     one_place.join("d" * 64, "relay")
 
 
-def test_a_worker_that_leaves_makes_room_and_waits_for_it_when_it_returns(one_place: Harness) -> None:
+def test_a_worker_that_leaves_frees_its_place_and_waits_for_one_when_it_returns(one_place: Harness) -> None:
     leaves(one_place, ALICE)
     assert not is_full(one_place, BOB) and is_full(one_place, ALICE)
     leaves(one_place, BOB)

@@ -86,7 +86,9 @@ def listens(url: str) -> bool:
     return False
 
 
-def test_a_coordinator_on_another_machine_goes_on_where_the_first_was_killed(settings: Config, tmp_path: Path) -> None:
+def test_a_coordinator_on_another_machine_continues_where_the_first_was_killed(
+    settings: Config, tmp_path: Path
+) -> None:
     identity, port = Identity.load_or_create(tmp_path / KEY), free_port()
     url = f"http://127.0.0.1:{port}"
     machines = [Machine(tmp_path / "a", tmp_path / KEY, settings, port)]
@@ -121,7 +123,7 @@ def test_a_coordinator_on_another_machine_goes_on_where_the_first_was_killed(set
         machines.append(Machine(tmp_path / "b", tmp_path / KEY, settings, port))
         claims = validator.post(
             "/v1/claims", ClaimRequest(most=4), Claims
-        ).claims  # repeated until the second one answers
+        ).claims  # repeated until the second coordinator answers
         assert [claim.assignment.id for claim in claims] == [task.id for task, _ in tasks]
         assert machines[1].process.poll() is None
         with httpx.Client() as client:

@@ -46,7 +46,7 @@ KINDS = [*["registered"] * 3, "policy", "accepted", "rejected", "slashed", "acce
 
 
 @pytest.mark.parametrize("die_at", [1, 5, 6, 7, 8, 9, 10])
-def test_killed_inside_a_transaction_the_pool_reopens_as_before_it(tmp_path: Path, die_at: int) -> None:
+def test_a_pool_killed_inside_a_transaction_reopens_as_before_that_transaction(tmp_path: Path, die_at: int) -> None:
     path = tmp_path / "pool.sqlite"
     killed = multiprocessing.get_context("fork").Process(target=lambda: scenario(open_pool(path), die_at))
     killed.start()

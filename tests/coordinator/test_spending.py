@@ -107,7 +107,7 @@ def test_an_honest_worker_with_an_engine_with_wider_limits_is_never_dismissed() 
 
 
 def submissions_until_detected(draw: Any, regenerated: int = 4) -> int | None:
-    """`draw` returns how many regenerated rollouts a submission improved and spoiled. Return None beyond 400."""
+    """Return how many submissions it takes, None beyond 400. `draw` returns the (improved, spoiled) rollouts of one."""
     section = config().evidence.model_copy(update={"regenerated": regenerated})
     settings, process = config().model_copy(update={"evidence": section}), Process()
     for number in range(1, 401):

@@ -146,7 +146,7 @@ def test_the_nonces_of_each_site_take_bounded_memory(monkeypatch):
     assert nonces.spend("other", "7", now_s)
     nonces = RecentNonces()
     for number in range(300):
-        assert nonces.spend("site", f"{number}", now_s - 121)  # expired before the next
+        assert nonces.spend("site", f"{number}", now_s - 121)  # each expires before the next
     assert sum(map(len, nonces._seen.values())) <= 100
 
 

@@ -1,4 +1,4 @@
-"""The formulas of DiLoCo against plain training, data-parallel training and torch's own optimizer."""
+"""The formulas of DiLoCo compared with plain training, data-parallel training and torch's own optimizer."""
 
 from math import prod
 

@@ -96,7 +96,7 @@ print(fingerprint(engine.model), digest.hexdigest())
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_cores_and_load_change_no_bit_of_a_process(tiny_folder: Path, dtype: DtypeName) -> None:
-    """Compare two threads on idle cores with one thread on busy cores, bound to one core or free to move."""
+    """Compare two threads without load with one thread under load, bound to one core or free to move."""
     skip_unless_exact(dtype)
 
     def computed(threads: int, cores: str) -> str:

@@ -51,7 +51,7 @@ class Place:
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[Place]:
-    """PostgreSQL and a bucket."""
+    """Start PostgreSQL and a bucket, and yield a place for a run that uses them."""
     with postgres_server() as database, s3_server("rclone") as endpoint:
         settings = [*SMALL, f"coordinator.database={database}", "store.url=s3://pool/run", f"store.endpoint={endpoint}"]
         yield Place(tmp_path / "run", settings, {"AWS_ACCESS_KEY_ID": S3_KEY, "AWS_SECRET_ACCESS_KEY": S3_SECRET})

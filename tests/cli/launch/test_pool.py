@@ -117,7 +117,7 @@ def test_it_ends_once_nodes_elsewhere_have_stopped_sending_heartbeats(tmp_path: 
 
 @contextmanager
 def running(command: str, folder: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command of the page with this interpreter's `shoal`."""
+    """Run a command of docs/operate.md with this interpreter's `shoal`."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with log.open("wb") as file:
         process = subprocess.Popen(

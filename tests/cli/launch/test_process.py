@@ -1,4 +1,4 @@
-"""A process of a run ends on a signal and with its parent, even one killed with -9; its exit status says why it failed."""
+"""A process of a run ends on a signal or when its parent ends, even by kill -9. Its exit status says why it failed."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The formulas for a step's time and memory, against a case small enough to compute by hand.
+"""The formulas for a step's time and memory, checked on a case small enough to compute by hand.
 
 `test_measured` compares them with whole runs; the cases here occur in no measured run.
 """

@@ -46,7 +46,7 @@ def worker_status(site: Site) -> dict[str, Any]:
     return next(node for node in nodes if node["name"] == "worker")
 
 
-def test_files_that_were_not_announced_are_not_kept_and_cost_their_task(site: Site) -> None:
+def test_files_that_were_not_announced_are_not_kept_and_their_task_counts_as_missed(site: Site) -> None:
     """Otherwise a worker could announce one hash and fill the disk with a hundred other files at no cost."""
     worker = site.clients["worker"]
     task = task_of(worker)
@@ -223,7 +223,9 @@ def test_in_a_bucket_only_the_announced_file_gets_a_name(coordinator: Any) -> No
 # --- streaming ---------------------------------------------------------------------------------------------------------
 
 
-def test_twenty_uploads_at_once_hold_one_piece_each(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twenty_uploads_at_once_keep_one_piece_each_in_memory(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Count the bytes that were read but not yet written to a file."""
     in_memory, peak = 0, 0
     write = IncomingFile.write

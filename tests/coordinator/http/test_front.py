@@ -115,7 +115,7 @@ def thrifty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 
 @pytest.mark.parametrize("path", ["/v1/ledger/0", f"/v1/tasks/{'ab' * 32}"])
-def test_a_workers_reads_of_ledger_and_tasks_count_in_bytes(thrifty: Site, path: str) -> None:
+def test_a_workers_reads_of_ledger_and_tasks_are_limited_in_bytes(thrifty: Site, path: str) -> None:
     (thrifty.folder / "tasks").mkdir(exist_ok=True)
     (thrifty.folder / "tasks" / ("ab" * 32)).write_bytes(bytes(100_000))
     greedy, other = thrifty.register("greedy", "worker"), thrifty.register("other", "worker")
@@ -126,7 +126,9 @@ def test_a_workers_reads_of_ledger_and_tasks_count_in_bytes(thrifty: Site, path:
 
 
 @pytest.mark.parametrize("path", ["/v1/run", "/v1/status", "/v1/history", "/metrics", "/v1/offer"])
-def test_strangers_reads_count_in_bytes_and_members_at_the_same_address_are_served(thrifty: Site, path: str) -> None:
+def test_strangers_reads_are_limited_in_bytes_but_members_at_the_same_address_are_served(
+    thrifty: Site, path: str
+) -> None:
     worker = thrifty.register("worker", "worker")
     with sqlite3.connect(thrifty.folder / "pool.sqlite") as database:
         database.execute(
@@ -161,7 +163,7 @@ def test_slow_readers_hold_a_bounded_part_of_the_memory(tmp_path: Path) -> None:
         assert len(answer.content) > 3 << 20
 
 
-def test_a_client_that_leaves_in_the_middle_of_its_body_fills_no_log(
+def test_a_client_that_disconnects_in_the_middle_of_its_body_fills_no_log(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     with sending(site, "worker", "POST", "/v1/heartbeat", body=b"{}") as connection:
@@ -228,7 +230,7 @@ def test_sixty_uploads_at_once_with_one_grant_keep_one_file(coordinator: Any) ->
 # --- refused bodies --------------------------------------------------------------------------------------------------
 
 
-def test_a_sender_that_reads_only_after_its_refused_body_gets_the_answer(site: Site) -> None:
+def test_a_sender_that_reads_only_after_sending_its_refused_body_gets_the_answer(site: Site) -> None:
     body = bytes(8 << 20)
     with sending(site, "stranger", "PUT", "/v1/submissions/x", body=body) as connection:
         connection.sendall(body)

@@ -64,7 +64,7 @@ def test_only_a_published_invite_that_is_open_and_valid_is_offered(tmp_path: Pat
         invite.save(path)
         assert coordinator.published_invite() == (invite.encode() if offered else "")
     create_invite(tmp_path, "worker", "one", None, 1).save(path)
-    with pytest.raises(InviteError, match="is not an open invite"):  # a private one is not for the public
+    with pytest.raises(InviteError, match="is not an open invite"):  # a private invite must not be published
         ServedRun(CONFIG, RUN, tmp_path)
 
 
@@ -131,7 +131,7 @@ def test_a_route_answers_its_roles_only(site: Site, method: str, path: str) -> N
                 assert client.request(method, target).status_code not in (401, 403)
 
 
-def test_strangers_cannot_make_it_write_anything(site: Site) -> None:
+def test_strangers_cannot_make_the_coordinator_write_anything(site: Site) -> None:
     """They can sign any number of requests with their own keys; each spent nonce would be a row in the database."""
     with sqlite3.connect(site.folder / "nonces.sqlite") as database:
         count = "SELECT count(*) FROM nonces"
@@ -152,7 +152,7 @@ def test_strangers_cannot_make_it_write_anything(site: Site) -> None:
         assert database.execute(count).fetchone() == (before[0] + 1,), "only the admitted key's"
 
 
-def test_a_changed_request_one_for_another_run_and_an_old_one_are_refused(site: Site) -> None:
+def test_changed_requests_old_ones_and_those_for_another_run_are_refused(site: Site) -> None:
     auth = SignedAuth(site.identities["validator"], RUN)
     headers = next(auth.auth_flow(httpx.Request("POST", f"{site.url}/v1/claims", content=b"{}"))).headers
     refused(ANYONE.post(f"{site.url}/v1/claims", content=b"[]", headers=headers), 401, "body changed")
@@ -207,7 +207,7 @@ HUGE_BYTES = 1 << 30
 
 
 def announced(site: Site, signer: str | None, method: str, path: str, size_bytes: int = HUGE_BYTES) -> int:
-    """Return the status of a request of which only the head is sent."""
+    """Send only the head of a request. Return the status of the answer."""
     with sending(site, signer, method, path, size_bytes=size_bytes) as connection:
         return int(connection.recv(100).split()[1])
 
@@ -239,7 +239,7 @@ def test_a_body_without_a_grant_is_refused_before_any_of_it_is_read(site: Site) 
 
 
 @pytest.mark.parametrize(("path", "limit_bytes"), LIMITS)
-def test_a_body_one_byte_too_long_is_not_read_and_one_of_unknown_length_only_up_to_the_limit(
+def test_a_body_that_is_too_long_is_not_read_and_one_of_unknown_length_only_up_to_the_limit(
     site: Site, path: str, limit_bytes: int
 ) -> None:
     assert announced(site, "worker", "POST", path, size_bytes=limit_bytes + 1) == 413

@@ -1,4 +1,4 @@
-"""What a coordinator writes while it serves a run: `work.jsonl`, and summary and picture once the run has finished."""
+"""What a coordinator writes while it serves a run: `work.jsonl`, and at the end a summary and a picture."""
 
 import json
 import socket
@@ -25,7 +25,7 @@ USELESS = (False, False)  # fills no batch, so any number can be accepted
 
 
 def finish(folder: Path) -> None:
-    """A coordinator's folder as a finished run of six steps leaves it."""
+    """Write a coordinator's folder as a finished run of six steps leaves it."""
     coordinator = Coordinator(config(), "pool", Identity.load_or_create(folder / KEY), folder)
     for step in range(6):
         coordinator.pool.learning.trained(StepReport(step=step, metrics={"perf/tokens": 10.0}, trained=[]))
@@ -65,7 +65,7 @@ def test_a_finished_pool_leaves_summary_and_picture_whenever_it_is_stopped(
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_coordinator_of_shoal_run_leaves_the_report_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_that_shoal_run_started_writes_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "RECORD_S", 0.01)
     finish(tmp_path)
     serve(tmp_path, reports=False, until=tmp_path / "evaluations.jsonl")
