@@ -196,9 +196,9 @@ class Versions:
 
     @asynccontextmanager
     async def borrow(self, id: str) -> AsyncIterator[LoadedModel]:
-        """Borrow version `id`, loading it if needed; it is not evicted meanwhile. The source's name means the newest.
+        """Borrow version `id`, loading it if needed; it is not evicted while borrowed.
 
-        Raise UnknownVersionError or NoSlotError.
+        The source's name means the newest version. Raise UnknownVersionError or NoSlotError.
         """
         loaded = await self._find(id)
         loaded.users += 1

@@ -138,7 +138,7 @@ class StreamFiles:
             return False
 
     def stamps(self) -> tuple[tuple[int, int, int], ...]:
-        """Return inode, size and modification time of each file; they change when it is written to.
+        """Return inode, size and modification time of each file, which change when the file is written to.
         Raise FileNotFoundError."""
         stats = [path.stat() for path in self.paths]
         return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)

@@ -62,7 +62,7 @@ class Partial:
         return PartialShard(self, shard)
 
     def _can_resume(self) -> bool:
-        """Whether an earlier process created these files. The layout is written last."""
+        """Whether an earlier process created all these files, ending with the layout."""
         try:
             same = (self.folder / "layout").read_bytes() == self._description()
         except FileNotFoundError:

@@ -57,7 +57,7 @@ class Standing:
         self._speed_Bps, self._measured_s = 0.0, -math.inf
         self._success, self._counted_s = 1.0, -math.inf
         self._answer_s: float | None = None
-        self._unanswered, self._silent_s = 0, -math.inf  # consecutive requests, and when the last one was given up
+        self._unanswered, self._silent_s = 0, -math.inf  # in a row, and when the last was given up
         self._bad_s = -math.inf
         self._failures, self._rest_until_s = 0, -math.inf  # consecutive failures
 
