@@ -84,7 +84,7 @@ class Site:
         return InThread(run_relay, self.invite("relay"), self.folder / "relay")
 
     def mirroring(self) -> tuple[InThread, InThread, str]:
-        """Start an origin and a relay, which has mirrored version 0. Return both, and the origin's key."""
+        """Start an origin and a relay, and let the relay mirror version 0. Return both and the origin's key."""
         origin, relay = self.origin(), self.relay()
         self.write(0)
         wait_until(lambda: (node := self.node("relay")) is not None and node.policy_version == 0)
@@ -151,7 +151,7 @@ def test_a_relay_finds_an_origin_that_the_cached_status_lacks(site: Site, monkey
     origin.stopped()
 
 
-def test_a_relay_behind_a_proxy_announces_its_url_and_accepts_only_passes_for_that_url(
+def test_a_relay_behind_a_proxy_announces_the_proxys_url_and_accepts_passes_for_that_only(
     site: Site, tmp_path: Path
 ) -> None:
     proxy = "http://127.0.0.1:9"

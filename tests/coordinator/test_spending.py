@@ -183,7 +183,7 @@ def test_a_verdict_with_impossible_counts_is_refused() -> None:
         spent(better=float("nan"))
 
 
-def test_missed_tasks_dismiss_nobody_for_a_cut_connection_can_cause_them(harness: Harness) -> None:
+def test_missed_tasks_dismiss_nobody_because_a_cut_connection_can_cause_them(harness: Harness) -> None:
     harness.task()
     harness.clock.now_s += 601.0
     harness.beat()

@@ -281,7 +281,7 @@ def test_a_detail_that_quotes_a_workers_file_is_logged_in_one_line(caplog: pytes
 COORDINATOR = Path(__file__).parents[2] / "src" / "shoal" / "coordinator"
 
 
-def test_no_silent_peer_can_block_the_coordinator_for_it_connects_to_nobody() -> None:
+def test_no_silent_peer_can_block_the_coordinator_because_it_connects_to_nobody() -> None:
     clients = {"httpx", "requests", "urllib.request", "socket", "http.client", "web3", "ClientSession"}
     for path in COORDINATOR.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

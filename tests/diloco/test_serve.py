@@ -136,7 +136,7 @@ class Cutting(httpx.HTTPTransport):
         return httpx.Response(response.status_code, headers=response.headers, content=half())
 
 
-def test_a_state_is_fetched_in_pieces_and_a_broken_connection_costs_one(tmp_path, monkeypatch):
+def test_a_state_is_fetched_in_pieces_and_a_broken_connection_costs_only_one_piece(tmp_path, monkeypatch):
     for module in ("remote", "serve"):
         monkeypatch.setattr(f"shoal.diloco.{module}.PIECE_BYTES", 1000)
     with served(tmp_path / "meet", terms()) as host:

@@ -167,7 +167,7 @@ def test_logits_in_several_chunks_have_the_same_bits(exact: TorchEngine, monkeyp
     assert_same(limited(exact).generate(PROMPTS[:2], seeds, SOME_END), whole)
 
 
-def test_a_cancelled_completion_leaves_whether_it_waits_or_is_decoded(exact: TorchEngine) -> None:
+def test_a_cancelled_completion_is_removed_whether_it_waits_or_is_decoded(exact: TorchEngine) -> None:
     scheduler, all_four = Scheduler(SchedulerLimits(rows=2)), [sequence(exact, [5, 9], seed) for seed in range(4)]
     scheduler.add(all_four)
     scheduler.step()

@@ -74,7 +74,7 @@ def test_a_settled_ledger_passes_and_the_report_says_if_it_was_not_compared(scen
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_an_entry_that_the_contract_lacks_is_named(scene: Any, number: int) -> None:
     entry = scene.chain[number]
-    body = entry.body.replace(A, "b2" * 32)  # the coordinator itself names a different worker
+    body = entry.body.replace(A, "b2" * 32)  # as if the coordinator had named another worker
     scene.chain[number] = entry.model_copy(update={"body": body})
     with pytest.raises(BrokenError, match=f"does not hold entry {number + 1}"):
         check_settled(scene, "http://chain")

@@ -48,7 +48,7 @@ def test_the_estimate_counts_relays_sites_and_their_meeting() -> None:
     assert peak(learner={"sites": 1}) - peak() > 3 * CHECKPOINT, "the meeting's states"
 
 
-def test_a_short_run_needs_less_and_keeps_less_than_it_needs() -> None:
+def test_a_short_run_needs_less_space_and_keeps_only_part_of_it() -> None:
     assert peak(run={"steps": 1}) < peak() / 2
     assert CHECKPOINT < NEEDS.kept_bytes < NEEDS.peak_bytes
 

@@ -53,7 +53,7 @@ def test_the_bundled_model_has_the_expected_positions(bundled: Path) -> None:
 
 
 @pytest.mark.parametrize("name", list(BUNDLED_POSITIONS))
-def test_a_bundled_models_positions_are_known_before_it_is_made(
+def test_the_positions_of_a_bundled_model_are_known_before_it_is_made(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
