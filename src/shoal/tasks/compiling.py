@@ -4,8 +4,8 @@
     split    hold out the tasks with the smallest question hashes, or those of `heldout_split`
     write    the training tasks of each source and all held-out tasks as chunks, then the manifest
 
-Invariants: equal rows give the same files, whatever their order and however they are spread over files. No question is both
-trained on and held out. Memory holds one batch of rows as Python objects, and 48 bytes per row for sorting.
+Invariants: equal rows give the same task set, whatever their order and however they are spread over files. No question
+is both trained on and held out. Memory holds one batch of rows as Python objects, and 48 bytes per row for sorting.
 """
 
 import hashlib
@@ -132,8 +132,8 @@ def content_id(fields: TaskFields) -> str:
 class Built(BaseModel):
     """The record of a compiled task set, stored in its folder."""
 
-    config_hash: str = Field(alias="asked")  # of the config sections that determine the set
-    digest: str  # of the manifest, which names the set
+    config_hash: str = Field(alias="asked")  # hash of the config sections that determine the set
+    digest: str  # SHA-256 of the manifest, which names the set
     notes: list[str]  # readable counts per source
 
 

@@ -26,11 +26,11 @@ FORMAT = "shoal-tasks-1"
 CHUNK_ROWS = 4096
 CHUNK_BYTES = 32 << 20  # characters in a chunk, unless a single task has more
 MAX_CHUNK_BYTES = 256 << 20  # of a chunk's file: a character has up to four bytes, and one task up to 64 MB of tests
-MAX_CHUNKS = 1 << 18  # of a source, or of the held-out tasks
+MAX_CHUNKS = 1 << 18  # per source, and for the held-out tasks
 MAX_SOURCES = MAX_FILES = 1024
 MANIFEST_BYTES = 64 << 20
-FILE_BYTES = 1 << 20  # of the source file of a user reward or environment
-OPEN_CHUNKS = 64  # mapped at the same time; each keeps a file open
+FILE_BYTES = 1 << 20  # size of the source file of a user reward or environment
+OPEN_CHUNKS = 64  # chunks mapped at the same time; each keeps a file open
 COLUMNS = [field.name for field in fields(Task)]
 SCHEMA = pa.schema([pa.field(name, pa.string(), nullable=False) for name in COLUMNS])
 

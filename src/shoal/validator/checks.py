@@ -44,7 +44,7 @@ from shoal.validator.prefill import ALTERNATIVES, submission_evidence
 REWARD_TOLERANCE = 1e-4  # absolute up to 1, relative above: files hold rewards as float32
 FAR = 4.0  # times `sampling_margin`: numerics cannot cause a larger margin
 EOS_PROBABILITY = 0.1  # a completion may end early only where the end token's probability exceeds this (INTELLECT-2)
-OUTLIERS = 2  # end tokens, and special tokens, per submission whose margin numerics may push beyond `sampling_margin`
+OUTLIERS = 2  # allowed per submission: end tokens, and special tokens, beyond `sampling_margin` because of numerics
 DISTRIBUTION_EVIDENCE = 16.0  # more nats reject; honest work exceeds x nats with probability at most e^-x
 WORST_MANTISSA = 127.0  # for a proof without any equal exponent, whose mantissa error is infinite
 

@@ -79,7 +79,7 @@ class Judge:
         """
         self.choose: Callable[[Sequence[int], int], list[int]] = SystemRandom().sample  # unpredictable to workers
         self.grading_s = grading_s
-        self.row_tokens = row_tokens  # in a row of a prefill
+        self.row_tokens = row_tokens  # tokens in a row of a prefill
         self.budget = Budget()
         self.position_s = 0.0  # seconds per position of the last whole prefill
         self.config = config
@@ -92,7 +92,7 @@ class Judge:
         for environment in self.environments.values():
             environment.set_budget(self.budget)
         self.model: Any = None
-        self._rules: Rules | None = None  # before `load`
+        self._rules: Rules | None = None  # None before `load`
 
     def __enter__(self) -> Self:
         return self

@@ -47,11 +47,11 @@ BATCH = 4  # submissions of one version checked in one prefill
 RELOAD_SHARE = (
     0.05  # largest share of time for reloading weights after inexact work, so that it cannot block other claims
 )
-GRADING_SHARE = 0.5  # of a lease, for running the programs of all claims
+GRADING_SHARE = 0.5  # share of a lease for running the programs of all claims
 GRADED_REASONS = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)  # found after the checks of the prefill
 HEAD = "head.json"
-WITNESS_S = 30.0  # between two co-signatures
-MAX_PAGE_BYTES = 64 << 20  # of the ledger: an entry may be as large as a verdict
+WITNESS_S = 30.0  # time between two co-signatures
+MAX_PAGE_BYTES = 64 << 20  # of a page of the ledger: an entry may be as large as a verdict
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Validator:
         self.judge = Judge(config, node.invite.run, dtype, task_set, grading_s=LEASE_S * GRADING_SHARE)
         self.fingerprint = fingerprint
         self.witness = witness
-        self.folder: Path | None = None  # of the loaded version
+        self.folder: Path | None = None  # holds the loaded version
         self.reload_at_s = 0.0  # inexact work causes no reload before this time, on the monotonic clock
 
     def run(self, stop: threading.Event) -> str:

@@ -35,7 +35,7 @@ from shoal.validator.case import Case
 from shoal.validator.judge import Judge
 
 STAKE = 0.5  # share of its capital that an allocation bet can lose on one token
-MAX_NATS = 1e6  # of a figure in a message
+MAX_NATS = 1e6  # largest magnitude of a figure in a message
 
 
 def spent(case: Case, config: Config, evidence: dict[str, float]) -> ToleranceSpent:

@@ -16,7 +16,7 @@ from shoal.validator.case import Case, Finding
 from shoal.validator.checks import replay
 from shoal.validator.judge import Examined
 
-SAMPLE_CHARACTERS = 2_000  # of a prompt or a completion shown to people
+SAMPLE_CHARACTERS = 2_000  # longest prompt or completion shown to people
 
 
 def unreadable(claim: Claim, finding: Finding) -> Verdict:

@@ -12,7 +12,7 @@ from typing import Literal
 from shoal.protocol.history import Exactness, Grading, NodeStatus, Signal, Status
 from shoal.protocol.messages import HARD, Reason, Role
 
-SILENT_S = 30.0  # mark a node after this long without a heartbeat; only the coordinator reassigns its tasks
+SILENT_S = 30.0  # a node counts as silent after this long without a heartbeat; only the coordinator reassigns tasks
 ETA_STEPS = 10  # newest steps from which the ETA is extrapolated
 NO_SIGNAL_GROUPS = 32  # warn after this many accepted groups in a row with equal rewards
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -127,7 +127,7 @@ def useful_share(signal: Signal) -> str:
 
 
 def busy_frac(metrics: Sequence[dict[str, float]]) -> float | None:
-    """Return the share of its time that the learner computed rather than waited for rollouts, over all steps."""
+    """Return the share of the learner's time spent computing, not waiting for rollouts, over all steps."""
     busy_s, waiting_s = total(metrics, "perf/busy_s"), total(metrics, "perf/waiting_s")
     return ratio(busy_s, busy_s + waiting_s)
 
@@ -234,7 +234,7 @@ def ellipsize(text: str, cells: int) -> str:
 
 
 def explain_reason(reason: str) -> str:
-    """Return the explanation of a rejection; an unknown reason from another version is returned as it is."""
+    """Return the explanation of a rejection; an unknown reason, from another version, is returned unchanged."""
     return REASONS[Reason(reason)] if reason in set(Reason) else reason
 
 
@@ -297,7 +297,7 @@ class SiteRow:
     received_bytes: float = 0.0
 
     def share(self, seconds: float) -> float | None:
-        """Return which share of the site's time these seconds are."""
+        """Return these seconds as a share of the site's time."""
         return ratio(seconds, self.computed_s + self.waited_s + self.synced_s)
 
 

@@ -31,7 +31,7 @@ from shoal.shardcast.fetch.client import Follower
 from shoal.worker.produce import Producer
 
 IDLE_S = 0.1
-BUSY_S = 1.0  # between checks of the upload while no further task fits
+BUSY_S = 1.0  # time between checks of the upload while no further task fits
 FOREVER_S = 1e9
 SHORT_S = 0.25  # wait this long for an upload before requesting the next task
 
@@ -73,7 +73,7 @@ class OneThread:
         return done.result()
 
     def compute_until(self, done: Future[Any], max_s: float) -> None:
-        """Run other threads' jobs until `done` is done, for at most `max_s`. `wake` must be a callback of `done`."""
+        """Run other threads' jobs until `done` is set, for at most `max_s`. `wake` must be a callback of `done`."""
         end_s = time.monotonic() + max_s
         while not done.done() and (left_s := end_s - time.monotonic()) > 0:
             try:
@@ -115,8 +115,8 @@ class Worker:
         self.fingerprint = fingerprint
         self.compute = compute or OneThread()
         self.loaded: int | None = None
-        self.folder: Path | None = None  # of that version
-        self.digest = ""  # of the loaded version's manifest
+        self.folder: Path | None = None  # holds that version
+        self.digest = ""  # digest of the loaded version's manifest
         self.working: dict[Assignment, Future[bytes]] = {}  # submissions in production, oldest first
         self.upload: Future[None] | None = None  # the upload in progress
 

@@ -17,9 +17,9 @@ from shoal.tasks.task import Environment, Task
 
 CALL = "calc("
 PARENTHESIS = re.compile(r"calc\(|[()]")
-MAX_CHARACTERS = 200  # of an expression
-MAX_DEPTH = 20  # of parentheses
-MAX_DIGITS = 30  # of a result's numerator or denominator
+MAX_CHARACTERS = 200  # in an expression
+MAX_DEPTH = 20  # of nested parentheses
+MAX_DIGITS = 30  # in a result's numerator or denominator
 MAX_DECIMALS = 12
 UNEXPECTED = re.compile(r"[^0-9.+\-*/()\s]|\*\*|//")
 LEADING_ZEROS = re.compile(r"(?<![0-9.])0+(?=[0-9])")

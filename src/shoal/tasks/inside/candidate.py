@@ -1,7 +1,7 @@
 """Inside the sandbox: runs a completion's code and answers calls of its functions with plain data.
 
-Invariant: no expected value ever comes here. The model's code may change everything in this process, but that changes only
-its own answers. Each frame is answered with one frame:
+Invariant: no expected value ever reaches this process. The model's code may change everything in this process, but that
+changes only its own answers. Each frame is answered with one frame:
 
 setup   [source, prompt, entry]         R   ready
                                         P   text: it does not parse

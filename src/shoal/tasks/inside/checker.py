@@ -66,7 +66,7 @@ def candidate(*args: Any, **kwargs: Any) -> Any:
     send(b"C" + call)
     answer = receive()
     if not answer:
-        os._exit(1)  # the run is over
+        os._exit(1)  # the caller has closed the channel
     kind = answer[:1]
     if kind == b"U":
         raise BadAnswerError(answer[1:].decode(errors="replace"))

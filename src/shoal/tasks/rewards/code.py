@@ -28,7 +28,7 @@ OUTPUT_BYTES = 1 << 20
 ALL_CASES = 10  # all stdin cases of a task together may use this many times the limits of one case
 SYNTAX_ERRORS = ("SyntaxError", "IndentationError", "TabError")
 NUMBER_BYTES = 8
-END_S = 0.5  # for a candidate to end after its last call
+END_S = 0.5  # time for a process to end after its last call
 FENCE = "```"
 PYTHON = ("python", "python3", "py")
 

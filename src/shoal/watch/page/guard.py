@@ -14,7 +14,7 @@ from aiohttp import web
 from shoal.errors import ShoalError
 from shoal.protocol.pace import Rates
 
-BODY_S = 10.0  # for the whole body to arrive
+BODY_S = 10.0  # time limit for the whole body to arrive
 MAX_KEYS = 50_000
 STRINGS, CONTAINERS = 50_000, 20_000  # limits of one JSON document
 

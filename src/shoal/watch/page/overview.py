@@ -44,13 +44,13 @@ from shoal.watch.figures import (
 from shoal.watch.run import Run
 from shoal.watch.summary import read_summary
 
-MIN_TREND_STEPS = 6  # before a trend is reported
+MIN_TREND_STEPS = 6  # steps needed before a trend is reported
 TREND_ERRORS = 2.0  # a change of this many standard errors counts as a trend
-MAX_PROBLEMS = 3  # listed in one answer
+MAX_PROBLEMS = 3  # problems or nodes listed in one answer
 MAX_RECEIVERS = 64  # receiving nodes shown in the weights tree
 ORDER = {"bad": 0, "warn": 1, "good": 2, "none": 3}
 KEY_PART = re.compile(r"-[0-9a-f]{16}$")
-MAX_POINTS = 360  # of a curve
+MAX_POINTS = 360  # points of a curve
 MAX_SAMPLES = 12
 AUDIT = "audit.txt"  # output of `shoal audit`
 HIDDEN = ("database", "endpoint", "url", "listen", "token")  # config keys that may hold addresses or secrets
