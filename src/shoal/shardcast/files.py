@@ -151,7 +151,7 @@ class StreamFiles:
 
 
 class Cutter:
-    """Hash the shards of a byte string that comes in pieces. With `create`, write each to the file that `create` returns."""
+    """Hash the shards of a byte string that comes in pieces. With `create`, write each to a file that it returns."""
 
     def __init__(self, shard_size_bytes: int, create: Callable[[int], NewFile] | None = None) -> None:
         self.shard_size_bytes = shard_size_bytes

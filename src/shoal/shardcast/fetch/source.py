@@ -57,7 +57,7 @@ class Standing:
         self._speed_Bps, self._measured_s = 0.0, -math.inf
         self._success, self._counted_s = 1.0, -math.inf
         self._answer_s: float | None = None
-        self._unanswered, self._silent_s = 0, -math.inf  # in a row, and when the last was given up
+        self._unanswered, self._silent_s = 0, -math.inf  # unanswered requests in a row; when the last was given up
         self._bad_s = -math.inf
         self._failures, self._rest_until_s = 0, -math.inf  # consecutive failures
 
@@ -96,8 +96,8 @@ class Standing:
         self._answer_s, self._unanswered = known_s + self.WEIGHT * (seconds - known_s), 0
 
     def unanswered(self) -> None:
-        """Note that the server was silent when another would not have been. It may just be far away, so its success rate
-        stays."""
+        """Note that the server was silent when another would not have been. It may just be far away, so its success
+        rate stays."""
         self._unanswered, self._silent_s = self._unanswered + 1, self._clock()
 
     def answered_badly(self) -> None:
