@@ -261,7 +261,7 @@ def special_tokens(rules: Rules, case: Case) -> Outcome:
 
 
 def _among(case: Case, ids: Collection[int], odd_N: torch.Tensor) -> list[tuple[int, int]]:
-    """Return rollout number and token, for each token that `odd_N` marks and that has one of these ids."""
+    """Return (rollout number, token) for each token that is marked in `odd_N` and is one of these ids."""
     pairs = zip(case.sampled(), odd_N.tolist(), strict=True)
     return [(number, token) for (number, token), odd in pairs if odd and token in ids]
 

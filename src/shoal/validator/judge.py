@@ -234,7 +234,7 @@ class Judge:
         return replace(case, rewards=rewards, grades=grades)
 
     def prefill(self, cases: Sequence[Case]) -> list[Case]:
-        """Return the cases with the results of one forward of the loaded version over all of them."""
+        """Return the cases with the results of one forward pass of the loaded version over all of them."""
         if not cases:
             return []
         results = prefill(self.model, cases, temperature=self.config.sampling.temperature, row_tokens=self.row_tokens)

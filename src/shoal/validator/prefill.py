@@ -126,5 +126,5 @@ def token_evidence(scaled_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]
 
 
 def submission_evidence(evidence_NA: Tensor) -> float:
-    """Return the evidence of all tokens, in nats: an honest submission exceeds x with probability at most e^-x."""
+    """Return the evidence of all tokens, in nats: an honest submission exceeds x nats with probability at most e^-x."""
     return float(torch.logsumexp(evidence_NA.double().sum(0), 0)) - math.log(evidence_NA.shape[-1])

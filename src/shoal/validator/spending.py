@@ -81,7 +81,7 @@ def spent(case: Case, config: Config, evidence: dict[str, float]) -> ToleranceSp
 
 
 def regenerate(judge: Judge, case: Case, limit: int) -> tuple[int, int]:
-    """Generate up to `limit` mismatched rollouts again. Return how many are better than the new ones, and how many worse."""
+    """Generate up to `limit` mismatched rollouts again; return how many originals beat the new ones and how many lose."""
     margins = torch.split(case.computed().margins_N, case.computed().lengths)
     missed = [
         n

@@ -82,7 +82,7 @@ def _parts(grades: Sequence[Grade]) -> dict[str, float]:
 
 
 def _cut(text: str) -> str:
-    """Shorten a text to SAMPLE_CHARACTERS, in the middle."""
+    """Shorten a text to SAMPLE_CHARACTERS by cutting its middle."""
     if len(text) <= SAMPLE_CHARACTERS:
         return text
     half = (SAMPLE_CHARACTERS - 5) // 2

@@ -89,7 +89,7 @@ KINDS: dict[str, type[Wandb] | type[TensorBoard]] = {"wandb": Wandb, "tensorboar
 
 
 def open_tracker(name: str, folder: Path, config: Config) -> Tracker | None:
-    """Open the tracker of `config.run.tracker`, if any, for the run called `name`. Raise TrackerError."""
+    """Open the tracker named by `config.run.tracker`, if any, for the run called `name`. Raise TrackerError."""
     kind = config.run.tracker
     if kind == "none":
         return None

@@ -25,7 +25,7 @@ def environments_of(config: Config, files: Mapping[str, bytes] | None = None) ->
     """Return a run's environments, keyed by the name of the source whose tasks they serve. Raise ConfigError.
 
     `files`: code of user environments by file name, from the task set. Sources that name the same environment share it.
-    The caller ends them with `close`.
+    The caller must end them with `close`.
     """
     by_name: dict[str, Environment] = {}
     by_source = {}

@@ -84,7 +84,7 @@ class Candidate:
 
 
 def describe(result: Result) -> str:
-    """Return a readable text on how a program ended."""
+    """Return a readable description of how a program ended."""
     last = _last_line(result)[:300]
     reasons = {
         "exited": f"it ended with exit code {result.exit_code}",
@@ -122,7 +122,7 @@ def relay(checker: SandboxProcess, candidate: Candidate, tests: str, prompt: str
 
 
 def raised(packed: bytes) -> str:
-    """Return a readable text of an exception that a process reported."""
+    """Return a readable description of an exception that a process reported."""
     try:
         name, message = unpack(packed, lambda _, items: SetItems(items), Pairs)
     except (ValueError, TypeError):

@@ -253,7 +253,7 @@ def _first_and_last_third(rewards: Sequence[float]) -> tuple[float, float, float
 
 
 def node_table(run: Run, status: Status, checks: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
-    """Return one row per node, problems first. `checks`: each worker's full checks passed in a row, and all."""
+    """Return one row per node, problems first. `checks`: per worker, full checks passed in a row and in all."""
     state = run_state(run, status)
     limit = finite(math.log(1 / ALPHA)) if run.config else None  # a worker is dismissed at this log evidence
     rows = [_row(node, status, checks, state, limit) for node in status.nodes]

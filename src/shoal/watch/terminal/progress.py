@@ -20,7 +20,7 @@ EVERY_S = 10.0
 
 
 class CommandProgress:
-    """Call with the number of items done. The first call gives how many were done before this process began."""
+    """Call with the number of items done. The first call must give the number done before this process began."""
 
     def __init__(self, console: Console, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.what, self.total, self.clock = console, what, total, clock
