@@ -4,9 +4,9 @@ only for time limits.
     open     turns a file into a Case, or a Finding if it is not a rollout file with a valid signature
     examine  checks each file, runs one prefill of all cases that passed, checks its results, grades, checks the rewards
 
-Invariant: it accepts only what it has recomputed; the accepted file has the validator's own prompts, rewards and logprobs.
-The exception is a case accepted after a spot check, of which only a few rollouts were prefilled: its file says so and keeps
-the worker's logprobs, but the learner uses its own.
+Invariant: the judge accepts only what it has recomputed; the accepted file has the validator's own prompts, rewards and
+logprobs. The exception is a case accepted after a spot check, of which only a few rollouts were prefilled: its file
+says so and keeps the worker's logprobs, but the learner uses its own.
 Grading comes last, though it is often cheap, because a reward or an environment may run the program in a completion. After a
 prefill, the run's own model is known to have written that program; before it, the worker may have. So before a prefill,
 grading may take only as long as the prefill would; a case that needs longer is prefilled whole first. After a prefill,

@@ -6,8 +6,8 @@ Paper: TOPLOC (arXiv 2501.16007): a prefill checks many tokens in the time that 
 
 The results include evidence on the distribution from which the tokens were sampled; it uses no seeds. For each of a few
 other distributions q, the product over tokens of q(token) / p(token) is a martingale of mean 1 under honest sampling from p.
-So is the mean of these products. By Ville's inequality it exceeds e^x in at most a share e^-x of honest submissions, for any
-length and any p: the limit needs no calibration and no normal approximation.
+So is the mean of these products. By Ville's inequality this mean exceeds e^x in at most a share e^-x of honest
+submissions, for any length and any p: the limit needs no calibration and no normal approximation.
 
     sharper      p^2, renormalised: detects half the temperature, greedy, beam search, best of several
     flatter      p^(1/2), renormalised: detects twice the temperature

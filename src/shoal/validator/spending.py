@@ -8,11 +8,12 @@ chooses among near ties for the reward cannot imitate that: its mismatches are c
 better, or worse.
 
 To see whether the other choice would have led to another reward, `regenerate` generates rollouts again, if
-`evidence.regenerated` is set. In a rollout with a token other than its seed yields, a near tie fell the other way. For
-an honest worker numerics decided, independently of the reward: the rollout that the seed yields here is better as often
-as worse. A worker that chooses takes the better one each time (or the worse one). So each such rollout is evidence by
-itself, however rare they are and however small the margin. Decoy mismatches do not help: rollouts with equal rewards
-are not counted. Nor are those whose grade came near a limit, because a busy machine may have changed it.
+`evidence.regenerated` is set. In a rollout with a token other than the one its seed yields, a near tie fell the other
+way. For an honest worker numerics decided, independently of the reward: the rollout that the seed yields here is better
+as often as worse. A worker that chooses takes the better one each time (or the worse one). So each such rollout is
+evidence by itself, however rare such rollouts are and however small the margin. Decoy mismatches do not help: rollouts
+with equal rewards are not counted. Nor are those whose grade came near a limit, because a busy machine may have changed
+it.
 
 Invariants: only the prefill and the validator's own rewards are read. The rollouts to generate again are drawn after the
 upload, from the system's randomness.
@@ -81,7 +82,7 @@ def spent(case: Case, config: Config, evidence: dict[str, float]) -> ToleranceSp
 
 
 def regenerate(judge: Judge, case: Case, limit: int) -> tuple[int, int]:
-    """Generate up to `limit` mismatched rollouts again; return how many originals beat the new ones and how many lose."""
+    """Generate up to `limit` mismatched rollouts again. Return how many originals beat the new ones, how many lose."""
     margins = torch.split(case.computed().margins_N, case.computed().lengths)
     missed = [
         n

@@ -1,7 +1,8 @@
 """A run as the views read it: state, history and work, from its folder or its coordinator's public routes.
 
 Invariant: reading changes nothing. A folder can be read during the run and after it; `record` lists its files. A
-coordinator's URL gives only state, curves, nodes and samples. Terminal, page and picture get a run from here.
+coordinator's URL gives only state, curves, nodes and samples. Terminal, page and picture read a run through this
+module.
 """
 
 import time

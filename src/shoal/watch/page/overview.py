@@ -1,5 +1,5 @@
-"""The dashboard's overview: the nodes, the curves, and three answers: is the run learning, is it healthy, is anyone
-cheating?
+"""The dashboard's overview: nodes and curves, and the answers to three questions. Is the run learning? Is it healthy?
+Is anyone cheating?
 
 Invariant: each answer follows from figures shown beside it, and says when they do not suffice. No key, fingerprint or
 address appears. The page marks what a node reports about itself.
