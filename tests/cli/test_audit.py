@@ -54,7 +54,7 @@ def change_an_entry(run: Path) -> str:
 
 
 @pytest.mark.parametrize("tamper", [lose_a_file, change_a_table])
-def test_a_broken_link_is_named_with_status_1(
+def test_the_audit_names_what_is_broken_and_exits_with_status_1(
     run: Path, capsys: pytest.CaptureFixture[str], tamper: Callable[[Path], str]
 ) -> None:
     link = tamper(run)
@@ -71,14 +71,14 @@ def test_a_broken_link_is_named_with_status_1(
         (["--head", "3:" + "0" * 64], 1, "BROKEN ledger entry 3: "),
     ],
 )
-def test_a_key_or_head_that_the_auditor_knows_is_compared(
+def test_a_key_or_head_that_the_auditor_gives_must_match_the_ledger(
     recorded: Path, capsys: pytest.CaptureFixture[str], more: list[str], status: int, last: str
 ) -> None:
     assert main(["audit", str(recorded), *QUICK, *more]) == status
     assert capsys.readouterr().out.splitlines()[-1].startswith(last)
 
 
-def test_a_run_that_has_not_ended_is_refused_without_unsealed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unfinished_run_passes_the_audit_only_with_unsealed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["audit", str(run), "--export", str(run / "whole.jsonl")])
     cut = (run / "whole.jsonl").read_text().splitlines(keepends=True)[:-1]
     (run / "cut.jsonl").write_text("".join(cut))

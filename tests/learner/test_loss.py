@@ -163,7 +163,7 @@ def test_dppo_masks_a_token_that_moved_far_in_the_direction_of_its_advantage(now
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_policy_every_kind_is_the_policy_gradient_for_rollouts_of_max_tokens(kind):
+def test_every_kind_equals_the_policy_gradient_if_on_policy_and_all_rollouts_have_max_tokens(kind):
     data = {name: tensor[-300:] for name, tensor in case().items()}  # three rollouts of 100
     data["logp_N"] = data["behaviour_N"]
     settings = section(kind)

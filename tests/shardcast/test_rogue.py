@@ -135,7 +135,7 @@ async def test_a_listing_is_read_no_further_than_its_limit():
 
 def test_the_largest_listing_fits():
     full = Listing(versions=tuple(range(999_999_999, 999_989_999, -1)), path=("0123456789abcdef",) * 64)
-    assert len(full.model_dump_json()) < MAX_LISTING_BYTES - 1_500  # the rest is for a statement
+    assert len(full.model_dump_json()) < MAX_LISTING_BYTES - 1_500  # the rest is for `newest`
 
 
 @pytest.mark.parametrize("what", ["headers", "trailers", "interim answers", "a status line", "a chunk's extension"])
@@ -221,7 +221,7 @@ async def test_a_large_manifest_is_opened_in_a_thread(tmp_path, monkeypatch):
 
 
 async def test_a_server_is_not_queried_again_after_one_bad_manifest(tmp_path):
-    """Each manifest may have the maximum size."""
+    """Otherwise it could make the reader download a manifest of maximum size for every version that it lists."""
     forged = SignedManifest.sign(published(tmp_path, 7).store.signed(7).open(PUBLIC_KEY), OTHER_KEY).to_bytes()
     requests: list[str] = []
 
@@ -344,7 +344,7 @@ QUICK = {"idle_timeout_s": 0.3, "answer_timeout_s": 0.3, "patience_s": 0.5}
 
 
 @pytest.mark.parametrize("how", HOWS)
-async def test_a_fetch_from_a_server_that_does_not_deliver_ends_and_names_it(tmp_path, how, monkeypatch):
+async def test_if_a_server_does_not_deliver_the_fetch_fails_and_names_the_server(tmp_path, how, monkeypatch):
     monkeypatch.setattr(client_module, "STALL_S", 1.0)
     published(tmp_path, 7)
     async with talking(trickle(tmp_path / "origin", how)) as rogue:

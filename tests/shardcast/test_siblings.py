@@ -158,7 +158,7 @@ async def test_a_sibling_that_dies_during_a_transfer_costs_little_time(tmp_path,
         assert taken_bytes < LARGE_BYTES / 2
 
 
-async def test_two_relays_that_know_only_each_other_fetch_once_they_know_the_origin(tmp_path):
+async def test_two_relays_that_know_only_each_other_start_to_fetch_when_they_learn_of_the_origin(tmp_path):
     source = origin(tmp_path)
     source.publish(large_folder(tmp_path / "large"), 7)
     known = []
@@ -279,7 +279,7 @@ async def test_relays_of_the_second_level_spread_over_the_first_without_loops(tm
                 above.upstream = lambda known=above.upstream, url=url: [*known(), url]
             await stack.enter_async_context(mirroring(each))
         await all_hold(second, 7)
-        # both relays of the first level, in 31 of 32 runs
+        # in 31 of 32 runs, both relays of the first level: six relays each choose one of the two at random
         taken_from = {by_preference(each.store.id, each.place.parents)[0].url for each in second.values()}
         await until(lambda: all(len(first[url].place.behind) > 0 for url in taken_from))
         for above in first.values():

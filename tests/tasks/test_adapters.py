@@ -1,4 +1,7 @@
-"""Every adapter: its processes list tasks and score completions. Here small fake libraries stand in for real ones."""
+"""What all adapters share: child processes list tasks and score completions.
+
+Here small fake libraries stand in for real ones.
+"""
 
 import json
 from collections.abc import Callable

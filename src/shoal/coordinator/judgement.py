@@ -25,7 +25,8 @@ from shoal.protocol.history import WorkerSample
 from shoal.protocol.messages import HARD, LEASE_S, Assignment, Claim, Claims, ContentOwner, Reason, Verdict
 from shoal.shardcast.store import KEEP
 
-# Soft reasons that depend on the file alone. `unrepeatable` is not one: it blames the model's program, not the worker.
+# Soft reasons that depend on the file alone. `unrepeatable` is not among them: its cause is a program that
+# the model wrote.
 UNUSABLE = (Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT)
 ACCIDENTS, REMEMBERED = 1, 20  # up to ACCIDENTS unusable files among the newest REMEMBERED have no further consequence
 
@@ -46,8 +47,8 @@ class Judgement:
     def claim(self, validator: str, limit: int) -> Claims:
         """Lease the oldest unchecked submission and others of its version, up to `limit`.
 
-        Include submissions with an expired lease. Skip those that another live validator should check
-        (one of the worker's exactness class, or one that can confirm a first verdict). Draw here, after the upload,
+        Include submissions with an expired lease. Skip those that another live validator should check:
+        one of the worker's exactness class, or one that can confirm a first verdict. Draw here, after the upload,
         which ones are prefilled whole, so that no worker knows in advance. Submissions of a version that relays have
         dropped expire, because waiting for it would block a validator; if one awaits a second verdict, its first
         verdict counts.
@@ -209,8 +210,9 @@ class Judgement:
     def _reason(self, submission: Submission, verdict: Verdict) -> Reason | None:
         """Return the validator's reason, or another one if it accepted content that was already accepted.
 
-        Content of the worker's own earlier submission is `replayed`. Another worker's is `context`, which is soft: rows
-        contain their worker's seeds, so equal rows of two workers show a broken validator, not which worker lied.
+        Content of the worker's own earlier submission is `replayed`. Content of another worker's is `context`, a soft
+        reason: rows contain their worker's seeds, so if two workers' rows are equal, a validator is broken, and which
+        worker lied is unknown.
         """
         owner = self.db.submissions.content_owner(verdict.content) if verdict.content else None
         if verdict.reason is not None or owner is None:

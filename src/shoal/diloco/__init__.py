@@ -2,7 +2,7 @@
 
     agreed    the agreed state, and the outer step                   codec    64- to 4-bit numbers, with error feedback
     site      one site's side of a round                           remote   a site's connection to the meeting
-    meeting   sites and rounds, without a network                  serve    the meeting over HTTP
+    meeting   the sites' rounds; without networking                serve    the meeting over HTTP
     archive   the meeting's folder                                 messages messages between sites and meeting
 
 Papers: DiLoCo (arXiv 2311.08105), OpenDiLoCo (2407.07852). docs/diloco.md has the rest.

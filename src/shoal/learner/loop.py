@@ -92,7 +92,7 @@ class Learner:
         Raise ShoalError once MAX_SKIPS steps in a row were skipped.
         """
         if progress.skipped_in_row >= MAX_SKIPS:
-            self.checkpoints.finish()  # so that a restart stops here, too
+            self.checkpoints.finish()  # commit, so that a restarted learner stops here, too
             raise ShoalError(
                 f"step {progress.step + 1}: no group is left to train on; {fetched.left_out} (see the log). The "
                 f"{progress.skipped_in_row} steps before it were skipped, the maximum: look for a broken "

@@ -1,7 +1,7 @@
 """Load a causal language model from a Hugging Face folder, and save it. A published policy version is such a folder.
 
 Invariant: weights are read from safetensors only. They are written as one bf16 `model.safetensors`, tensor by tensor, which
-`AutoModelForCausalLM.from_pretrained` loads too. (`training` reads a rank's rows of the same files.)
+`AutoModelForCausalLM.from_pretrained` loads too. (`training` reads only one rank's rows from these files.)
 """
 
 import json
@@ -47,7 +47,7 @@ def load_model(
     check_config(config, folder)
     model = _load(folder, config, dtype, device, numerics, seed)
     check_logprobs_(model, folder)
-    release_memory()  # the memory of the comparison's copies
+    release_memory()  # used by the comparison's copies
     return model
 
 
@@ -85,7 +85,7 @@ def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Nu
 
 
 def build_model(build: Callable[[str], Any], config: Any, numerics: Numerics) -> Any:
-    """Build a model with Shoal's attention, exact products if requested, and its adapters. Return it in eval mode.
+    """Build a model with Shoal's attention, its adapters and, if requested, exact products. Return it in eval mode.
 
     `build` takes the name under which transformers finds the attention. Raise UnsupportedModelError if the model
     cannot use it.

@@ -38,7 +38,7 @@ def rollout_seed(run: str, step: int, worker: str, submission: int, rollout: int
 
 
 def position_keys(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """Return one 64-bit key per position: splitmix64 of seed + position times its odd constant (Steele et al. 2014)."""
+    """Return one 64-bit key per position: the output of splitmix64 at that position, with the seed as initial state."""
     with np.errstate(over="ignore"):
         x = np.asarray(seeds, np.uint64)
         x = x + (np.asarray(positions, np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -119,7 +119,7 @@ def _outscore(
     score_C += scaled.ravel()[flat_C]
     best_N = np.maximum.reduceat(score_C, first_N)
     margin_N = best_N - score_C[np.searchsorted(flat_C, row_N * vocabulary + given_N)]
-    # Reversed: of equal scores, the lowest id is written last.
+    # In reverse order, so that among equal scores the lowest id is written last and wins.
     winner_W = np.flatnonzero(score_C == best_N[row_C])[::-1]
     best_token_N = given_N.copy()
     best_token_N[row_C[winner_W]] = id_C[winner_W]

@@ -33,8 +33,8 @@ SEND_BYTES = 1 << 20  # bytes of a body that are passed to httpcore at once
 MESSAGE_BYTES = 16 << 20  # the largest message, unless the caller names another limit
 PLAIN = {"accept-encoding": "identity"}  # header of a request
 MIN_BPS, GRACE_S = 1024, 30.0  # minimum rate of a body, enforced after GRACE_S
-# HTTP statuses after which a request is repeated. 425: signed before the coordinator started, which cannot know whether
-# the request was served already. 503: a service that the coordinator needs, such as a chain, does not answer.
+# HTTP statuses after which a request is repeated. 425: the request was signed before the coordinator started, so the
+# coordinator cannot know whether it was already served. 503: a service that it needs, such as a chain, does not answer.
 BUSY = (425, 429, 503)
 
 M = TypeVar("M", bound=BaseModel)

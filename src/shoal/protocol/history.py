@@ -6,7 +6,7 @@
 Invariants: the history is fetched by cursor, so each update transfers only new entries. A step or evaluation that is
 reported again replaces the earlier report. A request that the coordinator answers with 429 is repeated. An offer is signed
 for this very request (`signing`), so it is current and the coordinator's own. No answer can prove who owns the
-coordinator's key: pass the key that the operator gave you to `find_run`, or compare the two.
+coordinator's key: ask the operator for the key, and pass it to `find_run` or compare it with the offer's.
 """
 
 import time
@@ -64,8 +64,8 @@ class NodeStatus(Message):
     stats: Stats
     credited: Count = 0  # tokens of accepted work whose credit is final
     pending: Count = 0  # tokens of accepted work whose credit is in escrow
-    evidence: float = 0.0  # against its honesty, over all its submissions, in nats; ln(1 / evidence.ALPHA) dismisses it
-    fingerprint: str = MaybeHex64  # for the newest version that it reported; "": it is in no exactness class
+    evidence: float = 0.0  # that it cheats, from all its submissions, in nats; ln(1 / evidence.ALPHA) dismisses it
+    fingerprint: str = MaybeHex64  # for the newest version that it reported; "": none, so it is in no exactness class
     size: Count = 0  # groups in its usual task; 0: as many as a newcomer gets
     capability: Capability = Capability()  # as it reported
 
@@ -83,7 +83,7 @@ class Signal(Message):
 
     groups: int = Field(default=0, ge=0)  # accepted since the open step began
     useful: int = Field(default=0, ge=0)  # of these
-    flat: int = Field(default=0, ge=0)  # how many newest accepted groups in a row have equal rewards
+    flat: int = Field(default=0, ge=0)  # groups accepted since the last one whose rewards differ
     lowest: float | None = None  # lowest mean reward of these groups
     highest: float | None = None  # highest mean reward of these groups
 

@@ -156,7 +156,7 @@ def duplicate(descriptor: int, lowest: int) -> int:
 
 
 def keep_only(descriptors: list[int]) -> list[int]:
-    """Move descriptors to numbers from LOWEST on; close all others except stdio, including the server's socket."""
+    """Renumber these descriptors from LOWEST up. Close all others, the server's socket too, except stdio."""
     high = [duplicate(descriptor, 64) for descriptor in descriptors]
     os.closerange(3, 64)
     kept = [duplicate(descriptor, LOWEST) for descriptor in high]

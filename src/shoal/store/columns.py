@@ -1,4 +1,4 @@
-"""The rows of a rollout file as plain arrays, one `Column` per field, and the schemas of the two files.
+"""The rows of a rollout file as plain arrays, one `Column` per field, and the schemas of submitted and accepted files.
 
 A child process decodes Parquet and returns columns as raw little-endian numbers with their lengths. So the parent decodes
 no Parquet, no Arrow data and no pickle.

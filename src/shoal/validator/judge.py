@@ -5,8 +5,8 @@ only for time limits.
     examine  checks each file, runs one prefill of all cases that passed, checks its results, grades, checks the rewards
 
 Invariant: the judge accepts only what it has recomputed; the accepted file has the validator's own prompts, rewards and
-logprobs. The exception is a case accepted after a spot check, of which only a few rollouts were prefilled: its file
-says so and keeps the worker's logprobs, but the learner uses its own.
+logprobs. The exception is a case accepted after a spot check. Only a few of its rollouts were prefilled, so its file
+keeps the worker's logprobs and says so; the learner computes its own.
 Grading comes last, though it is often cheap, because a reward or an environment may run the program in a completion. After a
 prefill, the run's own model is known to have written that program; before it, the worker may have. So before a prefill,
 grading may take only as long as the prefill would; a case that needs longer is prefilled whole first. After a prefill,
@@ -150,8 +150,8 @@ class Judge:
     def examine(self, cases: Sequence[Case], *, cheaply: Sequence[bool] | None = None) -> list[Examined]:
         """Run the checks on each case. All must be of the loaded version. `cheaply`: which cases need only a spot check.
 
-        Such a case is still prefilled whole, and the whole prefill decides, if its spot check fails, its logprobs are
-        impossible, or its grading takes long.
+        If the spot check fails, a logprob is impossible, or grading takes long, the case is prefilled whole after all,
+        and that prefill decides.
         """
         examined = [self._check(FILE, Examined(case, None)) for case in cases]
         share_s = self.grading_s / max(len(cases), 1)
@@ -291,7 +291,7 @@ def _positions(case: Case) -> int:
 
 
 def plausible(case: Case) -> bool:
-    """Return whether sampling can yield every logprob. The learner would drop a group with any other."""
+    """Return whether sampling can yield every logprob. The learner would drop a group with an impossible one."""
     return all(logprob >= LOWEST_LOGPROB for row in case.rows for logprob in row.logprobs)
 
 

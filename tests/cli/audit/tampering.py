@@ -38,13 +38,13 @@ FILES = {
     "database": (DATABASE, "pool.sqlite|ledger|table"),
 }
 TEXT = ("config",)  # a flipped bit may be in a comment, so a value is changed instead
-MAY_GO = ("head",)  # the ledger has it too
+MAY_GO = ("head",)  # deleting it is no fault: the ledger has the same content
 
 
 @dataclass(frozen=True)
 class Tampering:
     name: str
-    link: str  # pattern of the link that the audit must name
+    link: str  # pattern of the broken link (a file, table or ledger entry) that the audit must name
     change: Change
 
 

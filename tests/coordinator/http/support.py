@@ -1,4 +1,4 @@
-"""A coordinator that `serve_forever` runs in a thread over real loopback HTTP, and uploads without a socket."""
+"""Helpers: a coordinator that `serve_forever` runs in a thread, on real loopback HTTP; and uploads without a socket."""
 
 import secrets
 import socket

@@ -42,19 +42,20 @@ from shoal.watch.terminal.live import LiveView, Terminal
 POLL_S = 0.3
 PREPARE = "shoal.cli.launch.prepare"
 HERE = "127.0.0.1"  # where the dashboard listens
-START_S = 60.0  # limit for the coordinator, or the sites' meeting, to start
+START_S = 60.0  # time allowed for the coordinator, or the sites' meeting server, to start
 TRUSTED: tuple[Role, ...] = ("learner", "origin", "relay", "validator", "evaluator")  # in the order to start them
 NEEDED = ("learner", "origin")
 END_S = 60.0  # limit for nodes on other machines to learn that the run has finished
-ACTIVE_S = 15.0  # a node whose last heartbeat is more recent may not have learned it yet
+ACTIVE_S = 15.0  # a node with a more recent heartbeat may not know yet that the run has finished
 ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the loopback address for a server that listens on all addresses
 
 
 class Swarm:
     """All processes of one run.
 
-    `run`: its name; for a resumed run, its id. `url`: where the coordinator of a resumed run listened, because its nodes
-    know no other address. `dashboard`: the port of the page that shows the run; 0: any free one; None: no page.
+    `run`: its name; for a resumed run, its id. `url`: for a resumed run, where its coordinator must listen again,
+    because its nodes know no other address. `dashboard`: the port of the page that shows the run; 0: any free one; None: no
+    page.
     """
 
     def __init__(self, config: Config, run: str, out: Path, url: str = "", dashboard: int | None = None) -> None:
@@ -124,7 +125,7 @@ class Swarm:
         if not finals or max(finals) < self.config.run.steps or not (self.out / SUMMARY).exists():
             return False
         summary = json.loads((self.out / SUMMARY).read_text())
-        if summary["steps"] < max(finals):  # the last leg was killed before it wrote its summary
+        if summary["steps"] < max(finals):  # the last launch was killed before it wrote its summary
             return False
         self.console.print(summary_table(summary, self.out))
         more = self._training_more(max(finals) + self.config.run.steps)
@@ -142,7 +143,7 @@ class Swarm:
             raise ShoalError(why) from error
 
     def _prepare(self) -> None:
-        """Build the tasks, fetch the model, measure the dtype, check the disk; save the resolved config with the run."""
+        """Build the tasks, fetch the model, choose the dtype, check disk space; save the resolved config with the run."""
         requested = self.out / "requested.toml"  # config.toml is replaced only by a config that passes `prepare`
         write_file(requested, config_module.dumps(self.config).encode())
         self._note(f"preparing {self.config.model.name} (the first time takes a minute)")
@@ -237,7 +238,7 @@ class Swarm:
                 time.sleep(POLL_S)
 
     def _may_end(self, status: Status) -> bool:
-        """Return whether no node on another machine still needs the coordinator; here all nodes are children."""
+        """Return whether no node on another machine still needs the coordinator. Always true here: all are children."""
         return True
 
     def _wall_s(self) -> float:
@@ -344,7 +345,7 @@ class PoolSwarm(Swarm):
         self._note(f"workers join with their invites in {self.out / INVITES}: shoal worker --join INVITE --dir worker")
 
     def _may_end(self, status: Status) -> bool:
-        """Return whether all nodes elsewhere have stopped (an answer told them "finished"), or END_S has passed."""
+        """Return whether all nodes elsewhere have stopped (the coordinator told them "finished"), or END_S has passed."""
         now_s, here = time.monotonic(), {member.name for member in self.members}
         self.finished_s = min(self.finished_s, now_s)
         elsewhere = [node for node in status.nodes if node.name not in here and not node.evicted]

@@ -31,7 +31,7 @@ from shoal.tasks.sources.rows import read_rows
 
 PIECE_BYTES = 16 << 10
 SHARE = 256  # documents in a share, which one site reads
-HEAD_BYTES = 64 << 10  # of each file that the fingerprint covers
+HEAD_BYTES = 64 << 10  # how much of each file's beginning the fingerprint covers
 JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")  # ORGANISATION/NAME:PATTERN
 SUFFIXES = (*JSON, ".parquet", ".txt")

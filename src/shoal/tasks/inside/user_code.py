@@ -4,8 +4,8 @@ Invariant: `random` is seeded again for every call and the hash seed is fixed, s
 the same result everywhere. Each call creates a new environment.
 
 Where the run is trusted, `load` runs once, in the server that all calls are forked from. Elsewhere each call carries
-the code to load. A call is [code to load or None, arguments]. The arguments are None, answered by "class" or
-"function"; [task as dict, completion], answered by a score; or [task as dict, seed, turns], answered by text or None.
+the code to load. A call is [code to load or None, arguments]. The arguments are None, to get "class" or
+"function"; [task as dict, completion], to get a score; or [task as dict, seed, turns], to get text or None.
 """
 
 import json
