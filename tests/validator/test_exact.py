@@ -203,7 +203,7 @@ def test_a_changed_library_is_not_slashed_and_changes_the_fingerprint(
         """The same formula; keys are summed from the last to the first."""
         output, sums = attention(query, key, value, hidden, *more)
         scores = torch.bmm(query, key.transpose(1, 2))
-        hidden.hide_(scores)
+        hidden.apply_(scores)
         return torch.bmm(torch.softmax(scores, -1).flip(-1), value.flip(1)), sums
 
     monkeypatch.setattr(exact, "attention", other_order)

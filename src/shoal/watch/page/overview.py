@@ -175,7 +175,7 @@ def _healthy(status: Status, history: RunHistory, state: str, wall_s: float) -> 
     problems += _list_nodes("silent", [node for node, condition in conditions if condition == "silent"])
     problems += filter(None, (no_signal_warning(status.signal), grader_warning(status.grading)))
     if skipped := int(total(history.metrics, "optim/skipped")):
-        problems.append(f"{skipped} updates skipped by the guard")
+        problems.append(f"{skipped} steps skipped, with no group left to train on")
     problems += [f"{site.name} {site.state}" for site in site_rows(history.metrics) if not site.healthy]
     problems += _list_nodes("suspended", [node for node in status.nodes if node.suspended_s])
     if problems:
