@@ -57,12 +57,13 @@ def test_a_steps_loss_equals_one_computed_rollout_by_rollout(tiny_folder, tmp_pa
     assert learner.train(make_groups())["loss"] == pytest.approx(wanted, rel=1e-4)
 
 
-def test_only_unchecked_logprobs_are_recomputed(tiny_folder, tmp_path):
+@pytest.mark.parametrize("row_tokens", [20, 512], ids=["a row a group", "one row"])
+def test_only_unchecked_logprobs_are_recomputed(tiny_folder, tmp_path, row_tokens):
     """For unchecked groups the worker claims -4 nats, or values that would dominate the batch. Neither claim is used."""
-    learner = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=20)
+    learner = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=row_tokens)
     checked, *rest = make_groups()
     figures = [
-        alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=20).train(
+        alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=row_tokens).train(
             [checked, *(replace(group, checked=False, behaviour=claim(group)) for group in rest)]
         )
         for claim in (lambda group: group.behaviour, lambda group: [[-49.0] * len(of) for of in group.behaviour])
