@@ -170,6 +170,7 @@ BECOME_PLAIN = """
 import os, sys
 from shoal.sandbox import launch
 python, source, *needed = sys.argv[1:]
+os.umask(0o022)  # as `launch.main`: a test that started a node in this process may have narrowed it
 launch.expose([path for path in (source, *needed) if not launch.reachable(path)])
 os.setgroups([])
 os.setresgid(65534, 65534, 65534)
