@@ -11,7 +11,7 @@ import pytest
 from shoal.coordinator.folder import KEY
 from shoal.coordinator.http import serving
 from shoal.coordinator.http.routes import Coordinator
-from shoal.coordinator.http.serving import Work
+from shoal.coordinator.http.serving import WorkLog
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Evaluation, Reason, StepReport
 
@@ -75,14 +75,14 @@ def test_a_coordinator_that_shoal_run_started_writes_no_report(tmp_path: Path, m
 # --- work.jsonl ------------------------------------------------------------------------------------------------------
 
 
-def submissions(work: Work) -> list[int]:
+def submissions(work: WorkLog) -> list[int]:
     """Return the numbers of the submissions among the next lines."""
     return [line["submission"] for line in work.new() if line["kind"] == "submission"]
 
 
 def test_a_submission_is_recorded_when_it_settles(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "PAGE", 2)
-    work = Work(harness.pool.db.connection, [])
+    work = WorkLog(harness.pool.db.connection, [])
     slow = harness.task(BOB)
     for _ in range(5):
         harness.accepted(ALICE, useful=USELESS)
@@ -95,12 +95,12 @@ def test_a_submission_is_recorded_when_it_settles(harness: Harness, monkeypatch:
 
 
 def test_after_a_restart_only_new_work_is_recorded(harness: Harness) -> None:
-    first = Work(harness.pool.db.connection, [])
+    first = WorkLog(harness.pool.db.connection, [])
     harness.accepted(ALICE, useful=USELESS)
     lines = first.new()
     assert {line["kind"] for line in lines} == {"submission", "version"}
     harness.accepted(ALICE, useful=USELESS)
-    second = Work(harness.pool.db.connection, json.loads(json.dumps(lines)))
+    second = WorkLog(harness.pool.db.connection, json.loads(json.dumps(lines)))
     assert (submissions(second), second.new()) == ([2], [])
 
 
@@ -110,7 +110,9 @@ def test_a_line_has_the_verdict_and_the_groups_but_no_key_or_nonce(harness: Harn
     for task, reason in zip(tasks, (None, Reason.PROOF), strict=True):
         harness.claim()
         harness.judge(task.id, reason, (True, False))
-    accepted, rejected = (line for line in Work(harness.pool.db.connection, []).new() if line["kind"] == "submission")
+    accepted, rejected = (
+        line for line in WorkLog(harness.pool.db.connection, []).new() if line["kind"] == "submission"
+    )
     assert (accepted["worker"], accepted["state"]) == ("dora", "accepted")
     assert [group["useful"] for group in accepted["group_list"]] == [True, False]
     assert (rejected["reason"], rejected["detail"]) == ("proof", "the proof is of other weights")

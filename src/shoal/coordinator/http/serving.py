@@ -38,7 +38,7 @@ POLL_S = 0.1
 CONNECTIONS = 256  # per address
 RECORD_S = 2.0
 STATE_SHARE = 0.02  # largest share of the coordinator's time spent on the state file
-PAGE = 500  # lines of each kind per call of `Work.new`
+PAGE = 500  # lines of each kind per call of `WorkLog.new`
 MAX_IN_PROGRESS = 200  # number of unsettled submissions shown, oldest first
 COLUMNS = (
     *("submission", "worker", "validator", "step", "version", "groups", "state", "reason", "full", "tokens"),
@@ -75,7 +75,7 @@ class ServedRun:
         self.reports = reports
         self.record = RunRecord(record_to or folder, self.coordinator.pool.notices.append)
         self.record.tracker = open_tracker(record_to.name if record_to else run, self.record.folder, config)
-        self.work = Work(self.coordinator.pool.db.connection, self.record.work())
+        self.work = WorkLog(self.coordinator.pool.db.connection, self.record.work())
         self._state_due_s = 0.0
         self._catch_up()
         record_start(self.coordinator.pool.db, run, identity.public, config)
@@ -154,7 +154,7 @@ class ServedRun:
             self.record.add_work(work)
 
 
-class Work:
+class WorkLog:
     """The lines of `work.jsonl`, read from the pool's tables."""
 
     def __init__(self, connection: Connection, written: Iterable[Line]) -> None:
