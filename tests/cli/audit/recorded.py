@@ -20,7 +20,7 @@ from shoal.cli.audit.audit import audit
 from shoal.config import Config, parse
 from shoal.coordinator.database import config_text, record_start, seal
 from shoal.coordinator.http.reports import read_status
-from shoal.coordinator.http.serving import Work
+from shoal.coordinator.http.serving import WorkLog
 from shoal.coordinator.pool import TABLE_NAMES, Pool
 from shoal.files import copy_tree, digests
 from shoal.learner.groups import Gathering
@@ -229,7 +229,7 @@ class Recorded:
         (self.folder / "config.toml").write_text(config_module.dumps(self.config))
         record = RunRecord(self.folder, lambda line: None)
         record.add_history(self.pool.db.history.after(0))
-        record.add_work(Work(self.pool.db.connection, []).new())
+        record.add_work(WorkLog(self.pool.db.connection, []).new())
         status = read_status(self.pool.db, self.config, RUN, [])
         record.write_state(RunState(status=status, config=config_text(self.config), under_way=[], ended=True))
         record.close()
