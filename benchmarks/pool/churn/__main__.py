@@ -15,6 +15,7 @@ penalised.
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -70,7 +71,7 @@ class Churned(Apart):
         self.faults: list[Fault] = []
         self.states: list[dict[str, Any]] = []
         self.churned_s = 0.0
-        self.tokens_per_s = 0.0  # trained on, while churned
+        self.begun_at = math.inf  # POSIX time of the first fault
 
     def _watch(self) -> None:
         over = threading.Event()
@@ -86,7 +87,7 @@ class Churned(Apart):
         """Inject faults from the first trained step on."""
         while not over.is_set() and (self.status is None or not self.status.trained):
             over.wait(0.2)
-        begun_at, begun_s, busy = time.time(), time.monotonic(), {}
+        self.begun_at, begun_s, busy = time.time(), time.monotonic(), {}
         end_s = begun_s + 60 * self.settings.minutes
         spare = [name for name in self.network.names if name not in SPARED]
         for number, fault in enumerate([] if self.settings.no_faults else draw(spare, self.settings.seed)):
@@ -103,9 +104,6 @@ class Churned(Apart):
         while time.monotonic() < end_s and not over.wait(0.2):
             self._note_states(begun_s)
         self.churned_s = time.monotonic() - begun_s
-        steps = map(json.loads, (self.out / "metrics.jsonl").read_text().splitlines())
-        tokens = sum(step["perf/tokens"] for step in steps if step["time_s"] > begun_at)
-        self.tokens_per_s = tokens / self.churned_s
         for fault in busy.values():
             fault.join()
         peace_s = time.monotonic() + PEACE_S
@@ -113,6 +111,12 @@ class Churned(Apart):
             self._note_states(begun_s)
         if not over.is_set():
             os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C would end it
+
+    def tokens_per_s(self) -> float:
+        """Return the tokens trained on per second of churn. The run has ended."""
+        steps = map(json.loads, (self.out / "metrics.jsonl").read_text().splitlines())
+        churned = (step for step in steps if 0 < step["time_s"] - self.begun_at <= self.churned_s)
+        return sum(step["perf/tokens"] for step in churned) / self.churned_s
 
     def last_leg(self) -> Apart:
         """Resume the stopped run for its last steps."""
@@ -181,8 +185,7 @@ def main() -> int:
         "machine": describe(),
         "wrong": wrong,
         "churned_s": round(swarm.churned_s, 1),
-        "tokens_per_s": swarm.tokens_per_s,
-        **(figures(swarm.out) if not wrong["incomplete"] else {}),
+        **({"tokens_per_s": swarm.tokens_per_s()} | figures(swarm.out) if not wrong["incomplete"] else {}),
         "faults": [fault.row() for fault in swarm.faults],
         "states": swarm.states,
     }
