@@ -28,11 +28,10 @@ step() { # NAME SECONDS COMMAND...
     ((status == 0)) || tail -n 20 "$LOGS/$name.log"
 }
 
-parts=("$BIN/python" -m benchmarks.speed.device)
 measured=(--config "$CONFIG" --device "$DEVICE" "${SIZES[@]}")
 step check 60 "$BIN/shoal" check "$CONFIG" --set "model.device=$DEVICE"
 step proofs 60 "$BIN/python" -m pytest -q tests/toploc/test_toploc_largest.py
-step parts 180 "${parts[@]}" learner worker validator "${measured[@]}" --out "$LOGS/parts.json"
+step parts 180 "$BIN/python" -m benchmarks.speed.device learner worker validator "${measured[@]}" --out "$LOGS/parts.json"
 ((RANKS < 2)) || step ranks 120 "$BIN/python" -m torch.distributed.run --nproc-per-node "$RANKS" -m benchmarks.speed.device \
     learner "${measured[@]}" --out "$LOGS/ranks.json"
 step calibrate 120 "$BIN/shoal" calibrate "$CONFIG" --set "model.device=$DEVICE" --submissions 2 --out "$LOGS/calibration"
