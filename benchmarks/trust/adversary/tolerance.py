@@ -5,7 +5,7 @@ is below the best one by less than the margin's limit, until the submission's bu
 such change, completes the rest honestly, and makes the cheapest changes that raise (or lower) the reward.
 Its plan says how much it spends. `PLANS` has a plan for each budget, and plans that try to evade the tests over many
 submissions (`coordinator/trust.py`).
-In an exactness class every such token has a margin above 0, so there is no choice.
+In an exactness class every such change has a margin above 0, so the attacker cannot make any.
 
 Invariant: everything else is honest: states, logprobs and proofs are those of the claimed weights for the chosen tokens.
 Left out: goals other than reward, several changes of one completion, and completions of several turns.

@@ -75,7 +75,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
     async def mirror(node: Node) -> str:
         publisher = await asyncio.to_thread(node.wait_for_key, "origin", stop)
         origins = await asyncio.to_thread(_origins, node)
-        lookup_s = time.monotonic()  # of the last one
+        lookup_s = time.monotonic()  # time of the last lookup
 
         def upstream() -> list[str]:
             """Return the origin and the live relays, in any order: the relay finds its own position."""

@@ -174,7 +174,7 @@ class Assignments:
         progress. While a worker with accepted work is live, half of the batch is reserved for such workers.
 
         A task of the worker's usual size may be larger than the batch needs: the rest goes into the next batch. If the
-        next batch cannot use it (the version is too old by then, or the run is over), the task is no larger than
+        next batch cannot use it, because the version will be too old or the run over, the task is no larger than
         needed. While the learner is then still busy, all groups also count as useful, so that none is left over.
         """
         section = self.config.coordinator

@@ -6,7 +6,7 @@ goes to a live validator of its worker's class if there is one. This does not de
 that, the validator compares the worker's fingerprint for the submission's version with its own.
 
 A hard rejection, or one as `inexact`, waits for a second verdict if another live validator can judge the submission: it
-returns to the queue, and the other validator's verdict counts. If there is no such validator, the first verdict counts;
+returns to the queue, and the other validator's verdict counts. Without such a validator, the first verdict counts;
 its validator reloaded its weights before giving it.
 
     both reject           hard: slashed. inexact: no credit, and the mismatch is counted

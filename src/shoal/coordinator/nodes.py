@@ -188,7 +188,7 @@ class Nodes:
     # --- what a member may do ----------------------------------------------------------------------------------------
 
     def move(self, key: str, event: Event, reason: str, now_s: float) -> bool:
-        """Apply an event to a member. Return False if it changes nothing, or if there is no such member."""
+        """Apply an event to a member. Return False if the member is unknown or the event changes nothing."""
         while (node := self.get(key)) is not None and (target := next_state(node, event, now_s)) is not None:
             moved = self.connection.change(
                 "UPDATE nodes SET state = ?, reason = ?, state_s = ? WHERE key = ? AND state = ?",

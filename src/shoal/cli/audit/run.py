@@ -45,7 +45,7 @@ class BrokenError(ShoalError):
 class AuditedRun:
     """A run whose chain is verified."""
 
-    folder: Path  # of the run, or of its coordinator
+    folder: Path  # the run's folder, or its coordinator's
     chain: list[Entry]
     bodies: list[dict[str, JSON]]
     key: str
@@ -198,9 +198,9 @@ def check_heads(run: AuditedRun, known: Sequence[str]) -> list[Head]:
 
 
 def check_end(run: AuditedRun, *, unsealed: bool) -> bool:
-    """Compare the seal that ends the chain with the tables. Return False if there is no seal, which `unsealed` allows.
+    """Compare the seal that ends the chain with the tables. Return whether there is a seal.
 
-    Raise BrokenError.
+    Raise BrokenError, also for a chain without a seal unless `unsealed`.
     """
     for entry, following in zip(run.chain, run.chain[1:], strict=False):
         if entry.kind == "sealed" and following.kind != "started":

@@ -330,7 +330,7 @@ class PoolSwarm(Swarm):
         self.finished_s = math.inf
 
     def _resolve(self, prepared: dict[str, Any]) -> None:
-        """Keep the pool's config: each machine measures its own dtype. No worker runs here, so waiting is no stall."""
+        """Keep the pool's config: each machine measures its own dtype. Never report a stall: workers run elsewhere."""
         workers = self.config.workers.model_copy(update={"count": 0})
         self.local_config, self.stall_s = self.config.model_copy(update={"workers": workers}), math.inf
 

@@ -120,7 +120,7 @@ def _book(arguments: argparse.Namespace) -> None:
             f"{arguments.key[:80]!r} is not a worker's key: 64 digits of hex, as in `shoal audit RUN --export FILE`"
         )
     booking = Booking(kind=arguments.booking, key=arguments.key, amount=arguments.amount)
-    address = create_invite(arguments.dir, "worker", "operator", None, 1.0)  # for the coordinator's URL and key
+    address = create_invite(arguments.dir, "worker", "operator", None, 1.0)  # only its URL and key are used
     Node.of(address, Identity.load(arguments.dir / KEY), patience_s=10.0).post("/v1/bookings", booking, Ok)
     say("booked")
 
