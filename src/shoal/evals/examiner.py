@@ -44,6 +44,10 @@ class Examiner:
         self.tokenizer: Any = load_tokenizer(folder)
         self.conversation = Conversation(self.config, self.environments, self.tokenizer, self.ends)
 
+    def prompt(self, task: Task, number: int) -> list[int]:
+        """Return the prompt of task `number`, which determines its target length."""
+        return prompt_tokens(self.tokenizer, self.config.tasks, task, cycled_target(self.config.tasks, number))
+
     def ask(
         self, batch: Sequence[Task], first: int, seeds: Sequence[Sequence[int]], temperature: float
     ) -> tuple[list[list[Completion]], list[list[Grade]]]:
@@ -51,10 +55,7 @@ class Examiner:
 
         `first`: the index of the first task, which determines target lengths.
         """
-        prompts = [
-            prompt_tokens(self.tokenizer, self.config.tasks, task, cycled_target(self.config.tasks, number))
-            for number, task in enumerate(batch, start=first)
-        ]
+        prompts = [self.prompt(task, number) for number, task in enumerate(batch, start=first)]
         sampling = Sampling(temperature, self.config.sampling.max_tokens, self.ends)
         groups = self.engine.generate(prompts, seeds, sampling, responder(self.conversation, batch, seeds))
         repeated = [task for task, group in zip(batch, groups, strict=True) for _ in group]
