@@ -35,7 +35,7 @@ def test_it_shows_the_run_and_what_this_machine_lacks(
     printed = capsys.readouterr().out
     assert f"{RUN}, key {OWNER.public}\n" in printed and "\x1b" not in printed
     assert "step 4 of 24, invited only, 2 workers, 1 places free\n" in printed
-    assert "lacks an engine of vllm (it has torch)" in printed
+    assert "lacks one of these engines: vllm (this machine has torch)" in printed
 
 
 def test_an_open_runs_invite_is_written(

@@ -72,7 +72,7 @@ def test_a_stranger_stakes_on_a_chain_and_gets_tasks(tmp_path: Path, capsys: pyt
             def join() -> Node:
                 return Node.join(read_invite(str(invite)), tmp_path / "w", patience_s=PATIENCE_S)
 
-            with pytest.raises(RefusedError, match="has staked 0, an open invite needs 100"):
+            with pytest.raises(RefusedError, match="has staked 0, but an open invite needs 100"):
                 join()
             assert "not registered; 150 deposited" in stake("deposit", "150")
             node = join()

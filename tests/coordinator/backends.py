@@ -16,7 +16,7 @@ from shoal.ledger.postgres import open_postgres
 
 
 def schema_url(server: str, name: str) -> str:
-    """Return the URL of a database for one test on this server; the same name gives the same database."""
+    """Return the URL of a database on this server for one test. The same name gives the same database."""
     schema = "t" + hashlib.sha256(name.encode()).hexdigest()[:16]
     with psycopg.connect(server, autocommit=True) as connection:
         connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}".encode())
@@ -24,7 +24,7 @@ def schema_url(server: str, name: str) -> str:
 
 
 def on_postgres(server: str, opened: list[Connection]) -> Callable[[Path | str], Connection]:
-    """Return a function that opens databases by path as SQLite does: ":memory:" is always a new one."""
+    """Return a function that opens databases by path, as SQLite does. ":memory:" is a new database each time."""
 
     def connect(path: Path | str) -> Connection:
         name = secrets.token_hex(8) if str(path) == ":memory:" else str(path)

@@ -11,26 +11,26 @@ from .support import Harness, staffed_pool
 
 @pytest.fixture
 def harness() -> Harness:
-    """Two workers, two validators, version 0."""
+    """Return a pool with two workers, two validators and version 0."""
     return staffed_pool()
 
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[str]:
-    """The URL of a PostgreSQL server that this session of tests started."""
+    """Yield the URL of a PostgreSQL server for all tests of this session."""
     with postgres_server() as url:
         yield url
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def every_database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The test runs once on each database."""
+    """Run the test once on each database."""
     yield from _on_database(request, monkeypatch)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
 def every_database_slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Likewise, for modules with many tests: on PostgreSQL they count as slow tests."""
+    """Run the test once on each database. On PostgreSQL it counts as slow, because its module has many tests."""
     yield from _on_database(request, monkeypatch)
 
 

@@ -66,7 +66,7 @@ class Simulation:
         self.harness.publish(0)
 
     def run(self, max_s: float = 5_000.0) -> float:
-        """Return the seconds until the last step's batch is full, at most `max_s`."""
+        """Run the pool. Return the seconds until the last step's batch is full, at most `max_s`."""
         start_s = self.clock.now_s
         self.harness.pool.db.connection.sqlite.execute("PRAGMA synchronous = OFF")
         for member in self.members:
@@ -153,5 +153,5 @@ def workers(count: int, takes_s: float = 2.0, first: int = 0) -> list[Member]:
 
 
 def silent(count: int) -> list[Member]:
-    """Return silent members. Their keys sort first and they join first, as an attacker might arrange."""
+    """Return silent members, with keys other than those of `workers`."""
     return [Member(f"{0xF000 + number:04x}" * 16, 1.0, silent=True) for number in range(count)]

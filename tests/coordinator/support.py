@@ -116,7 +116,7 @@ class Harness:
         replay: Replay | None = None,
         spent: ToleranceSpent | None = None,
     ) -> None:
-        """Give a verdict. If it needs a second one and `confirmed` is set, another validator gives the same."""
+        """Give a verdict. If it needs a second one and `confirmed` is set, give the same from another validator."""
         self.contents += 1
         if reason is None:
             self.pool.judgement.accepted_stored(validator, id, "8" * 64)
@@ -212,7 +212,7 @@ def config(
     in_flight: int = 1,
     **coordinator: Any,
 ) -> Config:
-    """Batches of 4 groups, submissions of 2, async level 2, 6 steps."""
+    """Return a config with batches of 4 groups, submissions of 2 groups, async level 2 and 6 steps."""
     return parse(
         {
             "run": run or {"steps": 6},

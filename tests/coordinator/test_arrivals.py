@@ -26,7 +26,7 @@ SLOWER_BY = {1: 0.2, 2: 0.35, 5: 0.5}
 
 @pytest.mark.parametrize("held_by", SLOWER_BY)
 def test_silent_keys_among_eight_hardly_slow_the_run(held_by: int) -> None:
-    """Compared with a pool of the honest workers alone."""
+    """Compare with a pool that has only the honest workers."""
     honest = sum(Simulation(workers(8 - held_by), seed).run() for seed in range(3))
     pools = [Simulation(silent(held_by) + workers(8 - held_by), seed) for seed in range(3)]
     assert sum(pool.run() for pool in pools) <= (1 + SLOWER_BY[held_by]) * honest
@@ -39,7 +39,7 @@ def test_silent_keys_among_eight_hardly_slow_the_run(held_by: int) -> None:
 def test_no_honest_worker_is_slashed_or_suspended(
     seeds: range, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hundred pools of mixed speeds, crashing workers, lost uploads and a coordinator that restarts."""
+    """Simulate a hundred pools with mixed speeds, crashing workers, lost uploads and a coordinator that restarts."""
     monkeypatch.setattr(simulation, "STEPS", 6)
     for seed in seeds:
         draw = random.Random(seed)
@@ -58,7 +58,7 @@ def test_no_honest_worker_is_slashed_or_suspended(
 
 
 def restart(harness: Harness) -> None:
-    """kill -9 of the coordinator: only the database is left."""
+    """Restart the coordinator as after kill -9: only the database is left."""
     old = harness.pool
     harness.pool = Pool(old.db.connection, old.db.ledger, old.config, old.run, harness.clock, secret=b"secret")
 
@@ -67,7 +67,7 @@ def restart(harness: Harness) -> None:
 
 
 def proven(harness: Harness, key: str, takes_s: float, times: int = 4) -> None:
-    """Let a worker's submissions be accepted a few times."""
+    """Have a few submissions of a worker accepted."""
     for _ in range(times):
         task = harness.task(key)
         harness.clock.now_s += takes_s
@@ -83,26 +83,24 @@ def beat_all(harness: Harness, *keys: str) -> None:
 
 @pytest.fixture
 def pool() -> Harness:
-    """A batch of two tasks; Alice and Bob have accepted work and need 4 s per task."""
+    """Return a pool whose batches need two tasks. Alice and Bob have accepted work and need 4 s per task."""
     harness = staffed_pool(
         workers=(ALICE, BOB, CAROL, DAVE, ERIN), validators=(), prompts_per_step=4, online_filter=True
     )
     for key in (ALICE, BOB):
         proven(harness, key, 4.0)
-    harness.pool.db.connection.change(
-        "UPDATE groups SET useful = TRUE, stale = TRUE"
-    )  # the share of useful groups is 1
+    harness.pool.db.connection.change("UPDATE groups SET useful = TRUE, stale = TRUE")  # the useful share is 1
     return harness
 
 
-def test_work_is_assigned_again_when_it_is_late_by_its_own_workers_usual_time(pool: Harness) -> None:
+def test_work_that_is_late_for_its_workers_usual_time_is_assigned_again(pool: Harness) -> None:
     pool.task(ALICE)
     pool.task(BOB)
     assert "catch up" in pool.beat(CAROL, 0).waiting_for
     pool.clock.now_s += arrivals.LATE * 4.0 + 0.01
     beat_all(pool, ALICE, BOB)
     assert pool.task(CAROL)
-    assert pool.task(ALICE).number == 4, "the late one keeps its task"
+    assert pool.task(ALICE).number == 4, "the late worker keeps its task"
 
 
 def test_a_slower_workers_task_counts_as_in_progress_for_longer_up_to_a_limit(pool: Harness) -> None:
@@ -133,14 +131,14 @@ def test_without_accepted_work_in_the_pool_newcomers_get_all_the_work() -> None:
     assert harness.task(ALICE) and harness.task(BOB)
     assert "catch up" in harness.beat(CAROL, 0).waiting_for
     harness.clock.now_s += arrivals.LATE * arrivals.START_S + 0.01
-    assert harness.task(CAROL), "and their tasks are soon late"
+    assert harness.task(CAROL), "the newcomers' tasks are soon late"
 
 
 def miss(harness: Harness, key: str) -> float:
     """Get a task, request another after its deadline, and rest. Return the seconds of rest."""
     harness.task(key)
     harness.clock.now_s += 601.0
-    assert "were not uploaded" in harness.beat(key, 0).waiting_for
+    assert "tasks in a row" in harness.beat(key, 0).waiting_for
     node = harness.node(key)
     rest_s = max(node.rests_until_s, node.suspended_until_s) - harness.clock.now_s
     harness.clock.now_s += rest_s
@@ -169,12 +167,12 @@ def test_accepted_work_ends_the_rest_but_erases_only_part_of_the_missed_share(po
     assert after.missed == pytest.approx(before.missed * (1 - arrivals.SHARE_WEIGHT))
 
 
-def test_reporting_one_version_after_the_other_yields_one_task_and_then_a_rest(pool: Harness) -> None:
+def test_a_worker_that_reports_several_versions_in_turn_gets_one_task_and_then_a_rest(pool: Harness) -> None:
     """The worker never gets three tasks at once to choose from."""
     pool.publish(1, 2)
     tasks = {assignment.id for version in (0, 1, 2, 0, 1) if (assignment := pool.beat(ALICE, version).assignment)}
     assert len(tasks) == 1
-    assert "1 in a row were not uploaded" in pool.beat(ALICE, 2).waiting_for
+    assert "missed tasks in a row: 1" in pool.beat(ALICE, 2).waiting_for
     pool.clock.now_s += 600
     later = {assignment.id for version in (2, 1, 0) if (assignment := pool.beat(ALICE, version).assignment)}
     assert len(later) == 1 and later != tasks
@@ -191,9 +189,9 @@ def test_reporting_one_version_after_the_other_yields_one_task_and_then_a_rest(p
         (MAX, 40.0, MAX // 4),
         (BASE, 1_000.0, 1),
         (BASE, 5.0, 2 * BASE),
-        (BASE, 0.1, 2 * BASE),  # no larger step: the time of so small a task may be all overhead
+        (BASE, 0.1, 2 * BASE),  # at most doubled: the time of such a small task may be all overhead
         (MAX, 0.1, MAX),
-        (1, 10.0, 2),  # as fast as the others with a small task: it may have become faster
+        (1, 10.0, 2),  # of median speed, with a small task: the worker may have become faster
     ],
 )
 def test_a_size_follows_the_time_that_tasks_take(size: int, took_s: float, expected: int) -> None:
@@ -214,7 +212,7 @@ def test_the_largest_task_fits_into_an_upload(monkeypatch: pytest.MonkeyPatch) -
 
 
 def mixed(seed: int, **settings: object) -> Simulation:
-    """Two workers that need 0.1 s per group, and one that needs 1 s."""
+    """Return a pool with two workers that need 0.1 s per group and one that needs 1 s."""
     members = workers(3)
     for member, group_s in zip(members, (0.1, 0.1, 1.0), strict=True):
         member.takes_s, member.group_s = 0.2, group_s
@@ -232,7 +230,7 @@ def test_one_worker_ten_times_slower_delays_no_step_and_is_credited(monkeypatch:
     assert counts.get((slow, "stale"), 0) <= 1, "its first task, before its speed is known"
     two = mixed(0)
     two.members.pop()
-    assert with_slow_s <= 1.05 * two.run(), "the pool is not slower than without it"
+    assert with_slow_s <= 1.05 * two.run(), "the pool is not slower than without the slow worker"
     nodes = [pool.harness.node(member.key) for member in pool.members]
     assert nodes[2].size <= nodes[0].size / 4
     assert nodes[2].missed_in_a_row == 0 and not nodes[2].suspensions and 0.9 < nodes[2].took_s < 1.6

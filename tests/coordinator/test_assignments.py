@@ -45,10 +45,10 @@ def test_a_worker_with_too_old_weights_waits_until_it_has_loaded_newer_ones(harn
     advance(harness, 3)
     harness.publish(1, 2)
     assert harness.beat(version=0).waiting_for == "this worker to load version 2"
-    assert harness.task(version=1).policy_version == 1, "an older version within the level is fine"
+    assert harness.task(version=1).policy_version == 1, "an older version within the async level is allowed"
 
 
-def test_an_async_level_of_zero_takes_only_the_version_of_the_step() -> None:
+def test_an_async_level_of_zero_allows_only_the_version_of_the_step() -> None:
     harness = staffed_pool(workers=(ALICE,), validators=(VALIDATOR,), async_level=0)
     advance(harness, 1)
     assert "publish version 1" in harness.beat(version=0).waiting_for
@@ -68,7 +68,7 @@ def test_a_restarted_worker_gets_its_task_again_though_enough_work_is_in_progres
 def test_a_newer_version_ends_the_open_task_and_gives_the_next_number(harness: Harness) -> None:
     first = harness.task()
     harness.publish(1)
-    assert "1 in a row were not uploaded" in harness.beat(version=1).waiting_for
+    assert "missed tasks in a row: 1" in harness.beat(version=1).waiting_for
     harness.clock.now_s += 600
     second = harness.task(version=1)
     assert (second.number, second.policy_version) == (1, 1)
@@ -82,7 +82,7 @@ def test_a_worker_cannot_draw_other_tasks_by_going_back_to_an_older_version(harn
     assert harness.beat(version=0).waiting_for == "this worker to load version 1"
     assert harness.task(version=1) == first
     harness.pool.assignments.uploaded(ALICE, first.id, "9" * 64)
-    assert harness.beat(version=0).waiting_for == "this worker to load version 1", "nor after its upload"
+    assert harness.beat(version=0).waiting_for == "this worker to load version 1", "not after its upload either"
 
 
 # --- back-pressure ---------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_uploaded_and_claimed_work_counts_as_in_progress_and_rejected_work_does_
 
 def test_more_tasks_are_assigned_if_few_groups_are_useful(harness: Harness) -> None:
     harness.join(CAROL)
-    harness.accepted(useful=(True, False))  # half are useful and one waits: 3 more are needed, from 3 submissions
+    harness.accepted(useful=(True, False))  # half are useful, and 3 more useful groups need 3 submissions
     for key in (ALICE, BOB, CAROL):
         harness.task(key)
     harness.join("d" * 64)

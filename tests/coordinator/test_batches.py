@@ -37,7 +37,7 @@ def test_leftover_groups_fill_further_batches_at_once(harness: Harness) -> None:
     assert harness.pool.batches.of_step(2).have == 3
 
 
-def test_groups_are_used_up_to_exactly_the_async_level(harness: Harness) -> None:
+def test_leftover_groups_within_the_async_level_fill_the_next_batch(harness: Harness) -> None:
     harness.accepted(useful=(True,) * 3)  # version 0
     harness.publish(1, 2, 3)
     for version in (1, 2):
@@ -56,7 +56,7 @@ def test_a_group_one_version_too_old_is_counted_stale_and_never_trained_on() -> 
     harness.publish(0, 1, 2)
     old = harness.upload(BOB, 0)
     fresh = harness.upload(ALICE, 1)
-    harness.claim(VALIDATOR)  # Bob's submission, whose verdict is late
+    harness.claim(VALIDATOR)  # Bob's submission, whose verdict comes late
     harness.clock.now_s += 301
     harness.claim(OTHER_VALIDATOR)
     assert harness.claimed().assignment.id == fresh.id
@@ -124,7 +124,7 @@ def test_workers_end_with_the_last_version_and_the_run_with_its_evaluation(harne
     assert [e.version for e in harness.pool.db.history.after(0).evaluations] == [0, 6]
 
 
-def test_the_status_has_the_validators_counts(harness: Harness) -> None:
+def test_the_status_counts_what_the_verdicts_accepted(harness: Harness) -> None:
     harness.accepted(useful=(True, False))
     status = harness.status()
     alice = next(node for node in status.nodes if node.name == "worker-a")

@@ -17,7 +17,7 @@ USELESS = (False, False)  # fills no batch, so that any number can be uploaded
 
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
-    """Two passed checks halve the share, down to a tenth. Every draw means a full check, unless a test sets it."""
+    """Return a pool in which two passed checks halve the share, down to a tenth. By default every check is full."""
     monkeypatch.setattr(trust, "TRUST_AFTER", 2)
     monkeypatch.setattr(trust, "UNCHECKED_SHARE", 1.0)
     harness = staffed_pool(validator={"check_floor": 0.1})
@@ -30,7 +30,7 @@ def share(harness: Harness, key: str = ALICE) -> float:
 
 
 def trusted(harness: Harness, key: str = ALICE) -> None:
-    """Let two submissions pass, so that half are checked from then on."""
+    """Let two submissions pass. From then on, half are checked."""
     for _ in range(2):
         harness.accepted(key, useful=USELESS)
     assert share(harness, key) == 0.5
@@ -49,7 +49,7 @@ def test_the_share_halves_with_every_two_passed_checks_down_to_its_floor(harness
         harness.accepted(useful=USELESS)
         shares.append(share(harness))
     assert shares == [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.1, 0.1, 0.1]
-    assert share(harness, BOB) == 1, "everybody earns their own"
+    assert share(harness, BOB) == 1, "each worker has its own share"
 
 
 def test_by_default_everything_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_any_rejection_takes_all_trust_away(harness: Harness, reason: Reason) ->
     harness.rejected(reason)
     assert share(harness) == 1 and harness.beat().state == "running"
     harness.accepted(useful=USELESS)
-    assert share(harness) == 1, "it is counted from the rejection on"
+    assert share(harness) == 1, "only checks passed after the rejection count"
     harness.accepted(useful=USELESS)
     assert share(harness) == 0.5
 

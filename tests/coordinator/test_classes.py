@@ -19,7 +19,7 @@ INEXACT = Replay(tokens=100, mismatched=3)
 
 @pytest.fixture
 def harness() -> Harness:
-    """Alice and both validators are in one class, Bob in another."""
+    """Return a pool in which Alice and both validators are in one class, and Bob is in another."""
     return classes(alice=ONE, bob=TWO, first=ONE, second=ONE)
 
 
@@ -31,7 +31,7 @@ def classes(*, alice: str, bob: str = TWO, first: str, second: str, **validator:
 
 
 def uploaded(harness: Harness, key: str = ALICE, fingerprint: str = ONE) -> str:
-    """Alice's next submission, made with the fingerprint that she reports."""
+    """Upload the worker's next submission with this fingerprint. Return its id."""
     answer = harness.beat(key, fingerprint=fingerprint)
     assert answer.assignment is not None, answer.waiting_for
     harness.clock.now_s += 1
@@ -101,12 +101,12 @@ def test_the_newest_common_version_decides_whether_two_nodes_are_in_one_class(ha
     assert checkers.peers(ALICE) == [], "no fingerprint, no class"
 
 
-def test_in_a_run_of_exact_work_only_workers_of_a_live_validators_class_get_tasks() -> None:
+def test_with_exact_classes_only_workers_in_a_live_validators_class_get_tasks() -> None:
     harness = classes(alice=ONE, bob=TWO, first=ONE, second=ONE, classes="exact")
     assert harness.beat(ALICE, fingerprint=ONE).assignment is not None
     refused = harness.beat(BOB, fingerprint=TWO)
     assert refused.assignment is None and "validator.classes" in refused.waiting_for
-    assert harness.beat(BOB).assignment is None, "nor without a fingerprint"
+    assert harness.beat(BOB).assignment is None, "it gets none without a fingerprint either"
     harness.clock.now_s += 31
     assert harness.beat(ALICE, fingerprint=ONE).assignment is None, "the validators are gone"
 
@@ -114,7 +114,7 @@ def test_in_a_run_of_exact_work_only_workers_of_a_live_validators_class_get_task
 # --- a second opinion ------------------------------------------------------------------------------------------------
 
 
-def test_inexact_work_goes_to_a_second_validator_of_the_class_first(harness: Harness) -> None:
+def test_inexact_work_is_rejected_only_after_a_second_validator_of_the_class_confirms_it(harness: Harness) -> None:
     id = uploaded(harness)
     inexact(harness, VALIDATOR, id)
     assert harness.state(id) == "uploaded" and harness.kinds()[-1] != "rejected"
@@ -126,19 +126,17 @@ def test_inexact_work_goes_to_a_second_validator_of_the_class_first(harness: Har
 
 
 @pytest.mark.parametrize("reason, replay", [(Reason.INEXACT, INEXACT), (Reason.PROOF, None)])
-def test_if_the_second_validator_accepts_the_first_one_is_suspect(
+def test_if_the_second_validator_accepts_the_first_must_renew_its_fingerprint(
     harness: Harness, reason: Reason, replay: Replay | None
 ) -> None:
-    """One validator alone can neither reject nor slash."""
+    """The first validator's rejection does not count, and nobody is slashed."""
     id = uploaded(harness)
     assert claimable(harness, VALIDATOR) == [id]
     harness.judge(id, reason, confirmed=False, replay=replay)
     assert claimable(harness, OTHER_VALIDATOR) == [id]
     harness.judge(id, validator=OTHER_VALIDATOR, replay=Replay(tokens=100, mismatched=0))
     assert harness.state(id) == "accepted" and "slashed" not in harness.kinds()
-    assert harness.beat(VALIDATOR, fingerprint=ONE, renews=False).renewals == 1, (
-        "the fault is its own, not the worker's"
-    )
+    assert harness.beat(VALIDATOR, fingerprint=ONE, renews=False).renewals == 1, "the validator is at fault"
     assert harness.beat(ALICE, fingerprint=ONE, renews=False).renewals == 0
     assert any("validator-e" in notice for notice in harness.status().notices)
     assert confirmed(harness) == 0
@@ -182,7 +180,7 @@ def test_a_second_validator_that_cannot_replay_exactly_does_not_refute_the_first
     harness.judge(id, validator=OTHER_VALIDATOR, replay=None)
     assert harness.state(id) == "rejected"
     assert harness.beat(OTHER_VALIDATOR, fingerprint=ONE, renews=False).renewals == 1
-    assert confirmed(harness) == 0, "one opinion"
+    assert confirmed(harness) == 0, "only one validator found a mismatch"
 
 
 def test_a_lie_is_slashed_once_any_second_validator_confirms_it() -> None:
@@ -197,7 +195,7 @@ def test_a_lie_is_slashed_once_any_second_validator_confirms_it() -> None:
 
 
 def test_the_second_validator_checks_all_of_a_submission_whatever_was_drawn_for_the_first() -> None:
-    """Else it could draw other rollouts that contain no lie, and the first validator would be blamed."""
+    """Otherwise it could draw other rollouts that contain no lie, and the first validator would be blamed."""
     harness = classes(alice=ONE, first=ONE, second=TWO)
     id = uploaded(harness)
     assert claimable(harness, VALIDATOR) == [id]
@@ -212,7 +210,7 @@ def test_the_second_validator_checks_all_of_a_submission_whatever_was_drawn_for_
 
 
 def doubted(harness: Harness) -> str:
-    """A submission of Alice's that the first validator rejects; the second one has not checked it."""
+    """Upload a submission of Alice's that the first validator rejects and the second has not checked. Return its id."""
     id = uploaded(harness)
     assert claimable(harness, VALIDATOR) == [id]
     harness.judge(id, Reason.PROOF, confirmed=False)
@@ -243,7 +241,7 @@ def test_a_lie_whose_version_is_gone_before_the_second_verdict_is_slashed_on_the
     slashed_by_the_first(harness, id)
 
 
-def test_the_first_verdict_does_not_count_while_the_second_validator_has_time(harness: Harness) -> None:
+def test_the_first_verdict_does_not_count_while_the_second_validator_has_a_lease(harness: Harness) -> None:
     id = doubted(harness)
     assert claimable(harness, OTHER_VALIDATOR) == [id]
     harness.publish(1, 2, 3, 4, 5)
@@ -272,7 +270,7 @@ def test_at_the_runs_end_the_first_verdict_counts_before_anyone_is_paid(harness:
     assert harness.pool.judgement.escrow.tokens_by_credit() == {(ALICE, "forfeited"): 20}
     with pytest.raises(PoolError, match="rejected and not claimed"):
         harness.judge(id, validator=OTHER_VALIDATOR)
-    harness.judge(id, Reason.PROOF, confirmed=False)  # the first one repeats its verdict: it did not get the answer
+    harness.judge(id, Reason.PROOF, confirmed=False)  # the first validator repeats its verdict after a lost answer
 
 
 def claimed_of(harness: Harness, id: str) -> str:
@@ -280,7 +278,7 @@ def claimed_of(harness: Harness, id: str) -> str:
     return id
 
 
-def test_after_the_runs_end_a_verdict_waits_for_no_other(harness: Harness) -> None:
+def test_after_the_runs_end_a_rejection_needs_no_confirmation(harness: Harness) -> None:
     id = claimed_of(harness, uploaded(harness))
     harness.end()
     harness.judge(id, Reason.PROOF, confirmed=False)
@@ -328,7 +326,7 @@ def test_after_a_mismatch_a_worker_gets_no_task_until_it_has_renewed_its_fingerp
 
 
 def test_another_fingerprint_puts_a_worker_into_another_class_and_its_work_is_accepted(harness: Harness) -> None:
-    """Its library was updated, or it moved to other cores."""
+    """The worker's library was updated, or it moved to other cores."""
     for _ in range(MISMATCHES - 1):
         mismatch(harness)
     harness.beat(fingerprint=TWO)
@@ -339,7 +337,7 @@ def test_another_fingerprint_puts_a_worker_into_another_class_and_its_work_is_ac
 
 
 @pytest.mark.parametrize("between", [ONE, TWO], ids=["the same fingerprint", "another one in between"])
-def test_repeated_mismatches_suspend(harness: Harness, between: str) -> None:
+def test_repeated_mismatches_suspend_the_worker(harness: Harness, between: str) -> None:
     for _ in range(MISMATCHES):
         harness.beat(wants=False, fingerprint=between)
         assert harness.beat(fingerprint=ONE).assignment is not None
@@ -349,7 +347,7 @@ def test_repeated_mismatches_suspend(harness: Harness, between: str) -> None:
     assert "slashed" not in harness.kinds()
 
 
-def test_mismatches_long_ago_do_not_suspend(harness: Harness) -> None:
+def test_mismatches_long_ago_do_not_suspend_the_worker(harness: Harness) -> None:
     for _ in range(MISMATCHES + 1):
         mismatch(harness)
         for _ in range(200):  # steps of 20 s, the interval of heartbeats

@@ -1,9 +1,9 @@
 """No lie pays: the expected pay of every strategy stays below its cost, while honest work earns exactly its cost.
 
-The rules are those of `trust.share` and `escrow`, at the defaults and the lowest share of checks that they allow. One
-submission's honest work costs 1 and pays 1, so honest profit is 0; a margin would make eviction costlier. A new key
-costs nothing. The liar knows every rule, and which of its submissions were checked (the ledger says so). All its pay is
-credited at the run's end if it was never caught. docs/trust.md has the calculation by hand.
+The rules are those of `trust.share` and `credit.Escrow`, at the defaults and the lowest share of checks that they
+allow. One submission's honest work costs 1 and pays 1, so honest profit is 0. With a margin, eviction would cost a liar
+more. A new key costs nothing. The liar knows every rule, and reads in the ledger which of its submissions were checked.
+All its pay is credited at the run's end if it was never caught. docs/trust.md has the calculation by hand.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,12 @@ Plan = Callable[["Life"], np.ndarray]  # which keys lie in their next submission
 
 @dataclass
 class Life:
-    """What each of a strategy's LIVES keys knows before its next submission."""
+    """What a liar knows before its next submission, for each of LIVES keys."""
 
     number: int
     share: np.ndarray  # of submissions that are fully checked
     rng: np.random.Generator
-    pending: np.ndarray  # submissions
+    pending: np.ndarray  # number of submissions whose credit is pending
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ SPOT = SPOT_ROLLOUTS
 
 
 def partly(rollouts: int) -> Lie:
-    """Return the lie of hand-written answers in some of 64 rollouts."""
+    """Return a lie in which this many of a submission's 64 rollouts are faked."""
     missed = np.prod([(ROLLOUTS - rollouts - drawn) / (ROLLOUTS - drawn) for drawn in range(SPOT)])
     return Lie(rollouts / ROLLOUTS, 1.0, 1.0 - max(float(missed), 0.0))
 
@@ -73,12 +73,12 @@ def now_and_then(chance: float) -> Plan:
 
 
 def when_trusted(life: Life) -> np.ndarray:
-    """Honest until it is checked as rarely as possible; then it lies until it is caught."""
+    """Be honest until checks are as rare as possible, then lie until caught."""
     return life.share <= FLOOR
 
 
 def hit_and_run(hits: int) -> Plan:
-    """Lies `hits` times right after it is trusted, then works honestly until that is paid."""
+    """Lie `hits` times as soon as the key is trusted, then work honestly until the lies are paid."""
     taken = np.zeros(LIVES, int)
 
     def plan(life: Life) -> np.ndarray:
@@ -92,7 +92,7 @@ def hit_and_run(hits: int) -> Plan:
 
 
 def when_little_waits(life: Life) -> np.ndarray:
-    """Lies when little credit is pending."""
+    """Lie when little credit is pending."""
     return (life.share < 1.0) & (life.pending <= DEFAULTS.escrow_checks)
 
 
@@ -137,7 +137,7 @@ def profit(plan: Plan, lie: Lie, floor: float, checks: int) -> tuple[float, floa
             waits[0] += alive
         else:
             pay += alive
-    return float((pay + waits.sum(0)).mean()), float(cost.mean())  # what waits at the run's end is credited
+    return float((pay + waits.sum(0)).mean()), float(cost.mean())  # pending credit is paid at the run's end
 
 
 @pytest.mark.parametrize("what", LIES)
@@ -153,6 +153,6 @@ def test_honest_work_is_paid_in_full() -> None:
 
 
 def test_without_escrow_lies_would_pay() -> None:
-    """With immediate credit and no spot checks. This shows that the simulation can detect a profitable lie."""
+    """The simulation can detect a profitable lie: here credit is immediate and there are no spot checks."""
     pay, cost = profit(when_trusted, Lie(1.0, 1.0, 0.0), FLOOR, 0)
     assert pay > cost

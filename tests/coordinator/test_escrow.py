@@ -1,4 +1,4 @@
-"""When work is credited, what a lie takes back, and how little of a batch may be unchecked."""
+"""When credit is released or forfeited, and how much of a batch may be unchecked."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ USELESS = (False, False)  # 20 tokens; fills no batch, so that any number can be
 
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
-    """After one passed check, half of a worker's submissions are checked; credit waits for two later checks."""
+    """Return a pool in which one passed check halves the share of checks, and credit waits for two later checks."""
     monkeypatch.setattr(trust, "TRUST_AFTER", 1)
     monkeypatch.setattr(sections, "MIN_ESCROW_CHECKS", 2)
     return staffed_pool(validator={"check_floor": 0.5})
@@ -40,7 +40,7 @@ def test_credit_waits_for_later_whole_checks(harness: Harness) -> None:
     for _ in range(6):
         harness.accepted(useful=USELESS)
         credits.append(credit(harness))
-    # checked, unchecked, unchecked, checked, unchecked, checked: the last two checks cover what came before them
+    # Checked, unchecked, unchecked, checked, unchecked, checked: the last two checks cover the first three submissions.
     assert credits == [(20, 0, 0), (40, 0, 0), (60, 0, 0), (80, 0, 0), (100, 0, 0), (60, 60, 0)]
     [entry] = entries(harness, "credited")
     assert entry["worker"] == ALICE and entry["tokens"] == 60 and len(entry["submissions"]) == 3
@@ -83,12 +83,12 @@ def test_the_escrow_grows_as_the_share_of_checks_falls() -> None:
     assert [ValidatorSection(check_floor=floor).escrow_checks for floor in (1.0, 0.1, 0.05)] == [16, 16, 20]
 
 
-def test_once_half_a_batch_is_unchecked_all_are_checked(harness: Harness) -> None:
+def test_while_unchecked_groups_fill_half_a_batch_every_submission_is_checked(harness: Harness) -> None:
     """Batches have four groups; a draw of 0.9 means no full check."""
     harness.pool.judgement.trust.random = lambda: 0.9
     ids = [harness.accepted(useful=useful).id for useful in ((True, False), (True, True), (True, False))]
     full = [task.full_check for id in ids if (task := harness.pool.db.submissions.get(id))]
-    assert full == [True, False, True], "a newcomer's always is; and so is the next one while two unchecked groups wait"
+    assert full == [True, False, True], "checked: the newcomer's, and the next one while two unchecked groups wait"
     assert harness.pool.batches.of_step(0).ready
     rows = harness.pool.db.connection.rows("SELECT checked FROM groups WHERE batch = 0 ORDER BY seq")
     assert [bool(checked) for (checked,) in rows] == [True, False, False, True]

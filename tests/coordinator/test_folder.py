@@ -1,4 +1,4 @@
-"""One coordinator at a time uses a folder or schema, and no later one accepts a request that was already served."""
+"""Only one coordinator at a time uses a folder or schema, and a later one refuses requests that were already served."""
 
 import multiprocessing
 import os
@@ -60,13 +60,13 @@ def test_a_second_coordinator_refuses_to_start_until_the_first_is_killed(
         os.kill(first.pid, signal.SIGKILL)
         first.join(PATIENCE_S)
         tables, _ = open_state(tmp_path, section)
-        assert not tables.has_table("half"), "half a transaction is gone"
+        assert not tables.has_table("half"), "the unfinished transaction is rolled back"
     finally:
         first.kill()
         first.join()
 
 
-def test_a_coordinator_whose_session_was_ended_can_write_nothing_more(postgres: str) -> None:
+def test_a_coordinator_whose_session_was_ended_cannot_write_any_more(postgres: str) -> None:
     pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'shoal[postgres]'")
     from shoal.ledger.postgres import open_postgres
 
@@ -116,7 +116,7 @@ def test_a_transaction_inside_another_is_undone_with_it(fails: str) -> None:
     assert harness.pool.members.role(BOB) == "worker", "and no transaction is left open"
 
 
-def test_a_full_disk_is_named_and_leaves_no_part_of_a_transaction(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_part_of_a_transaction(tmp_path: Path) -> None:
     harness = open_pool(tmp_path / "pool.sqlite")
     connection = harness.pool.db.connection
     assert isinstance(connection, SqliteConnection)
@@ -132,7 +132,7 @@ def test_a_full_disk_is_named_and_leaves_no_part_of_a_transaction(tmp_path: Path
     assert len(harness.status().nodes) == joined + 1
 
 
-def test_a_run_in_another_format_is_named_and_not_changed(tmp_path: Path) -> None:
+def test_a_run_in_another_format_is_refused_and_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "pool.sqlite"
 
     def opened() -> sqlite3.Connection:

@@ -1,4 +1,4 @@
-"""A worker that uploads one submission while it generates others cannot choose among them; and a worker that drains."""
+"""Workers that upload one submission while they generate others cannot choose among them. Workers that drain."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_during_an_upload_a_worker_gets_one_more_task(proven: Harness) -> None:
 
 
 def test_only_the_announced_file_is_accepted(proven: Harness) -> None:
-    """Its content cannot depend on the later task. If it uploads another file, its task expires."""
+    """The file's content cannot depend on the later task. If the worker uploads another file, its task expires."""
     first = proven.task()
     beat(proven, first.id)
     with pytest.raises(PoolError, match="not the file that was announced"):
@@ -54,7 +54,7 @@ def test_an_announced_file_that_never_arrives_is_missed(proven: Harness) -> None
     first = proven.task()
     second = beat(proven, first.id).assignment
     assert second is not None
-    beat(proven, second.id)  # it uploads one at a time: the first is lost
+    beat(proven, second.id)  # it uploads one file at a time, so the first is lost
     assert (proven.state(first.id), proven.state(second.id)) == ("expired", "open")
     answer = beat(proven, second.id)
     assert f"its upload of {second.id}" in answer.waiting_for, "after a loss it must upload before it gets another task"
@@ -62,7 +62,7 @@ def test_an_announced_file_that_never_arrives_is_missed(proven: Harness) -> None
 
 
 def test_a_worker_restarted_during_an_upload_gets_the_same_task_again(proven: Harness) -> None:
-    """It knows no later task, so it may upload another file."""
+    """The worker knows no later task, so it may upload another file."""
     first = alone(proven)
     assert proven.task() == first
     proven.pool.assignments.uploaded(ALICE, first.id, "8" * 64)
@@ -105,7 +105,7 @@ def test_a_draining_worker_finishes_its_tasks_and_leaves_without_penalty(proven:
 
 
 def test_a_worker_killed_while_it_drained_returns_to_the_same_task(proven: Harness) -> None:
-    """It did nothing wrong, so it is not punished. It gets no other task, because then it could choose which to upload."""
+    """The worker is not punished. It gets no other task, because then it could choose which to upload."""
     first = proven.task()
     proven.pool.members.drain(ALICE)
     proven.join(ALICE)  # its next start
@@ -147,14 +147,14 @@ def test_a_worker_that_left_may_return_but_its_suspension_continues(proven: Harn
 
 @pytest.fixture
 def several() -> Harness:
-    """Workers may generate three submissions at once. Alice has accepted work."""
+    """Return a pool in which workers may generate three submissions at once. Alice has accepted work."""
     harness = staffed_pool(in_flight=3, prompts_per_step=16)
     harness.accepted(ALICE, useful=(False, False))
     return harness
 
 
 def take(harness: Harness, count: int, version: int = 0) -> list[str]:
-    """Return `count` tasks, each requested while working on those before."""
+    """Request `count` tasks, each while working on the earlier ones. Return their ids."""
     held: list[str] = []
     for _ in range(count):
         assigned = beat(harness, "", *held, version=version).assignment
@@ -164,7 +164,7 @@ def take(harness: Harness, count: int, version: int = 0) -> list[str]:
 
 
 def outrun(harness: Harness, *versions: int) -> None:
-    """Publish these versions, and let Bob fill batches with the last while Alice is silent."""
+    """Publish these versions, and let Bob fill batches with the last version while Alice is silent."""
     harness.publish(*versions)
     harness.clock.now_s += 31
     while harness.pool.db.open_step() < 3:
@@ -195,13 +195,13 @@ def test_a_newcomer_has_one_task(several: Harness) -> None:
 
 
 def test_submissions_are_uploaded_in_order(several: Harness) -> None:
-    """Otherwise it could delay a task that it does not like, at no cost, until no batch can take it."""
+    """Otherwise a worker could delay a task that it does not like, at no cost, until no batch can take it."""
     first, second = take(several, 2)
-    beat(several, second, first)  # names the second as finished
+    beat(several, second, first)  # announces the second
     with pytest.raises(PoolError, match=f"{second} comes after {first}, which has to be uploaded first"):
         several.pool.assignments.uploaded(ALICE, second, FILE)
     several.pool.assignments.uploaded(ALICE, first, FILE)
-    several.pool.assignments.uploaded(ALICE, second, "8" * 64)  # any file: none was announced, as it was not the oldest
+    several.pool.assignments.uploaded(ALICE, second, "8" * 64)  # any file: only the oldest task's file is announced
 
 
 def test_a_restarted_worker_gets_all_its_tasks_again_in_order(several: Harness) -> None:
@@ -209,9 +209,9 @@ def test_a_restarted_worker_gets_all_its_tasks_again_in_order(several: Harness) 
     assert take(several, 3) == held and not missed(several)
 
 
-@pytest.mark.parametrize("uploads", [False, True], ids=["tasks", "an upload with the tasks behind it"])
+@pytest.mark.parametrize("uploads", [False, True], ids=["tasks", "an upload and later tasks"])
 def test_tasks_lost_together_count_once(several: Harness, uploads: bool) -> None:
-    """It died while it worked on them, or during an upload, and returned with newer weights."""
+    """The worker died while it worked on them, or during an upload, and returned with newer weights."""
     held = take(several, 3)
     if uploads:
         beat(several, *held)
@@ -231,7 +231,7 @@ def test_a_task_in_progress_may_take_longer_than_its_deadline(several: Harness) 
 
 
 def test_a_slow_worker_with_several_tasks_has_missed_none(several: Harness) -> None:
-    """Others filled the batches meanwhile. All its tasks are too old, so it has nothing to choose."""
+    """Other workers filled the batches. All its tasks are too old, so it cannot choose among them."""
     first, second = take(several, 2)
     beat(several, first, second)
     outrun(several, 1, 2, 3)
@@ -242,8 +242,8 @@ def test_a_slow_worker_with_several_tasks_has_missed_none(several: Harness) -> N
     assert several.state(first) == several.state(second) == "stale" and not missed(several)
 
 
-def test_an_upload_in_progress_is_not_missed_however_old_it_grows(several: Harness) -> None:
-    """Others filled the batches meanwhile, or the machine is slow: neither is the worker's fault."""
+def test_an_upload_in_progress_is_not_missed_when_its_version_becomes_too_old(several: Harness) -> None:
+    """Other workers filled the batches, or the machine is slow. Neither is the worker's fault."""
     (first,) = take(several, 1)
     several.publish(1)
     newer = beat(several, first, version=1).assignment

@@ -26,7 +26,7 @@ from .support import (
 pytestmark = pytest.mark.usefixtures("every_database_slow")
 
 
-def test_the_same_key_may_register_again_at_a_new_address_even_after_expiry() -> None:
+def test_the_same_key_may_register_again_at_a_new_address_even_after_its_invite_expired() -> None:
     harness = open_pool()
     invite = payload("relay", role="relay")
     answer = harness.pool.members.register(ALICE, invite, "http://a:1")
@@ -76,7 +76,7 @@ def test_keys_and_addresses_of_evicted_nodes_are_not_announced(harness: Harness)
         "https://:80",
     ],
 )
-def test_a_relay_cannot_send_every_node_into_its_own_network(url: str) -> None:
+def test_a_relay_cannot_announce_a_private_or_malformed_address(url: str) -> None:
     harness = open_pool(listen="0.0.0.0:0")
     with pytest.raises(PoolError, match="cannot announce") as caught:
         harness.pool.members.register("d" * 64, payload("relay-0", role="relay"), url)
@@ -100,7 +100,7 @@ def test_in_a_pool_on_one_machine_relays_may_have_loopback_addresses() -> None:
 
 @pytest.fixture
 def one_place() -> Harness:
-    """A run with one place, which Alice has."""
+    """Return a run with one place, which Alice has."""
     return staffed_pool(workers=(ALICE,), validators=(VALIDATOR,), requirements={"places": 1})
 
 
@@ -118,13 +118,13 @@ def leaves(one_place: Harness, key: str) -> None:
     assert one_place.beat(key, wants=False).state == "left"
 
 
-def test_only_members_may_register_again_with_a_full_run(one_place: Harness) -> None:
+def test_a_full_run_admits_no_new_worker(one_place: Harness) -> None:
     assert is_full(one_place) and one_place.pool.members.role(BOB) is None
     assert not is_full(one_place, ALICE), "a restart"
     one_place.join("d" * 64, "relay")
 
 
-def test_a_worker_that_leaves_frees_its_place_and_waits_for_one_when_it_returns(one_place: Harness) -> None:
+def test_a_worker_that_leaves_frees_its_place_and_needs_a_free_one_to_return(one_place: Harness) -> None:
     leaves(one_place, ALICE)
     assert not is_full(one_place, BOB) and is_full(one_place, ALICE)
     leaves(one_place, BOB)
@@ -132,7 +132,7 @@ def test_a_worker_that_leaves_frees_its_place_and_waits_for_one_when_it_returns(
 
 
 @pytest.mark.parametrize("event", [None, "dismiss", "ban"])
-def test_a_silent_dismissed_or_banned_worker_makes_room(one_place: Harness, event: Any) -> None:
+def test_a_silent_dismissed_or_banned_worker_frees_its_place(one_place: Harness, event: Any) -> None:
     one_place.clock.now_s += 29
     assert is_full(one_place)
     if event:
@@ -142,27 +142,27 @@ def test_a_silent_dismissed_or_banned_worker_makes_room(one_place: Harness, even
     assert not is_full(one_place)
 
 
-# --- fitness ---------------------------------------------------------------------------------------------------------
+# --- requirements ----------------------------------------------------------------------------------------------------
 
 
 def test_a_machine_that_lacks_a_requirement_is_refused_and_told_which() -> None:
     harness = open_pool(requirements={"engines": ["vllm"]})
     register = harness.pool.members.register
-    with pytest.raises(PoolError, match=r"this run requires an engine of vllm \(it has torch\)") as caught:
+    with pytest.raises(PoolError, match=r"requires one of these engines: vllm \(this machine has torch\)") as caught:
         register(ALICE, payload("alice"), None, Capability(device="cpu", engine="torch"))
     assert caught.value.status == 403 and harness.pool.members.role(ALICE) is None
     with pytest.raises(PoolError, match="requires"):
         register(ALICE, payload("alice"), None)
     register(VALIDATOR, payload("v", role="validator"), None)
     register(ALICE, payload("alice", nonce="1" * 32), None, fit := Capability(device="cpu", engine="vllm"))
-    assert fit in [node.capability for node in harness.status().nodes], "what a machine reports is shown"
+    assert fit in [node.capability for node in harness.status().nodes], "the status shows a machine's report"
 
 
 # --- open mode -------------------------------------------------------------------------------------------------------
 
 
 def test_nobody_takes_a_strangers_name_with_a_key_that_begins_like_its_key() -> None:
-    """A key that starts with 32 given bits can be found by search, and a stake shows a stranger's key in advance."""
+    """A search can find a key that starts with 32 given bits, and a stake reveals a stranger's key in advance."""
     harness, honest = open_pool(requirements={"stake": 100}), "7" * 64
     liar = honest[:8] + "0" * 56
     for key in (liar, honest):
@@ -232,7 +232,7 @@ def test_status_and_metrics_show_a_suspension_while_it_lasts(harness: Harness) -
 
 @pytest.mark.parametrize("reason", [Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT])
 def test_a_worker_that_sends_unusable_files_gets_fewer_and_fewer_tasks(harness: Harness, reason: Reason) -> None:
-    """Each file of one byte costs a validator time, and its sender nothing."""
+    """A file of one byte costs its sender nothing, but costs a validator time."""
     sent, started_s = 0, harness.clock.now_s
     while harness.clock.now_s < started_s + 24 * 3600:
         if harness.beat(ALICE).assignment is None:
@@ -243,7 +243,7 @@ def test_a_worker_that_sends_unusable_files_gets_fewer_and_fewer_tasks(harness: 
         sent += 1
     assert 2 < sent < 20
     assert "slashed" not in harness.kinds() and harness.pool.members.role(ALICE) == "worker"
-    assert f"of its newest 20 files were {reason.value}" in harness.beat(ALICE).waiting_for
+    assert f"of its newest 20 files were unusable, the last one: {reason.value}" in harness.beat(ALICE).waiting_for
 
 
 @pytest.mark.parametrize(("reason", "between"), [(Reason.UNREADABLE, 20), (Reason.UNREPEATABLE, 0)])
@@ -279,11 +279,11 @@ def book(staking: Harness, kind: str, amount: int = 0) -> None:
 
 def test_a_deposit_admits_a_stranger_and_becomes_its_stake(staking: Harness) -> None:
     book(staking, "stake", 60)
-    with pytest.raises(PoolError, match="has staked 60, an open invite needs 100") as caught:
+    with pytest.raises(PoolError, match="has staked 60, but an open invite needs 100") as caught:
         staking.pool.members.register(ALICE, strangers(), None)
     assert caught.value.status == 403 and staking.pool.members.role(ALICE) is None
     book(staking, "stake", 40)
-    for _ in range(2):  # the second time it is a restart
+    for _ in range(2):  # the second time is a restart
         answer = staking.pool.members.register(ALICE, strangers(), None)
         assert answer.name == f"stranger-{ALICE[:16]}" and booked(staking.pool).at_risk(ALICE) == 100
     assert staking.beat().assignment is not None
@@ -296,7 +296,7 @@ def test_a_worker_that_takes_its_stake_back_gets_no_more_tasks(staking: Harness)
     staking.pool.members.register(ALICE, strangers(), None)
     book(staking, "unstake", 1)
     answer = staking.beat()
-    assert answer.assignment is None and "stake: 99 is at risk on this key" in answer.waiting_for
+    assert answer.assignment is None and "more stake: this key has 99 at risk" in answer.waiting_for
     with pytest.raises(PoolError, match="nothing to withdraw"):
         book(staking, "withdraw")
     staking.clock.now_s += UNSTAKE_S

@@ -1,4 +1,4 @@
-"""A pool over PostgreSQL and a bucket, with real servers and HTTP. The coordinator is killed with -9 and replaced."""
+"""A pool over PostgreSQL and a bucket, with real servers and HTTP. The coordinator is killed and replaced."""
 
 import shutil
 import subprocess
@@ -50,7 +50,7 @@ serve_forever(config.load(Path(folder) / "config.toml"), run, Path(folder), int(
 
 
 class Machine:
-    """A coordinator in a process of its own, with a folder of its own that holds the pool's key."""
+    """A coordinator in its own process. Its own folder holds the pool's key."""
 
     def __init__(self, folder: Path, key: Path, settings: Config, port: int) -> None:
         folder.mkdir()
@@ -121,13 +121,12 @@ def test_a_coordinator_on_another_machine_continues_where_the_first_was_killed(
 
         machines[0].kill()
         machines.append(Machine(tmp_path / "b", tmp_path / KEY, settings, port))
-        claims = validator.post(
-            "/v1/claims", ClaimRequest(most=4), Claims
-        ).claims  # repeated until the second coordinator answers
+        # The node repeats this request until the second coordinator answers.
+        claims = validator.post("/v1/claims", ClaimRequest(most=4), Claims).claims
         assert [claim.assignment.id for claim in claims] == [task.id for task, _ in tasks]
         assert machines[1].process.poll() is None
         with httpx.Client() as client:
-            assert client.send(signed).status_code == 425, "a request that the first one served is not served again"
+            assert client.send(signed).status_code == 425, "the first coordinator has already served this request"
         for number, (task, data) in enumerate(tasks):
             assert validator.fetch_file(f"/v1/submissions/{task.id}", max_bytes=1 << 20) == data
             stored = validator.send_file(f"/v1/accepted/{task.id}", ACCEPTED + bytes([number]))

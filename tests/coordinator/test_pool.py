@@ -1,4 +1,4 @@
-"""After a kill or a failure at any moment, the pool reopens in a consistent state; readers of its history miss nothing."""
+"""A pool killed at any moment reopens in a consistent state, and readers of its history miss nothing."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("every_database")
 
 
 def scenario(harness: Harness, die_at: int) -> None:
-    """A short run in which the process dies inside the transaction of ledger entry `die_at`."""
+    """Do a short run. Die inside the transaction of ledger entry `die_at` (0: never)."""
     append = harness.pool.db.ledger.append
 
     def append_or_die(kind: str, body: Any) -> Any:
@@ -63,7 +63,7 @@ def test_a_pool_killed_inside_a_transaction_reopens_as_before_that_transaction(t
     assert sum(node.accepted for node in status.nodes) == accepted
     assert bool(status.slashed) == ("slashed" in KINDS[:whole])
     assert status.trained == KINDS[:whole].count("trained")
-    if die_at in (5, 6, 8, 9):  # it died recording a verdict, which the validator repeats
+    if die_at in (5, 6, 8, 9):  # it died while it recorded a verdict, which the validator repeats
         harness.contents = 100
         harness.judge(harness.claimed().assignment.id)
         assert "accepted" in harness.kinds()[whole:]

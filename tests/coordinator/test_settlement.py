@@ -115,13 +115,13 @@ def test_an_unreachable_chain_is_reported_and_nothing_is_lost(scene: Scene) -> N
     scene.credit(ALICE, "a-1", 30)
     asyncio.run(until(lambda: bool(scene.notices), of=settling))
     assert "the chain does not answer; accepted work waits in the ledger" in scene.notices[0]
-    with pytest.raises(PoolError, match="cannot see stakes") as caught:
+    with pytest.raises(PoolError, match="cannot read stakes") as caught:
         asyncio.run(settling.read_offered(BOB, ACCOUNT))
     assert caught.value.status == 503, "a node repeats the request"
     scene.credit(ALICE, "a-2", 12)
     scene.chain.away = False
     asyncio.run(until(lambda: scene.credited(ALICE) == 42, of=settling))
-    assert scene.notices[-1] == "the chain takes entries again" and len(scene.notices) == 2
+    assert scene.notices[-1] == "the chain accepts entries again" and len(scene.notices) == 2
 
 
 def test_the_next_start_settles_the_rest_and_nothing_twice(scene: Scene) -> None:

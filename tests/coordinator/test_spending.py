@@ -1,4 +1,4 @@
-"""A worker that exploits the tolerance over many submissions is dismissed, an honest one is not; nobody is slashed."""
+"""A worker that exploits the tolerance over many submissions is dismissed, but not slashed. An honest one is not."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ USELESS = (False, False)  # fills no batch, so that any number can be uploaded
 
 
 def spent(**figures: Any) -> ToleranceSpent:
-    """Return the figures of an honest submission of 1,000 tokens: at the honest rates, and at half of the limits."""
+    """Return the figures of a submission of 1,000 tokens, by default at the honest rates and half the limits."""
     honest: dict[str, Any] = {
         "exposure": 400.0,
         "beyond": (30, 8, 0, 0),
@@ -41,7 +41,7 @@ def harness() -> Harness:
 
 
 def submitted(harness: Harness, used: ToleranceSpent | None, key: str = ALICE, **given: Any) -> str:
-    """Let all checks accept one submission. Return its state afterwards."""
+    """Submit work that passes all checks. Return the submission's state after the verdict."""
     task = harness.upload(key)
     assert harness.claimed().assignment.id == task.id
     harness.judge(task.id, None, given.pop("useful", USELESS), spent=used, **given)
@@ -107,7 +107,10 @@ def test_an_honest_worker_with_an_engine_with_wider_limits_is_never_dismissed() 
 
 
 def submissions_until_detected(draw: Any, regenerated: int = 4) -> int | None:
-    """Return how many submissions it takes, None beyond 400. `draw` returns the (improved, spoiled) rollouts of one."""
+    """Return how many submissions detection takes; None if more than 400.
+
+    `draw` returns the numbers of improved and spoiled rollouts in one submission.
+    """
     section = config().evidence.model_copy(update={"regenerated": regenerated})
     settings, process = config().model_copy(update={"evidence": section}), Process()
     for number in range(1, 401):
@@ -128,7 +131,7 @@ def test_a_worker_that_spoils_rare_right_answers_is_detected_by_regenerated_roll
     number = submissions_until_detected(spoils)
     assert number is not None and number < 120
     assert submissions_until_detected(lambda: (2, 0)) == submissions_until_detected(lambda: (0, 2)) < 40  # type: ignore[operator]
-    assert submissions_until_detected(lambda: (0, 2), regenerated=0) is None, "not without them"
+    assert submissions_until_detected(lambda: (0, 2), regenerated=0) is None, "not without regenerated rollouts"
 
 
 def test_numerics_that_change_rewards_both_ways_are_no_evidence() -> None:

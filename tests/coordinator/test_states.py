@@ -87,7 +87,7 @@ def test_after_anything_but_a_ban_a_worker_can_be_brought_back(
 
 
 class Overtaken(Nodes):
-    """Another process changes the state once, right after it was read."""
+    """A table whose state another process changes once, right after it is read."""
 
     first: NodeState | None = None
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("every_database")
 
 
 def group(source: str, scores: list[float], *, target: int = 0, penalty: float = 0.0, **fields: Any) -> GroupResult:
-    """A group of completions of 10 tokens with these scores, each less the penalty."""
+    """Return a group of completions with these scores, 10 tokens each. A reward is the score minus the penalty."""
     outcomes = fields.pop("outcomes", Outcomes(graded=len(scores)))
     return GroupResult(
         source=source,

@@ -22,7 +22,7 @@ def test_a_task_may_be_uploaded_late_until_its_worker_gets_another(harness: Harn
     harness.pool.assignments.uploaded(ALICE, late.id, "9" * 64)
     held = harness.task()
     harness.clock.now_s += 600.5
-    assert "1 in a row were not uploaded" in harness.beat().waiting_for
+    assert "missed tasks in a row: 1" in harness.beat().waiting_for
     with pytest.raises(PoolError, match="expired, not open") as caught:
         harness.pool.assignments.uploaded(ALICE, held.id, "9" * 64)
     assert caught.value.status == 409
@@ -53,13 +53,13 @@ def test_a_file_of_a_version_too_old_for_any_batch_is_refused(harness: Harness) 
     assert caught.value.status == 409
     assert harness.pool.db.submissions.count_by_state()["stale"] == 1
     harness.publish(1)
-    assert harness.task(BOB, 1).number == 1, "a late upload is not missed, so it need not rest"
+    assert harness.task(BOB, 1).number == 1, "a late upload does not count as missed, so Bob need not rest"
 
 
 # --- checking --------------------------------------------------------------------------------------------------------
 
 
-def test_several_are_claimed_at_once_oldest_first_and_of_one_version_only() -> None:
+def test_several_submissions_of_one_version_are_claimed_at_once_oldest_first() -> None:
     harness = open_pool(prompts_per_step=20)
     for key in (ALICE, BOB, CAROL):
         harness.join(key)
@@ -185,7 +185,7 @@ def test_a_hard_rejection_evicts_and_slashes(harness: Harness, reason: Reason) -
         "nonce": task.nonce,
         "file": "9" * 64,
         "full": True,
-        "validator": OTHER_VALIDATOR,  # who confirmed it
+        "validator": OTHER_VALIDATOR,  # the one that confirmed the rejection
         "reason": reason,
     }
     assert body == expected
@@ -204,12 +204,12 @@ def test_a_soft_rejection_costs_the_submission_only(harness: Harness, reason: Re
 
 @pytest.fixture
 def wide() -> Harness:
-    """Batches of 12 groups, so that several submissions may wait."""
+    """Return a pool with batches of 12 groups, so that several submissions may wait."""
     return staffed_pool(prompts_per_step=12)
 
 
 def slashed(harness: Harness) -> None:
-    """Alice: one accepted, one lie, two more uploaded, one of them claimed; then the lie is rejected."""
+    """Give Alice one accepted submission, one lie and two later uploads, one of them claimed. Then reject the lie."""
     harness.accepted(useful=(True, True))
     lie = harness.upload()
     harness.claims(VALIDATOR, 1)

@@ -54,13 +54,13 @@ def test_the_newest_entry_is_co_signed_kept_and_recorded(site: Site, tmp_path: P
     *same, last = ledger(site, node)
     assert same == before and last.kind == "witnessed" and node.identity.public in last.body
     witness.sign()
-    assert ledger(site, node)[-1] == last, "a co-signature alone is nothing new to co-sign"
+    assert ledger(site, node)[-1] == last, "an entry for a co-signature is not co-signed itself"
     validator(site, tmp_path, "other")
     witness.sign()
     assert [entry.kind for entry in ledger(site, node)[-2:]] == ["registered", "witnessed"]
 
 
-def test_it_co_signs_at_intervals(site: Site, tmp_path: Path) -> None:
+def test_a_validator_co_signs_at_intervals(site: Site, tmp_path: Path) -> None:
     now_s = 0.0
     node = validator(site, tmp_path)
     witness = Witness(node, tmp_path / "validator", lambda: now_s)
@@ -107,7 +107,7 @@ def make_invite_of(site: Site):  # type: ignore[no-untyped-def]
     return make_invite(site.identity, url=site.url, run=RUN, role="validator", name="x", expires_s=2_000_000_000)
 
 
-def test_a_damaged_head_is_named(site: Site, tmp_path: Path) -> None:
+def test_a_damaged_head_file_is_reported(site: Site, tmp_path: Path) -> None:
     node = validator(site, tmp_path)
     Witness(node, tmp_path / "validator").sign()
     (tmp_path / "validator" / HEAD).write_text("{")

@@ -110,7 +110,7 @@ def on_pyrevm() -> Iterator[Backend]:
 
 
 def anvil_binary() -> str | None:
-    """Return $SHOAL_ANVIL, `anvil` on the path, or the one that `make evm` installs."""
+    """Return the path of anvil: $SHOAL_ANVIL, the one on the path, or the one that `make evm` installs."""
     built = next((Path(__file__).parents[2] / ".evm" / "node_modules").glob("@foundry-rs/anvil-*/bin/anvil"), None)
     return os.environ.get("SHOAL_ANVIL") or shutil.which("anvil") or (str(built) if built else None)
 

@@ -103,7 +103,7 @@ def test_an_append_is_part_of_the_callers_transaction(tmp_path: Path) -> None:
     assert connection.in_transaction
     connection.execute("COMMIT")
     ledger.append("accepted", {})
-    assert not connection.in_transaction, "without an open one it uses its own"
+    assert not connection.in_transaction, "without an open transaction, an append uses its own"
     assert [entry.seq for entry in open_ledger(tmp_path / "ledger.db")[0].entries()] == [1, 2, 3]
 
 
@@ -188,7 +188,7 @@ def test_verification_finds_a_recomputed_digest_and_a_foreign_signature() -> Non
     assert first_bad(entries) == 3
     assert first_bad(some_entries(identity=OTHER)) == 1, "a chain of another key"
     wrong = COORDINATOR.sign(bytes.fromhex(some_entries()[0].digest), domain="manifest")
-    assert first_bad([some_entries()[0].model_copy(update={"signature": wrong})]) == 1, "of another domain"
+    assert first_bad([some_entries()[0].model_copy(update={"signature": wrong})]) == 1, "signed in another domain"
 
 
 def test_an_entry_rewritten_by_the_owner_breaks_the_next_entry() -> None:

@@ -1,4 +1,4 @@
-"""Settling copies each ledger entry into the contract once, whatever is repeated or lost in between."""
+"""Settling copies each ledger entry into the contract once, even if calls are repeated or answers are lost."""
 
 import pytest
 

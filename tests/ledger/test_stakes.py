@@ -36,7 +36,7 @@ def refused(*actions: Callable[[], None]) -> None:
             action()
 
 
-def test_a_key_registers_once_and_before_it_stakes_or_earns(backend: Backend) -> None:
+def test_a_key_registers_once_and_must_do_so_before_it_stakes_or_earns(backend: Backend) -> None:
     stakes, _ = backend
     assert stakes.account(A) is None
     refused(lambda: stakes.stake(A, 5), lambda: stakes.credit(A, "w-1", 3), lambda: stakes.slash(A, "w-1", DIGEST))
@@ -168,7 +168,7 @@ def test_the_committed_bytecode_is_what_the_source_compiles_to() -> None:
     assert (compiled["abi"], compiled["bytecode"]) == (committed["abi"], committed["bytecode"])
 
 
-def test_only_the_operator_and_the_payer_can_move_anything() -> None:
+def test_a_stranger_can_only_reclaim_its_own_deposit() -> None:
     chain = revm_chain()
     address = deploy(chain)
     stakes = InContract(chain, address)

@@ -29,7 +29,7 @@ CALLS: dict[str, Callable[[EvmStakes], object]] = {
 
 
 class Node(ThreadingHTTPServer):
-    """A chain's node. It knows its chain id; its answer to any other request is `answer`, a body or a JSON-RPC result."""
+    """A chain's node. It answers every request except for the chain id with `answer`, a body or a JSON-RPC result."""
 
     answer: Any = b""
 
@@ -94,7 +94,7 @@ def test_an_answer_from_another_contract_is_a_lost_chain(node: Node, data: str) 
 
 
 def test_opening_a_chain_keeps_the_recursion_limit(node: Node) -> None:
-    """A dependency of web3.py sets 100,000, too much for C's stack. The test imports web3 anew, in a process of its own."""
+    """A dependency of web3.py sets 100,000, too much for C's stack. A new process imports web3 anew."""
     code = (
         "import sys; from shoal.ledger.evm import Web3Chain; before = sys.getrecursionlimit();"
         f"Web3Chain('http://127.0.0.1:{node.server_port}'); assert sys.getrecursionlimit() == before"

@@ -1,31 +1,32 @@
-"""Workers' turnaround times, and what they decide: when a task is late or missed, and how large the next one is.
+"""Workers' turnaround times. They decide when a task is late or missed, and how large a worker's next task is.
 
-    expected    a worker's own time from task to upload, at most MAX_SLOWDOWN times the pool's median. For a newcomer: the
-                pool's 90th percentile, with the same limit; START_S while nothing was accepted in the whole pool
+    expected    a worker's own time from task to upload, at most MAX_SLOWDOWN times the pool's median. For a newcomer:
+                the pool's 90th percentile, with the same limit; START_S until the pool has accepted any work
     late        after LATE times the expected time. A late task no longer counts as in progress; its work is assigned
                 again. It may still be uploaded while a batch can take its version; its worker's own time then grows
-    missed      its worker requests another task and will not upload this one: the worker has newer weights, or the task
-                is older than `assignment.DEADLINE_S`, or no batch can take its version any more
+    missed      its worker requests another task and will not upload this one: the worker has newer weights, it lost a
+                task that is older than `assignment.DEADLINE_S`, or it lost an announced file
     rest        before the next task: the pool's median time * 2 ^ (tasks missed in a row - 1) * 2 ^ (8 * share missed)
     suspension  when the recent share of missed tasks reaches SUSPEND_SHARE
 
-The share is an exponential average over about 8 tasks. It starts at INITIAL_SHARE, so 4 missed tasks suspend a new key,
-and 6 in a row suspend one with a good record. An upload that is too late is not missed: the worker was slow, but it did
-the work.
+The share is an exponential average over about 8 tasks. It starts at INITIAL_SHARE. So 4 missed tasks suspend a new key,
+and 6 in a row suspend a key with a good record. A task that is uploaded too late does not count as missed: the worker
+was slow, but it did the work.
 
-A worker's next task has as many groups as the worker finishes in the pool's median time:
+A worker's next task has as many groups as the worker can finish in the pool's median time:
 
     newcomer                           base, which is `workers.groups_per_submission`
     slower than SIMILAR * median       size * median / own time
     about as fast, below base          twice as many, at most base
     faster                             size * median / own time, at most twice as many and at most `workers.largest`
 
-The size changes neither which tasks are drawn (a larger task begins with the groups of a smaller one) nor what a group
-earns. A large task of a worker with little credit in escrow is always checked whole (`trust`).
+The size does not change which tasks are drawn: a larger task begins with the groups of a smaller one. A group earns the
+same in a task of any size. If a worker has little credit in escrow, its large tasks are always checked whole (`trust`).
 
-Invariants: an open task counts as in progress for at most LATE * MAX_SLOWDOWN median times. A task's size is between 1 and
-`workers.largest`; a worker of median speed keeps its size. Times are measured by the coordinator's clock, from task to
-upload; a worker's own reports are ignored. Only accepted work is measured, so nobody else can make a worker look slow.
+Invariants: an open task counts as in progress for at most LATE * MAX_SLOWDOWN median times. A task's size is between 1
+and `workers.largest`; a worker of median speed keeps its size. Times are measured by the coordinator's clock, from task
+to upload; a worker's own reports are ignored. Only accepted work is measured, so nobody else can make a worker look
+slow.
 """
 
 import statistics
@@ -44,7 +45,7 @@ SUSPEND_SHARE = 0.5
 SHARE_WEIGHT = 1 / 8  # weight of one task in a worker's share of missed tasks
 TIME_WEIGHT = 1 / 4  # weight of one task in a worker's average time
 MAX_REST_S = 600.0
-LARGE_POOL, REFRESH_S = 256, 1.0  # one time hardly moves the median of a large pool, so times are cached for REFRESH_S
+LARGE_POOL, REFRESH_S = 256, 1.0  # a single time hardly moves a large pool's median: cache the times for REFRESH_S
 SIMILAR = 4 / 3
 
 
@@ -53,7 +54,7 @@ class Arrivals:
         self.db = db
         self.config = config
         self._cached_times: list[float] = []
-        self._cached_s = 0.0  # when they were read
+        self._cached_s = 0.0  # when the times were read
 
     def _times(self) -> list[float]:
         """Return the workers' times in ascending order, cached for a large pool."""
@@ -82,12 +83,12 @@ class Arrivals:
     def accepted(self, task: Submission) -> None:
         """Count an accepted task: lower its worker's share of missed tasks and update its time.
 
-        A task much smaller than usual, because the batch needed no more, says little about the worker's time.
+        A task is much smaller than usual if the batch needs few groups. Such a task does not change the worker's time.
         """
         node = self.db.nodes.get(task.worker)
         if node is None or task.uploaded_s is None:
             return
-        took_s = max(task.uploaded_s - task.assigned_s, 1e-3)  # a clock may have been set back
+        took_s = max(task.uploaded_s - task.assigned_s, 1e-3)  # the clock may have been set back
         size = usual_size(node, self.config)
         if node.took_s:
             weight = TIME_WEIGHT if 2 * task.groups > size else 0.0
@@ -99,7 +100,7 @@ class Arrivals:
         )
 
     def late(self, task: Submission) -> None:
-        """Close a task whose upload no batch can take any more, without penalty. Its worker gets smaller tasks."""
+        """Close a task whose version is too old for every batch, without penalty. Its worker may get smaller tasks."""
         self.db.submissions.move(task, "late")
         node = self.db.nodes.get(task.worker)
         if node is not None:
@@ -120,7 +121,7 @@ class Arrivals:
     def missed(self, tasks: Sequence[Submission]) -> None:
         """Close tasks that their worker will not upload. The worker must rest, and is suspended if it misses too many.
 
-        Tasks of one worker that are lost together count as one, because the worker died while working on them.
+        The tasks are of one worker. They count as one missed task, because one crash can lose all of them.
         """
         for task in tasks:
             self.db.submissions.move(task, "miss")
@@ -147,12 +148,12 @@ def usual_size(node: Member | None, config: Config) -> int:
 
 
 def max_size(config: Config) -> int:
-    """Return the groups in the largest task, whose file fits into `max_submission_bytes` whatever is generated."""
+    """Return the number of groups in the largest task. Its file always fits into `max_submission_bytes`."""
     return min(config.max_submission_bytes // config.group_bytes, config.workers.largest)
 
 
 def fitted_size(size: int, took_s: float, median_s: float, config: Config) -> int:
-    """Return the next size, if a task of `size` takes `took_s` and the pool's median worker takes `median_s` for its own."""
+    """Return the next size for a worker that takes `took_s` for `size` groups. `median_s`: the pool's median time."""
     base = config.workers.groups_per_submission
     pace = median_s / took_s
     if pace < 1 / SIMILAR:
@@ -165,6 +166,6 @@ def fitted_size(size: int, took_s: float, median_s: float, config: Config) -> in
 
 
 def _share(node: Member) -> float:
-    """Return the share of its tasks that a worker missed; INITIAL_SHARE for a newcomer."""
+    """Return a worker's recent share of missed tasks; at least INITIAL_SHARE for a newcomer."""
     is_new = not node.took_s and not node.missed_in_a_row
     return max(node.missed, INITIAL_SHARE) if is_new else node.missed

@@ -5,17 +5,17 @@
 Invariants: a worker generates at most `workers.in_flight` tasks at a time, all of one version, and uploads them in
 order. So it cannot skip a task and upload later ones: when the first is too old, all are. A worker cannot get different
 tasks by restarting or by loading older weights. Nonces are unpredictable, and each later task is of the same version or
-a newer one, so a worker that picks among tasks misses some (see `arrivals`). While a worker uploads a file, one more
-task may be open: the file's hash was announced before, so later tasks cannot influence the file. Only a worker with
-accepted work has more than one task. No task is assigned while enough work for the open batch is in progress, so queues
-stay short and rollouts fresh. While a worker with accepted work is live, keys without any get at most half of the open
-batch's work. A submission is uploaded once, by its worker, within its grant.
+a newer one. So a worker that picks among its tasks misses the others (see `arrivals`). While a worker uploads a file,
+one more task may be open: the file's hash was announced first, so that task cannot influence the file. Only a worker
+with accepted work has more than one task. No task is assigned while enough work for the open batch is in progress, so
+queues stay short and rollouts fresh. While a worker with accepted work is live, keys without any get at most half of
+the open batch's work. A submission is uploaded once, by its worker, within its grant.
 
-The same assignment always gets the same nonce, even after kill -9, because nothing else goes into it but the
-coordinator's key. Without that key, a nonce is indistinguishable from random bits. It is stored in the table of
-submissions, the ledger and the submitted file, so anyone who has them can derive the tasks again (`tasks.derive`).
-Left out: a new secret for a coordinator restored from an older copy of its database. Such a coordinator reuses the
-nonces of reused numbers, so a worker already knows those tasks.
+A nonce depends only on the assignment and the coordinator's key, so an assignment keeps its nonce even after kill -9.
+Without that key, a nonce is indistinguishable from random bits. It is stored in the table of submissions, the ledger
+and the submitted file, so anyone with one of these can derive the tasks again (`tasks.derive`).
+Left out: a new secret after the database is restored from an older copy. The coordinator then assigns some numbers a
+second time with the same nonces, so a worker may already know those tasks.
 """
 
 import hashlib
@@ -34,11 +34,11 @@ from shoal.coordinator.trust import max_unchecked
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment, Finished
 
-RECENT_GROUPS = 200  # the share of useful groups is estimated from these
+RECENT_GROUPS = 200  # how many of the newest groups are used to estimate the share of useful groups
 MIN_USEFUL_SHARE = 0.05  # assumed even if fewer groups are useful, so that queues stay bounded
 NEWCOMER_SHARE = 0.5  # largest share of the open batch's work that keys without accepted work may have
 NONCE_HEX = 32
-DEADLINE_S = 600.0  # after it, a worker that lost a task gets a different one
+DEADLINE_S = 600.0  # after this time, a worker that lost a task gets a different one
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Assignments:
     ) -> Assignment | str:
         """Return the worker's next task, or what it must wait for. `loaded`: the version that the worker has loaded.
 
-        `uploading`, `working_on`: the submissions that the worker says it is uploading and generating.
+        `uploading`, `working_on`: the submissions that the worker reports it is uploading and generating.
         """
         with self.db.transaction():
             now_s = self.db.clock()
@@ -74,7 +74,7 @@ class Assignments:
                 return f"version {loaded}, which this worker reports as loaded, to be published"
             assigned = self.db.submissions.newest_version_of(worker)
             if loaded < assigned:
-                return f"this worker to load version {assigned}"  # switching versions would let it choose
+                return f"this worker to load version {assigned}"  # a choice of versions would be a choice of tasks
             lost_uploads = self._check_announced(worker, uploading, oldest_allowed)
             tasks = [task for task in self.db.submissions.held_by(worker) if not task.announced]
             lost = [task for task in tasks if task.id not in working_on]
@@ -82,7 +82,7 @@ class Assignments:
             if lost_uploads or missed:
                 self.arrivals.missed([*lost_uploads, *missed])
             if resumed := [task for task in lost if task not in missed]:
-                return self.describe(resumed[0])  # the worker restarted: a new task would let it choose
+                return self.describe(resumed[0])  # the worker restarted: it must not choose between two tasks
             node = self.db.nodes.get(worker)
             if reason := self._why_busy(worker, node, loaded, oldest_allowed) or _why_resting(node, now_s):
                 return reason
@@ -104,9 +104,9 @@ class Assignments:
         self.db.submissions.announce(tasks[0].id, upload.hash)
 
     def _check_announced(self, worker: str, uploading: str, oldest_allowed: int) -> list[Submission]:
-        """Stop waiting for an announced file that the worker lost, or that is too late.
+        """Stop waiting for an announced file that the worker lost, or whose version is too old.
 
-        Return the file's task, which is then missed, if the worker lost the file but could upload a later one instead.
+        If the worker lost the file but already has a later task, return the file's task: it is missed.
         """
         held = next((task for task in self.db.submissions.held_by(worker) if task.announced), None)
         if held is None:
@@ -117,14 +117,14 @@ class Assignments:
             return []
         if self.db.submissions.next_number(worker) > held.number + 1:
             return [held]
-        self.db.submissions.announce(held.id, "")  # the worker restarted
+        self.db.submissions.announce(held.id, "")  # the worker restarted: it gets the same task again
         return []
 
     def _why_busy(self, worker: str, node: Member | None, loaded: int, oldest_allowed: int) -> str:
         """Return what the worker must finish before its next task; "" if nothing.
 
-        A task of newer weights may outlive an older one that is still being uploaded. So such a task is assigned only
-        while the older version is allowed for at least one more step.
+        While the worker uploads a file of an older version, it gets a task of a newer one only if the older version
+        stays allowed for at least one more step.
         """
         held = self.db.submissions.held_by(worker)
         if not held:
@@ -174,8 +174,9 @@ class Assignments:
         progress. While a worker with accepted work is live, half of the batch is reserved for such workers.
 
         A task of the worker's usual size may be larger than the batch needs: the rest goes into the next batch. If the
-        next batch cannot use it, because the version will be too old or the run over, the task is no larger than
-        needed. While the learner is then still busy, all groups also count as useful, so that none is left over.
+        next batch cannot use the rest, because the version will be too old or the run over, the task is no larger than
+        needed. If the learner has also not yet published version `step`, all groups count as useful, so that none is
+        left over.
         """
         section = self.config.coordinator
         fits_next_batch = version > step - section.async_level and step + 1 < self.config.run.steps
@@ -205,9 +206,9 @@ class Assignments:
     def may_upload(self, worker: str, id: str, content_hash: str = "") -> Submission:
         """Return the submission. Raise PoolError unless this worker may upload the file with this hash for it.
 
-        The grant is valid while this is the worker's oldest open task and a batch can still take its version. A late upload
-        is not penalised: its task becomes stale. A file other than the announced one ends the task as missed,
-        because the worker signed both.
+        The grant is valid while this is the worker's oldest open task and a batch can still take its version. An upload
+        of a version that is too old has no penalty: its task becomes stale. A file other than the announced one ends
+        the task as missed, because the worker signed both.
         """
         task = self.db.submissions.get(id)
         if task is None:
@@ -224,7 +225,7 @@ class Assignments:
         if content_hash and task.announced not in ("", content_hash):
             with self.db.transaction():
                 self.arrivals.missed([task])
-            log.info("%s: %s sent another file than it had announced", id, self.db.nodes.name(worker))
+            log.info("%s: %s sent a different file from the one it announced", id, self.db.nodes.name(worker))
             raise PoolError(f"{id} is not the file that was announced, {task.announced[:16]}; take a new task")
         return task
 
@@ -235,7 +236,7 @@ class Assignments:
 
 
 def _why_resting(node: Member | None, now_s: float) -> str:
-    """Return why the worker gets no task, because of its state or missed tasks; "" if it may have one."""
+    """Return what the worker must wait for because of its state or its missed tasks; "" if nothing."""
     if node is None:
         return ""
     if wait_s := node.suspended_s(now_s):
@@ -246,7 +247,7 @@ def _why_resting(node: Member | None, now_s: float) -> str:
         return f"nothing more: it is {node.state} ({node.reason})"
     if node.rests_until_s > now_s:
         wait_s = node.rests_until_s - now_s
-        return f"its next task in {wait_s:.0f} s, because {node.missed_in_a_row} in a row were not uploaded"
+        return f"its next task in {wait_s:.0f} s, because of missed tasks in a row: {node.missed_in_a_row}"
     return ""
 
 

@@ -1,13 +1,14 @@
 """Batches of accepted groups, and reports by the trusted roles: published versions, trained steps, evaluations.
 
-A group is useful if its rewards differ (with `coordinator.online_filter = false`: always), and no grader error occurred in
-it, because the reward of such a completion means nothing. Useful groups of allowed age fill the steps' batches, oldest
-first. At most UNCHECKED_SHARE (`trust`) of a batch comes from submissions that were not prefilled whole. `learner/groups`
-describes what the learner then leaves out.
+A group is useful if its rewards differ and no grader error occurred in it: the reward of a completion with a grader
+error means nothing. With `coordinator.online_filter = false`, equal rewards are useful too. Useful groups of allowed
+age fill the steps' batches, oldest first. At most UNCHECKED_SHARE (`trust`) of a batch comes from submissions that were
+not prefilled whole. `learner/groups` describes which of these groups the learner leaves out.
 
-Invariants: a full batch never changes, so a restarted learner trains on the same groups; no group is in two batches. A
-version keeps its digest; a repeated report, as after a restart, counts once. A step's metrics cover all accepted groups,
-also those that the learner never saw; an unknown metric is omitted (docs/pages.md lists them).
+Invariants: a full batch never changes, so a restarted learner trains on the same groups. No group is in two batches. A
+version keeps its digest. A repeated report, for example after a restart, counts once. A step's metrics cover all
+accepted groups, including those that the learner never saw. A metric without a value is omitted (docs/pages.md lists
+the metrics).
 Paper: INTELLECT-2 (arXiv 2505.07291), online filtering and asynchronous training.
 """
 
@@ -35,7 +36,7 @@ class Batches:
     ) -> list[int]:
         """Add the groups of an accepted submission. Return the steps whose batches became full.
 
-        `checked`: it was prefilled whole.
+        `checked`: whether the submission was prefilled whole.
         """
         with self.db.transaction():
             step = self.db.open_step()
@@ -141,7 +142,7 @@ class Learning:
 def score_metrics(db: Database, step: int) -> dict[str, float]:
     """Return metrics of rewards, sources and lengths of the groups accepted while a step was open.
 
-    Empty if none was: groups left over from the previous step may fill this step's batch at once.
+    Return no metrics if no group was accepted: groups left over from the previous step can fill a batch at once.
     """
     rewards = db.groups.rewards_during(step)
     if rewards is None:

@@ -1,25 +1,26 @@
 """Which validator may check a submission, and when a second validator must confirm a rejection.
 
-Nodes whose fingerprints agree compute bit-identically: they form one exactness class. A node reports a fingerprint for each
-version that it loads; two nodes are in one class if theirs agree for the newest version that both reported. A submission
-goes to a live validator of its worker's class if there is one. This does not decide whether the tolerance is zero: for
-that, the validator compares the worker's fingerprint for the submission's version with its own.
+Nodes whose fingerprints agree compute bit-identically: they form one exactness class. A node reports a fingerprint for
+each version that it loads. Two nodes are in one class if their fingerprints agree for the newest version that both
+reported. A submission goes to a live validator of its worker's class if there is one. That validator then compares the
+worker's fingerprint for the submission's version with its own to decide whether the tolerance is zero.
 
-A hard rejection, or one as `inexact`, waits for a second verdict if another live validator can judge the submission: it
-returns to the queue, and the other validator's verdict counts. Without such a validator, the first verdict counts;
-its validator reloaded its weights before giving it.
+A rejection waits for a second verdict if it is hard or its reason is `inexact`, and if another live validator can judge
+the submission. The submission returns to the queue, and the second verdict counts. Without another validator, the first
+verdict counts. Before a hard rejection because of a prefill, a validator reloads its weights and repeats the prefill.
 
-    both reject           hard: slashed. inexact: no credit, and the mismatch is counted
-    the second accepts    the first validator is suspect: it is asked for a new fingerprint; the worker gets credit
+    both reject           hard: the worker is slashed. inexact: no credit, and the mismatch is counted
+    the second accepts    the worker gets credit; the first validator is suspect and is asked for a new fingerprint
     nobody to confirm     the first verdict counts; inexact: no credit
 
-Once the relays have dropped the version, or the run's last step is trained, nobody can confirm a rejection. Then the first
-verdict counts too (`judgement`), so a liar gains nothing by a delay.
+Once the relays have dropped the version, or the run's last step is trained, nobody can confirm a rejection. Then the
+first verdict counts (`judgement`), so a liar gains nothing by a delay.
 
 A worker with an inexact submission is asked to reload its weights and to report a new fingerprint. A different
-fingerprint puts it into another class. MISMATCHES confirmed inexact submissions within WINDOW_S suspend the worker. As
-many unconfirmed ones exclude it from all classes for WINDOW_S: its work is judged by tolerances, which costs it nothing
-and saves the validator a second prefill. Mismatches uploaded before a worker could report a new fingerprint count once.
+fingerprint puts it into another class. MISMATCHES confirmed inexact submissions within WINDOW_S suspend the worker. The
+same number of unconfirmed ones excludes it from all classes for WINDOW_S. Its work is then judged with tolerances,
+which costs it nothing and saves the validator a second prefill. Inexact submissions that were uploaded before the
+worker could report a new fingerprint count as one mismatch.
 
 Invariants: a false fingerprint gains nothing; it only chooses the validator and makes the check stricter. A flipped bit
 in any machine costs at most the credit of the submissions that it made inexact. A submission keeps the fingerprint that
@@ -58,8 +59,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Renewal:
-    """Requests to one node for a new fingerprint: how many were made and fulfilled, the last at `done_s`. The node is
-    in no class until `excluded_until_s`, whatever it reports."""
+    """How often a node was asked for a new fingerprint and how often it reported one, the last time at `done_s`. The
+    node is in no class until `excluded_until_s`, whatever it reports."""
 
     requested: int = 0
     done: int = 0
@@ -139,13 +140,13 @@ class Fingerprints:
 
 
 class Replays:
-    """For each checked submission: the class it claimed, a doubt about it, and the result of its exact replay."""
+    """For each claimed submission: its worker's fingerprint, any doubt about it, and the result of its exact replay."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
     def fingerprint(self, submission: str) -> str | None:
-        """Return the worker's fingerprint at the first claim; "" if it claimed no class; None before the first claim."""
+        """Return the worker's fingerprint at the first claim; "" if it had none; None before the first claim."""
         value: str | None = self.connection.value("SELECT fingerprint FROM replays WHERE submission = ?", submission)
         return value
 
@@ -194,7 +195,7 @@ class Checkers:
     # --- what nodes report -------------------------------------------------------------------------------------------
 
     def report(self, key: str, beat: Heartbeat) -> None:
-        """Record the fingerprint in a heartbeat, unless its version is unpublished."""
+        """Record the fingerprint in a heartbeat, unless its version is unpublished or the node is excluded."""
         table, reported = self.fingerprints, beat.fingerprint
         known, renewal = table.of(key), table.renewal(key)
         if renewal.done < beat.renewals <= renewal.requested:
@@ -206,7 +207,7 @@ class Checkers:
             return
         if known.get(reported.version) == reported.value or self.db.policies.digest(reported.version) is None:
             return
-        if reported.version in known:  # the machine, its libraries or its memory changed: it is in another class now
+        if reported.version in known:  # the machine, its libraries or its memory changed, so its class did too
             log.info("%s changed its fingerprint for version %d", key[:16], reported.version)
             table.forget(key)
         table.put(key, reported.version, reported.value)
@@ -225,15 +226,15 @@ class Checkers:
             return f"{left_s:.0f} s: its work differed too often from the class that it reported"
         if self.config.validator.classes == "exact" and not self.peers(worker):
             return (
-                'a validator whose fingerprint is this worker\'s: with validator.classes = "exact" only machines that '
-                "compute like a validator get tasks"
+                'a validator with the same fingerprint as this worker: with validator.classes = "exact", only workers '
+                "in the exactness class of a validator get tasks"
             )
         return ""
 
     # --- who checks what ---------------------------------------------------------------------------------------------
 
     def same_class(self, key: str, other_key: str) -> bool:
-        """Return whether two nodes are in one class, by the newest version that both reported."""
+        """Return whether two nodes' fingerprints agree for the newest version that both reported."""
         values, others = self.fingerprints.of(key), self.fingerprints.of(other_key)
         newest = next((version for version in values if version in others), None)
         return newest is not None and values[newest] == others[newest]
@@ -246,10 +247,11 @@ class Checkers:
         return [key for key in self.live_validators() if self.same_class(worker, key)]
 
     def may_check(self, validator: str, submission: Submission) -> bool:
-        """Return whether this validator may check a submission now: one of the worker's class, if any is live.
+        """Return whether this validator may check a submission now.
 
-        A doubted submission goes to a different validator: one of the worker's class to confirm that the work is inexact,
-        any other one to confirm a hard rejection.
+        If live validators of the worker's class exist, only they may. A doubted submission goes to a different
+        validator: only one of the worker's class can confirm that the work is inexact; any other one can confirm a hard
+        rejection.
         """
         eligible, doubt = self.peers(submission.worker), self.replays.doubt(submission.id)
         if doubt is not None:
@@ -271,7 +273,7 @@ class Checkers:
             self.replays.add(submission.id, value)
         return value
 
-    # --- second opinions -----------------------------------------------------------------------------------------------
+    # --- second opinions ---------------------------------------------------------------------------------------------
 
     def defer(self, submission: Submission, validator: str, verdict: Verdict) -> bool:
         """Return whether this verdict waits for a second one. If so, put the submission back into the queue."""
@@ -281,7 +283,7 @@ class Checkers:
         if self.db.is_trained(self.config.run.steps) or not self.confirmers(submission, validator, reason):
             return False
         self.replays.set_doubt(submission.id, validator, reason.value, verdict.model_dump_json())
-        # Discard the file that this validator stored. The next one checks the whole submission.
+        # Discard the file that this validator stored. The next validator prefills the whole submission.
         return self.db.submissions.move(submission, "doubt", validator=None, accepted_hash=None, full_check=True)
 
     def first_verdict(self, submission: Submission) -> tuple[str, Verdict] | None:
@@ -290,12 +292,15 @@ class Checkers:
         return None if doubt is None else (doubt.by, Verdict.model_validate_json(doubt.verdict))
 
     def is_repeat(self, submission: Submission, validator: str) -> bool:
-        """Return whether this validator gave the first verdict, which waits for another validator."""
+        """Return whether this validator gave the first verdict and does not hold the current claim."""
         doubt = self.replays.doubt(submission.id)
         return doubt is not None and doubt.by == validator != submission.validator
 
     def settle(self, submission: Submission, validator: str, verdict: Verdict, reason: Reason | None) -> Reason | None:
-        """Return the final reason, once no other verdict is needed. Record mismatches against whoever is at fault."""
+        """Return the reason of the final verdict; None if it accepts.
+
+        Record a mismatch of the worker, or ask a validator that is at fault for a new fingerprint.
+        """
         first = self.replays.doubt(submission.id)
         if first is not None and first.by == validator:
             first = None  # no other validator is left
@@ -305,7 +310,7 @@ class Checkers:
             reason, first = Reason.INEXACT, None
         if first and not (reason is not None and (reason in HARD or reason is Reason.INEXACT)):
             who = self.db.nodes.name(validator)
-            self._renew(first.by, f"rejected {submission.id} ({first.reason.value}), {who} did not")
+            self._renew(first.by, f"rejected {submission.id} ({first.reason.value}), but {who} did not")
         if reason is Reason.INEXACT:
             self._mismatch(submission, confirmed=first is not None)
         if verdict.replay is not None and (reason is None or reason is Reason.INEXACT):
@@ -321,7 +326,7 @@ class Checkers:
         if not confirmed:
             self.notify(f"{submission.id} by {name} is inexact, and no second validator could confirm it")
         if renewal.pending or uploaded_s <= renewal.done_s:
-            return  # same cause as the mismatch for which a renewal was requested
+            return  # counts as one with the mismatch for which the renewal was requested
         self.fingerprints.add_mismatch(submission.worker, now_s, confirmed=confirmed)
         if self.fingerprints.mismatches(submission.worker, now_s - WINDOW_S, confirmed=confirmed) < MISMATCHES:
             return
@@ -332,12 +337,13 @@ class Checkers:
         else:
             self.fingerprints.exclude(submission.worker, now_s + WINDOW_S)
             self.notify(
-                f"{name} is in no exactness class for {WINDOW_S:.0f} s: a second validator would show whose fault it is"
+                f"{name} is in no exactness class for {WINDOW_S:.0f} s, because nobody could confirm that its work is"
+                " inexact; run a second validator to find out whether the worker or the validator is at fault"
             )
 
     def _renew(self, validator: str, why: str) -> None:
         if not self.fingerprints.renewal(validator).pending:
             self.fingerprints.request_renewal(validator)
-        text = f"{self.db.nodes.name(validator)} {why}: it is asked to reload its weights"
+        text = f"{self.db.nodes.name(validator)} must reload its weights: it {why}"
         self.notify(text)
         log.info("%s", text)

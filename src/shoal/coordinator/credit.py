@@ -1,20 +1,20 @@
 """Credit for accepted submissions, in tokens; members' stakes; and the settlement of both on a chain.
 
     pending     once the submission is accepted
-    credited    once its worker has passed `validator.escrow_checks` full checks of later submissions, or once the run's last
-                step is trained; at once, if it is accepted after that
-    forfeited   when its worker is slashed or dismissed before that
+    credited    once its worker has passed `validator.escrow_checks` full checks of later submissions, or once the run's
+                last step is trained. Submissions accepted after that step are credited at once
+    forfeited   when its worker is slashed or dismissed while the credit is pending
 
 All credit is escrowed, even that of checked submissions. So a liar always risks at least the credit of `escrow_checks`
-honest submissions, even right after it earned trust; docs/trust.md calculates why that suffices.
+honest submissions, even right after it earned trust. docs/trust.md calculates why that suffices.
 
     offered     stake that a stranger has deposited; enough of it lets the stranger join
     at_risk     stake that slashing a member would take
 
-Invariants: a submission's credit leaves `pending` once, with one ledger entry, in the transaction of the event that causes
-it, and is never taken back. A stake that its owner can still withdraw at once is only offered, and earns no task. Only a
-stranger that joins by stake waits for a chain: accepted work is in the ledger first, and `Settlement` sends entries in
-order, retrying until the chain takes them, even after a restart.
+Invariants: a submission's credit leaves `pending` once, with one ledger entry, in the transaction of the event that
+causes it, and is never taken back. A stake that its owner can still withdraw at once counts only as offered, and earns
+no task. Only a stranger that joins by stake waits for a chain. Accepted work enters the ledger first. `Settlement` then
+sends the entries in order and retries, even after a restart, until the chain accepts them.
 Left out: what a token is worth; chain reorganisations; a chain that makes blocks more slowly than the pool makes entries.
 """
 
@@ -54,9 +54,9 @@ class Escrow:
         self.config = config
 
     def accepted(self, worker: str, submission: str, tokens: int) -> None:
-        """Escrow the credit of an accepted submission; release what this worker's later checks now cover.
+        """Escrow the credit of an accepted submission. Release the credit that this worker's later checks now cover.
 
-        After the run's last step no more work can cover it, so it is credited at once.
+        After the run's last step no more work follows, so all of the worker's credit is released at once.
         """
         self.db.connection.change(
             "UPDATE submissions SET tokens = ?, credit = 'pending' WHERE id = ?", tokens, submission
@@ -64,7 +64,7 @@ class Escrow:
         if self.db.is_trained(self.config.run.steps):
             self._settle(worker, "credited", self._pending(worker))
             return
-        covered = self.db.connection.rows(  # with at least `escrow_checks` accepted full checks after it
+        covered = self.db.connection.rows(  # submissions followed by at least `escrow_checks` accepted full checks
             "SELECT id, tokens FROM submissions WHERE worker = ? AND credit = 'pending' AND seq <"
             " (SELECT seq FROM submissions WHERE worker = ? AND state = 'accepted' AND full_check"
             " ORDER BY seq DESC LIMIT 1 OFFSET ?) ORDER BY seq",
@@ -164,8 +164,8 @@ class ChainStakes:
 
 
 class Settlement:
-    """Settles ledger entries in a contract (`[ledger]`), and reads stakes back. It runs on the event loop; only its own
-    threads talk to the chain, and they use no database."""
+    """Settles ledger entries in a contract (`[ledger]`), and reads stakes back. It runs on the event loop. Only its own
+    threads talk to the chain; they never use the database."""
 
     def __init__(self, config: Config, db: Database, stakes: ChainStakes, notify: Callable[[str], None]) -> None:
         self.config = config
@@ -183,7 +183,7 @@ class Settlement:
     # --- on the event loop -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Settle until cancelled. Raise LedgerError if the contract is not this run's; retry if the chain is unreachable."""
+        """Settle until cancelled; retry if the chain is unreachable. Raise LedgerError for another run's contract."""
         pause_s = POLL_S
         while True:
             members, before = self._queue_entries(), self.stakes.members
@@ -203,14 +203,14 @@ class Settlement:
     async def read_offered(self, key: str, payer: str) -> None:
         """Read the stake that a stranger has deposited. Raise PoolError (503: retry) if the chain is unreachable."""
         if self._strangers >= MAX_STRANGERS:
-            raise PoolError("many ask to join at once; wait", 503)
+            raise PoolError("too many nodes are joining at the same time; try again", 503)
         self._strangers += 1
         try:
             offered = await asyncio.get_running_loop().run_in_executor(
                 self._read_thread, self._read_offered, key, payer
             )
         except LedgerError as error:
-            raise PoolError(f"cannot see stakes: {error}", 503) from error
+            raise PoolError(f"cannot read stakes from the chain: {error}", 503) from error
         finally:
             self._strangers -= 1
         self.stakes.offers = {key: offered}  # only this request needs it
@@ -224,8 +224,8 @@ class Settlement:
                 self._settle_thread.submit(self._settle_batch, members).result(max(0.1, deadline_s - time.monotonic()))
         except (LedgerError, TimeoutError) as error:
             log.warning(
-                "%d entries of the ledger are not on the chain (%s): the next start settles them, or `shoal pool stake "
-                "settle`",
+                "%d ledger entries are not yet on the chain (%s); the next start settles them, or run "
+                "`shoal pool stake settle`",
                 len(self.waiting),
                 error,
             )
@@ -254,13 +254,13 @@ class Settlement:
 
     def _report(self, error: LedgerError | None) -> None:
         """Log and show the chain's state whenever it changes."""
-        text = f"{error}; accepted work waits in the ledger, and is settled later" if error else ""
+        text = f"{error}; accepted work waits in the ledger and is settled later" if error else ""
         if text and text != self._last_notice:
             log.warning("%s", text)
             self.notify(text)
         if self._last_notice and not text:
-            log.info("the chain takes entries again")
-            self.notify("the chain takes entries again")
+            log.info("the chain accepts entries again")
+            self.notify("the chain accepts entries again")
         self._last_notice = text
 
     # --- in its own threads ------------------------------------------------------------------------------------------

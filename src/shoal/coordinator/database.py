@@ -7,10 +7,10 @@ history, so a page's size is bounded. Only the newest samples are kept.
 
 Ledger entries:
     started   at each start: run, config, formats
-    sealed    at each clean stop: the digest of every table; the next start ends its validity
+    sealed    at each clean stop: the digest of every table; no longer valid after the next start
 
-While a ledger ends with `sealed`, a database that does not match it was changed after the coordinator stopped. A ledger with
-another last entry belongs to a coordinator that is running or was killed, or the ledger was truncated.
+If the ledger ends with `sealed` but a table does not match its digest, the database was changed after the coordinator
+stopped. If it ends with another entry, the coordinator is running or was killed, or the ledger was truncated.
 Tables that only one part needs are defined in that part's file. One thread uses the database.
 """
 
@@ -37,7 +37,7 @@ HISTORY = f"""CREATE TABLE IF NOT EXISTS history (
 RUN = "CREATE TABLE IF NOT EXISTS run (started_s DOUBLE PRECISION NOT NULL)"
 SCHEMA = [*nodes.SCHEMA, *submissions.SCHEMA, *groups.SCHEMA, POLICIES, HISTORY, RUN]
 PAGE_BYTES = 256 << 10  # entries per response; a larger entry is sent alone
-OWN_PAGE_BYTES = 4 << 20  # likewise for this process, which rewrites its record after each page
+OWN_PAGE_BYTES = 4 << 20  # the same for this process, which rewrites its record after each page
 READ_ROWS = 32  # per query
 
 Kind = Literal["step", "evaluation", "sample"]
@@ -188,7 +188,7 @@ class Database:
         return self.history.has("step", str(steps - 1))
 
     def is_finished(self, steps: int) -> bool:
-        """Return whether the last version, after `steps` steps, was evaluated, which ends the run."""
+        """Return whether the run has ended: the version after `steps` steps was evaluated."""
         return self.history.has("evaluation", f"{steps} final")
 
 
@@ -204,7 +204,7 @@ def record_start(db: Database, run: str, key: str, config: Config) -> None:
 
 
 def config_text(config: Config) -> str:
-    """Return the config as TOML without private fields: members read the ledger."""
+    """Return the config as TOML, for the ledger. Leave out private fields, because members read the ledger."""
     section = config.coordinator.model_copy(update={"database": ""})
     ledger = config.ledger.model_copy(update={"rpc": "", "key_file": ""})
     return config_module.dumps(config.model_copy(update={"coordinator": section, "ledger": ledger}))

@@ -1,23 +1,23 @@
-"""A coordinator's folder: its creation, its databases and their lock, invites, and what the operator does to members.
+"""A coordinator's folder: its creation, its databases and their lock, invites, and the operator's actions on members.
 
     identity.pem       the coordinator's key           config.toml          the resolved config
     coordinator.json   the pool's URL and run name     invites/NAME.invite  one per node, mode 0600
-    tasks/             the task set, by hash           open.invite          `shoal pool invite --open --publish`
+    tasks/             the task set, by hash           open.invite          the published open invite
     pool.sqlite        tables and ledger, which change together
     nonces.sqlite      used nonces, so that no signed request is served twice
 
-Nonces are not synced to disk, because a sync costs milliseconds per request, even for a flooding member's requests.
-They survive a crash of this process, but not of the machine. So after a restart of the machine, or in a restored copy
-of the folder, every request dated before the database was reopened (by our clock) is refused. In PostgreSQL, which
-replaces both databases, the table of nonces is unlogged and is emptied after a database crash, so the same rule
-applies.
+Nonces are not synced to disk, because a sync costs milliseconds per request, and a member may flood the coordinator
+with requests. The nonces survive a crash of this process, but not of the machine. So after a restart of the machine, or
+in a restored copy of the folder, the coordinator refuses every request dated before it reopened the database (by its
+own clock). PostgreSQL can replace both databases. There, the table of nonces is unlogged: a database crash empties it,
+so the same rule applies.
 
 Invariants: `coordinator.json` is written last, so a folder that has it is complete. A spent nonce stays refused, even
 after a restart or when the clock jumps back. One coordinator at a time uses a folder or a PostgreSQL schema: a second
-one refuses to start. PostgreSQL's lock belongs to the session that writes, so a coordinator that has lost it can write
-nothing more. An operator's event is written by the state machine in `nodes`; the coordinator applies it at the member's
-next heartbeat.
-Left out: backups (docs/operate.md copies a folder with SQLite's own tool).
+one refuses to start. PostgreSQL's lock belongs to the session that writes, so a coordinator that has lost the lock
+cannot write any more. An operator's action changes the member's state at once, and the member learns of it at its next
+heartbeat.
+Left out: backups (docs/operate.md shows how to copy a folder with SQLite's own tool).
 """
 
 import fcntl
@@ -73,9 +73,10 @@ class PoolFolderError(UserError):
 class Nonces:
     """A `signing.NonceStore` that survives restarts.
 
-    It forgets a nonce only once it has a nonce more than keep_s younger. From then on it refuses requests that old, so
-    neither a changed setting nor a clock that jumps back makes a used nonce valid again. keep_s must be at least twice
-    MAX_AGE_S, or slow requests are refused. Do not call `spend` inside a transaction: a rollback would undo it.
+    A nonce is deleted only once a nonce more than `keep_s` newer is stored. From then on, requests as old as the
+    deleted nonce are refused. So neither a changed setting nor a clock that jumps back makes a used nonce valid again.
+    `keep_s` must be at least twice MAX_AGE_S, or slow requests are refused. Do not call `spend` inside a transaction: a
+    rollback would undo it.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Nonces:
         )
         if spent != 1:
             return False
-        if created_s > self._newest_s:  # otherwise no nonce has become too old since the last request
+        if created_s > self._newest_s:  # otherwise no further nonce has become too old
             self._newest_s = created_s
             self.connection.change(
                 "DELETE FROM nonces WHERE created_s < (SELECT max(created_s) FROM nonces) - ?", self._keep_s
@@ -143,7 +144,8 @@ def open_state(folder: Path, section: CoordinatorSection) -> tuple[Connection, N
     else:
         _lock(folder / LOCK)
         tables, spent = open_sqlite(folder / TABLES), open_sqlite(folder / NONCES, survives_power_cuts=False)
-        boot = BOOT.read_text().strip() if BOOT.exists() else secrets.token_hex(16)  # counts as a reboot, which is safe
+        # Without a boot id, each start counts as a reboot, which is safe.
+        boot = BOOT.read_text().strip() if BOOT.exists() else secrets.token_hex(16)
     return tables, Nonces(spent, boot=boot, now_s=time.time(), served_before=tables.has_table("run"))
 
 
@@ -157,22 +159,22 @@ def _lock(path: Path) -> None:
 
 
 def open_tables(folder: Path) -> Connection:
-    """Open the tables of the coordinator that uses this folder. Raise PoolFolderError, ConfigError, DatabaseLostError."""
+    """Open the tables of this folder's coordinator. Raise PoolFolderError, ConfigError, DatabaseLostError."""
     if (folder / TABLES).is_file():
         return open_sqlite(folder / TABLES)
-    for path in (folder / CONFIG, folder.parent / CONFIG):  # first a pool's, then that of `shoal run`
+    for path in (folder / CONFIG, folder.parent / CONFIG):  # of a pool, then of `shoal run`
         if path.is_file() and (database := config_module.load(path).coordinator.database):
             from shoal.ledger.postgres import open_postgres
 
             return open_postgres(database)
-    raise PoolFolderError(f"{folder} is not the folder of a coordinator that has run; name that folder")
+    raise PoolFolderError(f"no coordinator has run in {folder}; name the folder of a coordinator")
 
 
 # --- the operator's actions -------------------------------------------------------------------------------------------
 
 
 def invited_nodes(config: Config) -> dict[str, Role]:
-    """Return the role of every node that gets an invite, by name, in the order to start them.
+    """Return the role of every node that gets an invite, by name, in the order in which to start the nodes.
 
     Each of a learner's sites is a node: `learner`, `learner-1`, ...
     """
@@ -199,7 +201,7 @@ def check_empty(folder: Path) -> None:
 def create_pool(folder: Path, config: Config, run: str, url: str, *, task_data: Path | None = None) -> list[str]:
     """Create a pool's folder. Return the next steps as lines of text. Raise PoolFolderError, AddressError.
 
-    `task_data`: a folder beside the new one, which becomes the task set.
+    `task_data`: a folder in the same file system, which is moved into the new one as the task set.
     """
     url = server_url(url)
     settings = _reachable(config, url)
@@ -231,7 +233,7 @@ def open_pool(folder: Path) -> tuple[Config, Address]:
 
 
 def create_invite(folder: Path, role: Role, name: str, url: str | None, days: float, *, open: bool = False) -> Invite:
-    """Make an invite signed by this folder's coordinator; an `open` one admits any key with stake. Raise InviteError."""
+    """Make an invite signed by this folder's coordinator. `open`: admit any key with stake. Raise InviteError."""
     try:
         address, identity = Address.read(folder), Identity.load(folder / KEY)
     except (AddressError, IdentityError) as error:
@@ -246,7 +248,9 @@ def create_invite(folder: Path, role: Role, name: str, url: str | None, days: fl
     except ValidationError as error:
         if open and role != "worker":
             raise InviteError(f"an open invite is for workers, not for the role {role}") from error
-        raise InviteError(f"{name[:60]!r} is not a node's name: use a to z, 0 to 9 and -, at most 40") from error
+        raise InviteError(
+            f"{name[:60]!r} is not a valid node name: use at most 40 characters of a to z, 0 to 9 and -"
+        ) from error
 
 
 def apply_event(folder: Path, name: str, event: Literal["ban", "drain", "readmit"]) -> None:
@@ -254,8 +258,8 @@ def apply_event(folder: Path, name: str, event: Literal["ban", "drain", "readmit
 
         ban      a relay: nodes stop using it at their next heartbeats, and its key can read no weights
         drain    a worker: it gets no new tasks, finishes those it has, and leaves without penalty
-        readmit  a worker that was dismissed, drains or has left: it gets tasks again and its evidence is deleted. A
-                 suspension stays in force, and a slashed worker stays banned
+        readmit  a worker that was dismissed, is draining or has left: it gets tasks again and its evidence is deleted.
+                 A suspension stays in force, and a slashed worker stays banned
 
     Raise PoolFolderError, PoolError.
     """
@@ -275,15 +279,14 @@ def apply_event(folder: Path, name: str, event: Literal["ban", "drain", "readmit
 def _reachable(config: Config, url: str) -> Config:
     """Return the config, set to listen on the URL's port.
 
-    It listens on all interfaces, unless the URL is local or the config names a host.
-
-    A coordinator on a private network may have relays there too, so `relays.reach` follows its address.
+    The coordinator listens on all interfaces, unless the URL is local or the config names a host. If the URL is on a
+    private network, relays may be there too, so `relays.reach` is derived from the URL.
     """
     parts, section = urlsplit(url), config.coordinator
     host, port, is_remote = section.host, section.port or parts.port or 80, parts.hostname not in LOOPBACK
     if not section.port and parts.scheme == "https":
         raise PoolFolderError(
-            f"{url} is a proxy's (the coordinator itself speaks http): add --set coordinator.listen=HOST:PORT"
+            f"{url} needs a proxy, because the coordinator itself speaks http: add --set coordinator.listen=HOST:PORT"
         )
     if "listen" not in section.model_fields_set and is_remote:
         host = "::" if ":" in (parts.hostname or "") else "0.0.0.0"
@@ -302,11 +305,11 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
     coordinator, sites = f"  shoal coordinator --dir {shlex.quote(str(folder))}", config.learner.sites
     if sites:
         meet = f"  shoal pool meet {shlex.quote(str(folder / CONFIG))} --dir meet"
-        lines += ["here, the coordinator, and the meeting of the learner's sites:", coordinator, meet]
+        lines += ["Start the coordinator and the meeting of the learner's sites on this machine:", coordinator, meet]
     else:
-        lines += ["here, every node but the workers:", f"  shoal pool up {shlex.quote(str(folder))}"]
-        lines += ["", "or here the coordinator alone:", coordinator]
-    lines += ["", f"each node on its machine, with its invite from {folder / INVITES}:"]
+        lines += ["Start every node except the workers on this machine:", f"  shoal pool up {shlex.quote(str(folder))}"]
+        lines += ["", "Or start only the coordinator on this machine:", coordinator]
+    lines += ["", f"Start each remaining node on its own machine, with its invite from {folder / INVITES}:"]
     for name, role in roles.items():
         more = f" --watch {'meet' if sites else 'learner'}/versions" if role == "origin" else ""
         if role == "learner" and sites:
@@ -317,7 +320,7 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
             "",
             "The meeting writes the sites' invites to meet/invites. The origin runs on the meeting's machine.",
         ]
-    lines += ["", "from anywhere:", f"  shoal pool status {address.url}"]
+    lines += ["", "Show the pool's state, from any machine:", f"  shoal pool status {address.url}"]
     local = urlsplit(address.url).hostname in LOOPBACK
     unreachable = [
         f"{key}.listen"
@@ -327,7 +330,7 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
     if unreachable:
         lines += [
             "",
-            f"{' and '.join(unreachable)} announce 127.0.0.1: set them in {folder / CONFIG} to addresses that",
-            "other machines reach, before the coordinator starts.",
+            f"{' and '.join(unreachable)} announce 127.0.0.1. Before the coordinator starts, set them in",
+            f"{folder / CONFIG} to addresses that other machines can reach.",
         ]
     return lines

@@ -2,8 +2,8 @@
 
     accepted -> in the batch of one step | stale            (useful groups only)
 
-Invariants: a group is in at most one batch, and stays in it. Scores are sums of whole millionths, so they do not depend on
-order.
+Invariants: a group is in at most one batch, and stays in it. Scores are sums of whole millionths, so they do not depend
+on order.
 """
 
 from dataclasses import dataclass
@@ -48,8 +48,8 @@ class Scored:
     wrong_format: int
     grader_error: int
     filtered: int  # groups with equal rewards, left out by the online filter
-    all_right: int  # of `filtered`
-    all_wrong: int  # likewise
+    all_right: int  # those of `filtered` in which every rollout has the full score
+    all_wrong: int  # those of `filtered` in which every score is 0
 
     @property
     def rollouts(self) -> int:
@@ -125,7 +125,7 @@ class Groups:
         return int(self.connection.value(f"SELECT count(*) FROM groups WHERE {WAITING} AND NOT checked"))
 
     def oldest_waiting(self, limit: int, *, max_unchecked: int) -> list[tuple[int, str, int]]:
-        """Return the oldest `limit` groups of `count_waiting`: sequence number, submission and group number."""
+        """Return the oldest `limit` groups that `count_waiting` counts: sequence number, submission, group number."""
         return self.connection.rows(
             f"SELECT seq, submission, grp FROM groups WHERE {WAITING} AND (checked OR seq IN"
             f" (SELECT seq FROM groups WHERE {WAITING} AND NOT checked ORDER BY seq LIMIT ?)) ORDER BY seq LIMIT ?",
@@ -167,7 +167,10 @@ class Groups:
         return None if reward is None else (reward, flat)
 
     def signal(self, step: int) -> Signal:
-        """Count groups with unequal rewards accepted while `step` was open, and the newest in a row with equal ones."""
+        """Count the groups accepted while `step` was open, and those of them with unequal rewards.
+
+        Also count the run's newest groups in a row with equal rewards, and give the range of their rewards.
+        """
         groups, useful = self.connection.row(
             "SELECT count(*), coalesce(sum(CASE WHEN flat THEN 0 ELSE 1 END), 0) FROM groups WHERE accepted_during = ?",
             step,

@@ -1,4 +1,4 @@
-"""Claims and verdicts: a validator claims uploaded submissions; its verdict accepts or rejects each.
+"""Claims and verdicts: a validator claims uploaded submissions, and its verdicts accept or reject them.
 
 Invariants: only the validator with the claim gives the verdict; groups are credited exactly when their submission is
 accepted. A hard rejection counts once a second validator confirms it (`checkers`), or once no second one can. A ban drops
@@ -45,13 +45,12 @@ class Judgement:
     escrow: Escrow
 
     def claim(self, validator: str, limit: int) -> Claims:
-        """Lease the oldest unchecked submission and others of its version, up to `limit`.
+        """Lease up to `limit` submissions to a validator: the oldest that it may check, and others of the same version.
 
-        Include submissions with an expired lease. Skip those that another live validator should check:
-        one of the worker's exactness class, or one that can confirm a first verdict. Draw here, after the upload,
-        which ones are prefilled whole, so that no worker knows in advance. Submissions of a version that relays have
-        dropped expire, because waiting for it would block a validator; if one awaits a second verdict, its first
-        verdict counts.
+        A submission with an expired lease may be claimed again. The draw of which submissions to prefill whole happens
+        here, after the upload, so no worker knows it in advance. A submission whose version the relays have dropped
+        expires, because waiting for that version would block a validator. If it already has a first verdict, that
+        verdict counts instead.
         """
         with self.db.transaction():
             now_s = self.db.clock()
@@ -123,13 +122,14 @@ class Judgement:
                 return  # the same for a first verdict that awaits confirmation
             submission = self._claimed(validator, verdict.submission)
             if self.checkers.defer(submission, validator, verdict):
-                lines = [f"{submission.id} is {verdict.reason} to {validator[:16]}; another validator must confirm it"]
+                rejected = f"{submission.id} rejected by {validator[:16]}: {verdict.reason}"
+                lines = [f"{rejected}; another validator must confirm it"]
             else:
                 lines = self._conclude(submission, validator, verdict)
         _log_all(lines)
 
     def close(self) -> None:
-        """End judgement after the run's last step: deferred first verdicts count, then all pending credit is released."""
+        """After the run's last step: let deferred first verdicts count, then release all pending credit."""
         with self.db.transaction():
             lines: list[str] = []
             for id in self.checkers.replays.doubted():
@@ -200,19 +200,19 @@ class Judgement:
         return True
 
     def _back_off(self, worker: str, reason: Reason) -> None:
-        """Suspend a worker after repeated unusable files, each of which may cost a validator its whole time limit. A single
-        one may be a disk error."""
+        """Suspend a worker after repeated unusable files. Each may cost a validator its whole time limit. A single one
+        may be due to a disk error."""
         faults = self.db.submissions.count_rejected(worker, [str(reason) for reason in UNUSABLE], newest=REMEMBERED)
         if faults > ACCIDENTS:
-            why = f"{faults} of its newest {REMEMBERED} files were {reason.value}"
+            why = f"{faults} of its newest {REMEMBERED} files were unusable, the last one: {reason.value}"
             self.db.nodes.suspend(worker, why, self.db.clock())
 
     def _reason(self, submission: Submission, verdict: Verdict) -> Reason | None:
         """Return the validator's reason, or another one if it accepted content that was already accepted.
 
-        Content of the worker's own earlier submission is `replayed`. Content of another worker's is `context`, a soft
-        reason: rows contain their worker's seeds, so if two workers' rows are equal, a validator is broken, and which
-        worker lied is unknown.
+        Content of the worker's own earlier submission is `replayed`. Content of another worker's submission is
+        `context`, a soft reason. Rows contain their worker's seeds, so if two workers' rows are equal, a validator is
+        broken, and nobody knows which worker lied.
         """
         owner = self.db.submissions.content_owner(verdict.content) if verdict.content else None
         if verdict.reason is not None or owner is None:
@@ -252,7 +252,7 @@ def _log_all(lines: Iterable[str]) -> None:
 
 
 def _printable(detail: str) -> str:
-    """Return a detail as one short line: it may quote arbitrary bytes of a worker's file."""
+    """Return a detail as one short, printable line, because it may quote arbitrary bytes of a worker's file."""
     return "".join(character if character.isprintable() else " " for character in detail[:200])
 
 

@@ -5,9 +5,9 @@ heartbeats are buffered and written in one statement every FLUSH_S. A node that 
 has only some of them recorded. A heartbeat also reports the node's newest download. Each download is recorded once, for
 display only, and is not sealed.
 
-Invariants: an invite admits one key, with one role and one name. An open invite admits as a worker any key that has staked
-what the run requires; the key gets tasks while that stake is at risk. Buffered heartbeats are at most FLUSH_S old;
-losing them costs nothing, because each node soon sends another. Only liveness is buffered: tasks, fingerprints and
+Invariants: an invite admits one key, with one role and one name. An open invite admits any key that has staked what the
+run requires, as a worker. The key gets tasks only while that stake is at risk. Buffered heartbeats are at most FLUSH_S
+old. Losing some costs nothing, because each node soon sends another. Only liveness is buffered: tasks, fingerprints and
 announced files are written at once.
 """
 
@@ -38,7 +38,7 @@ DOWNLOADS = [
 MAX_DOWNLOADS = 100_000
 Download = tuple[str, int, float, float, int]  # key, version, start and end by the coordinator's clock, bytes
 RECORDS_PER_S = 4.0  # recorded heartbeats per node, with a burst of 10 s; an honest node sends one a second
-IMMEDIATE_PER_S = 50.0  # heartbeats of all nodes together, written at once
+IMMEDIATE_PER_S = 50.0  # heartbeats of all nodes together that are written at once
 FLUSH_S = 0.25
 MAX_DOWNLOAD_S = 86_400.0  # limit on a download's duration, and on the time since its end
 
@@ -85,14 +85,14 @@ class Members:
         staked, required = self.stakes.offered(key), self._min_stake
         if staked < required:
             raise PoolError(
-                f"this key has staked {staked}, an open invite needs {required}: stake more and join again", 403
+                f"this key has staked {staked}, but an open invite needs {required}: stake more and join again", 403
             )
 
     def _why_no_stake(self, node: Member) -> str:
         """Return why a worker that joined by stake gets no task yet; "" if it may have one."""
         if not node.joined_by_stake or (staked := self.stakes.at_risk(node.key)) >= self._min_stake:
             return ""
-        return f"stake: {staked} is at risk on this key, and this run requires {self._min_stake}"
+        return f"more stake: this key has {staked} at risk, and this run requires {self._min_stake}"
 
     def register(
         self,
@@ -102,9 +102,9 @@ class Members:
         capability: Capability | None = None,
         payer: str = "",
     ) -> Registered:
-        """Register a key with an invite. The same key may register again with it (after a restart) at a new address.
+        """Register a key with an invite. After a restart, the same key and invite may register again at a new address.
 
-        `payer`: the on-chain account that stakes on this key; only the first one named counts.
+        `payer`: the on-chain account that stakes on this key; only the one in the first registration counts.
         """
         if url is not None:
             self._check_url(url)
@@ -129,7 +129,10 @@ class Members:
             self.db.nodes.set(key, capability=capability.model_dump_json())
 
     def _check_url(self, url: str) -> None:
-        """Raise PoolError for a URL outside `relays.reach`: every node connects to it, so it must not enter their LANs."""
+        """Raise PoolError for a URL outside `relays.reach`.
+
+        Every node connects to this URL, so it must not lead into a node's private network.
+        """
         try:
             check_host(urlsplit(server_url(url)).hostname or "", self.config.reach)
         except AddressError as error:
@@ -180,7 +183,7 @@ class Members:
         self.db.nodes.move(key, "drain", "it asked to leave", self.db.clock())
 
     def _refresh(self, key: str) -> Member:
-        """Return the member after due transitions: end an elapsed suspension, let a drained worker leave."""
+        """Return the member after due transitions: an elapsed suspension ends, and a drained worker leaves."""
         node, now_s = self.db.nodes.get(key), self.db.clock()
         if node is None:
             raise PoolError("this key is not registered", 403)
@@ -192,7 +195,11 @@ class Members:
         return (self.db.nodes.get(key) or node) if moved else node
 
     def _state_for(self, node: Member) -> Literal["running", "finished", "evicted", "left"]:
-        """Workers, validators and the learner finish at the last version, other roles after its evaluation."""
+        """Return the state to report to a node.
+
+        Workers, validators and the learner finish when the last version is published; other roles, when it is
+        evaluated.
+        """
         role = node.role
         if node.evicted:
             return "evicted"
@@ -261,12 +268,12 @@ def missing_requirement(reported: Capability | None, required: RequirementsSecti
     engine = reported.engine if reported else ""
     if not required.engines or engine in required.engines:
         return ""
-    return f"an engine of {', '.join(required.engines)} (it has {engine or 'none'})"
+    return f"one of these engines: {', '.join(required.engines)} (this machine has {engine or 'none'})"
 
 
 def _entry(key: str, invite: InvitePayload) -> tuple[str, str]:
     """Return the node's name and its entry in the list of used invites. Each key may use an open invite once.
 
-    The name holds 64 bits of the key, so nobody can find a key with a stranger's name and join before the stranger.
+    The name includes 64 bits of the key, so nobody can make a key that takes the name of a stranger before it joins.
     """
     return (f"{invite.name[:23]}-{key[:16]}", f"{invite.nonce} {key}") if invite.open else (invite.name, invite.nonce)

@@ -7,7 +7,7 @@
     return      the same key registers again, with its old invite: after it left, or after it was killed while draining.
                 It keeps its open tasks, its pause between tasks and its suspension, so it gains nothing by leaving
 
-Silence is not a state: a node without recent heartbeats (`seen_s`) counts as gone, and its next heartbeat brings it back.
+A node without recent heartbeats (`seen_s`) counts as gone, but keeps its state. Its next heartbeat brings it back.
 
 A suspension lasts base_s * 2 ^ (previous suspensions), at most MAX_SUSPENSION_S, by the coordinator's clock, and ends by
 itself. It lengthens later ones until FORGET_S after its end. A suspended key keeps its membership, its open task and
@@ -15,8 +15,8 @@ its credit. A draining or departed key serves its suspension when it returns.
 
 Invariants: a key, a name and an invite each occur once. A (state, event) pair that is not in the table changes nothing.
 Only `banned` is final. No way back to `active` shortens a suspension, not even leaving and returning. Only `move`
-writes the state, by compare-and-swap, so two processes cannot both act on one state. A suspension slashes nobody and is
-based on the coordinator's own observations: a wrong one costs only time.
+writes the state, by compare-and-swap, so two processes cannot both act on one state. A suspension is based on the
+coordinator's own observations and slashes nobody: a mistaken one costs only time.
 """
 
 import logging
@@ -48,7 +48,7 @@ SETTABLE = {
 }
 FIRST_SUSPENSION_S = 60.0
 MAX_SUSPENSION_S = 4 * 3600.0
-FORGET_S = 24 * 3600.0  # how long after its end a suspension still counts
+FORGET_S = 24 * 3600.0  # how long after its end a suspension still lengthens later ones
 TIMEOUT_S = 30.0  # how long a node without heartbeats still counts as live
 
 Event = Literal["suspend", "time_over", "drain", "emptied", "return", "dismiss", "readmit", "ban"]
@@ -93,14 +93,14 @@ class Member:
     reason: str  # why it is in this state
     state_s: float  # when it entered this state
     suspended_until_s: float  # by the coordinator's clock; 0 or in the past: not suspended
-    suspensions: int  # those that still lengthen later ones
+    suspensions: int  # number of suspensions that still lengthen later ones
     took_s: float  # recent average time from task to upload; 0: no accepted work yet
     size: int  # groups in its usual task; 0: it is new
     capability: str  # JSON of messages.Capability
-    missed: float  # recent share of its tasks that it never uploaded
+    missed: float  # recent share of missed tasks
     missed_in_a_row: int
     rests_until_s: float  # gets no task before this time
-    staked: int  # its stake in the contract, when last read
+    staked: int  # its stake in the contract, as last read
 
     @property
     def evicted(self) -> bool:
@@ -199,7 +199,7 @@ class Nodes:
         return False
 
     def suspend(self, key: str, reason: str, now_s: float, base_s: float = FIRST_SUSPENSION_S) -> float:
-        """Suspend a key, for twice as long as last time, but never shorten a suspension. Return the end time."""
+        """Suspend a key for twice as long as last time. Never shorten a suspension. Return the end time."""
         with self.connection.transaction():
             node = self.get(key)
             before = 0 if node is None else node.suspensions

@@ -4,8 +4,8 @@
     assignments  which task a worker gets next        learning    reports by learner, origin and evaluator
     batches      what the learner trains on
 
-Invariants: each public method of a part is one transaction, ledger entries included; a part that calls another shares its
-transaction. A co-signature is recorded only for an entry of this ledger, under the key that signed it, so anyone with a
+Invariants: each public method of a part is one transaction, ledger entries included; a part that calls another shares
+its transaction. A co-signed head is recorded only if this ledger contains it and the sender signed it. Anyone with a
 co-signed head notices if the ledger is truncated or rewritten.
 """
 
@@ -71,7 +71,7 @@ class Pool:
         return bytes(page)
 
     def record_head(self, key: str, signed: Signed) -> None:
-        """Record a ledger head co-signed by a validator. Raise PoolError unless this ledger has it and `key` signed it."""
+        """Record a validator's co-signed head. Raise PoolError unless `key` signed it and this ledger contains it."""
         try:
             head = open_head(signed, key)
         except LedgerError as error:

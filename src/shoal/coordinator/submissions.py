@@ -2,14 +2,14 @@
 
     open        its worker works on it          accepted, rejected  judged
     uploaded    waits for a validator           expired             nobody will finish it
-    validating  a validator has claimed it      stale               uploaded too late for any batch to take its version
+    validating  a validator has claimed it      stale               not uploaded before its version was too old
 
-    miss    its worker asks for work again and will not upload it, or uploaded a file other than the one announced
+    miss    its worker requests another task instead of uploading it, or uploads a file other than the announced one
     drop    its worker was dismissed or banned, or no validator can get its version any more
     doubt   the verdict needs confirmation by a second validator
 
 Invariants: an id, made of the worker's key and the submission's number, is unique. Only `move` writes the state, by
-compare-and-swap. Accepted, rejected, expired and stale are final. `credit` records what accepted ones earn.
+compare-and-swap. Accepted, rejected, expired and stale are final. `credit` writes the columns `tokens` and `credit`.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ TABLE: dict[tuple[State, Event], State] = {
     ("open", "late"): "stale",
     ("open", "drop"): "expired",
     ("uploaded", "claim"): "validating",
-    ("uploaded", "accept"): "accepted",  # by the first verdict, once no second one can follow
+    ("uploaded", "accept"): "accepted",  # by the first verdict, when no second one can follow
     ("uploaded", "reject"): "rejected",
     ("uploaded", "drop"): "expired",
     ("validating", "claim"): "validating",  # by the same validator, or after the lease
@@ -74,7 +74,7 @@ class Submission:
     announced: str = ""  # hash of the file being uploaded; "": the worker is still generating
     file_hash: str | None = None  # of the uploaded file
     accepted_hash: str | None = None  # of the validator's accepted file
-    validator: str | None = None  # the one that has claimed it
+    validator: str | None = None  # key of the validator with the claim
     full_check: bool | None = None  # whether it is prefilled whole; drawn at the first claim
     uploaded_s: float | None = None
 
@@ -136,7 +136,7 @@ class Submissions:
         )
 
     def open_at(self, seen_since_s: float, now_s: float) -> list[tuple[int, float, float]]:
-        """Return each open task's groups, its age, and its worker's usual time for a task (0: none accepted yet).
+        """Return each open task's groups, its age, and its worker's usual time for a task (0: no accepted work yet).
 
         Include only tasks whose worker may finish them and was seen since `seen_since_s`. Times are in seconds.
         """
@@ -169,7 +169,7 @@ class Submissions:
         self.connection.change("UPDATE submissions SET accepted_hash = ? WHERE id = ?", accepted_hash, id)
 
     def honest_in_a_row(self, worker: str) -> int:
-        """Count the submissions accepted after a full check since the worker's last rejection."""
+        """Count the worker's submissions since its last rejection that passed a full check."""
         return self._integer(
             "SELECT count(*) FROM submissions WHERE worker = ? AND state = 'accepted' AND full_check AND seq >"
             " (SELECT coalesce(max(seq), 0) FROM submissions WHERE worker = ? AND state = 'rejected')",
@@ -201,7 +201,7 @@ class Submissions:
         return {(worker, state): count for worker, state, count in rows}
 
     def count_missed(self) -> dict[str, int]:
-        """Return the number of expired, never uploaded tasks by worker."""
+        """Count the expired tasks that were never uploaded, by worker."""
         return dict(
             self.connection.rows(
                 "SELECT worker, count(*) FROM submissions WHERE state = 'expired' AND file_hash IS NULL GROUP BY worker"
@@ -220,7 +220,7 @@ class Submissions:
         return self.connection.row(f"SELECT 1 FROM submissions WHERE {column} = ?", content_hash) is not None
 
     def groups_too_late(self) -> int:
-        """Count the groups in submissions that were too late for any batch to take their version."""
+        """Count the groups in stale submissions."""
         return self._integer("SELECT coalesce(sum(groups), 0) FROM submissions WHERE state = 'stale'")
 
     def count_by_state(self) -> dict[State, int]:

@@ -7,12 +7,12 @@ Any rejection, even a soft one, resets n to 0. Every submission gets the cheap c
 validator claims the submission, so nobody can predict it. While as many unchecked groups wait as a batch may take,
 every submission is fully checked.
 
-Each submission that was prefilled whole and judged by tolerances is one observation. Together, bets against the honest
-bounds in `[evidence]` detect a worker that exploits the tolerances a little at a time:
+Each submission that was prefilled whole and judged by tolerances is one observation. Bets against the honest bounds in
+`[evidence]` add up over all observations. They detect a worker that exploits the tolerances a little at a time:
 
     beyond     tokens differ from their seeds' tokens more often, or by more, than honest numerics explain
     better     the differing tokens are in a group's better completions;  worse: in its worse ones
-    easier     they are in groups of higher mean reward;  harder: of lower
+    easier     the differing tokens are in groups of higher mean reward;  harder: in groups of lower
     proof, logprob     checked values are near their limits on average, as with slightly different weights
     distribution       tokens are more, or less, likely than sampling explains
     improved, spoiled  rollouts are better, or worse, than their seeds yield (if `evidence.regenerated`)
@@ -98,9 +98,9 @@ class Trust:
     def draw(self, worker: str, groups: int) -> bool:
         """Draw whether a submission of this many groups is fully checked.
 
-        It is always checked if the worker's escrow holds fewer groups than `validator.escrow_checks` submissions of
-        this size (or as many as it has in escrow, if fewer). Otherwise a worker could risk the credit of small tasks
-        for a lie in a large one.
+        Let n be the number of the worker's submissions in escrow, at most `validator.escrow_checks`. If the escrow
+        holds fewer than n * `groups` groups, the submission is always fully checked. Otherwise a worker could risk the
+        credit of small tasks for a lie in a large one.
         """
         if self.random() < self.share(worker):
             return True
@@ -111,7 +111,7 @@ class Trust:
         return held < min(waiting, self.config.validator.escrow_checks) * groups
 
     def observe(self, submission: Submission, verdict: Verdict) -> str:
-        """Bet on a submission that passed its checks. Return why its worker must be or was dismissed; "" if neither."""
+        """Bet on a submission that passed its checks. Return why it must still be rejected as `spending`; "" if not."""
         if (node := self.db.nodes.get(submission.worker)) is not None and node.state == "dismissed":
             return "its worker was dismissed"
         if verdict.spent is None or verdict.replay is not None:
@@ -122,14 +122,13 @@ class Trust:
             return ""
         return (
             f"its {process.observations} submissions together are e^{process.evidence:.0f} times likelier if it chooses"
-            f" within the limits than if it is honest (most by: {', '.join(process.strongest(2))})"
+            f" within the limits than if it is honest (strongest bets: {', '.join(process.strongest(2))})"
         )
 
     def dismiss(self, worker: str, submission: str, why: str) -> bool:
         """Dismiss a worker; drop its open tasks and unbatched groups.
 
-        Return False if it was already dismissed, or if the evidence does not suffice: a validator's verdict alone dismisses
-        nobody.
+        Return False if it was already dismissed, or if the evidence does not suffice: a verdict alone dismisses nobody.
         """
         process = self.evidence.of(worker)
         if process.evidence < DISMISSAL_NATS or not self.db.nodes.move(worker, "dismiss", why, self.db.clock()):
@@ -172,6 +171,9 @@ def bets(spent: ToleranceSpent, config: Config) -> dict[str, float]:
 
 
 def _choice_bet(count: int, opposite: int, tilt: float) -> float:
-    """Bet against this: near ties that change the reward fall this way with probability at most tilt / (1 + tilt)."""
+    """Return ln of the e-value of a bet that near ties fall in one direction more often than honest ones do.
+
+    An honest near tie that changes the reward falls in this direction with probability at most tilt / (1 + tilt).
+    """
     mean = tilt / (1 + tilt)
     return count * bet_share(1.0, mean, CHOICE_STAKE) + opposite * bet_share(0.0, mean, CHOICE_STAKE)

@@ -55,7 +55,7 @@ class Entry(BaseModel):
 def next_entry(head: Entry | None, kind: str, body: str, time_s: int, identity: Identity) -> Entry:
     """Return the signed entry that follows `head`; `body` is canonical JSON. Raise LedgerError for a bad kind."""
     if not KIND.fullmatch(kind):
-        raise LedgerError(f"bad ledger kind {kind!r}: 1 to 32 lowercase letters and underscores")
+        raise LedgerError(f"bad ledger kind {kind!r}: use 1 to 32 lowercase letters and underscores")
     seq, previous = (head.seq + 1, head.digest) if head else (1, GENESIS)
     digest = entry_digest(seq, time_s, kind, body, previous)
     signature = identity.sign(bytes.fromhex(digest), domain=DOMAIN)
@@ -66,7 +66,7 @@ def check_head(head: Entry | None, public_key: str) -> None:
     """Raise LedgerError if another key signed the head, because a ledger has one writer."""
     if head and _fault(head, head.seq, head.previous, public_key):
         raise LedgerError(
-            f"the ledger's head, entry {head.seq}, was not written by {public_key}:"
+            f"the ledger's newest entry, {head.seq}, was not signed by {public_key}:"
             " use the key that the ledger was started with, or start a new ledger",
             head.seq,
         )
@@ -165,8 +165,8 @@ def check_contains(chain: Sequence[Entry], head: Head, source: str) -> None:
     """Raise LedgerError unless the verified chain contains this head. `source`: who saw the head, for the message."""
     if head.seq > len(chain):
         raise LedgerError(
-            f"ledger entry {len(chain) + 1}: cut off; {source} saw entry {head.seq} ({head.digest[:16]})",
+            f"ledger entry {len(chain) + 1}: missing; {source} saw entry {head.seq} ({head.digest[:16]})",
             len(chain) + 1,
         )
     if chain[head.seq - 1].digest != head.digest:
-        raise LedgerError(f"ledger entry {head.seq}: {source} saw another one, {head.digest[:16]}", head.seq)
+        raise LedgerError(f"ledger entry {head.seq}: {source} saw a different one, {head.digest[:16]}", head.seq)

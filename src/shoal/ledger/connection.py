@@ -2,8 +2,8 @@
 
 Invariants: `transaction()` is atomic. The ledger's table refuses UPDATE, DELETE and any INSERT that does not extend its
 head. Two tables have the same digest if and only if they have the same rows.
-In statements, `?` marks an argument, RETURNING reads new rows back, and SERIAL is an auto-increment key; all other SQL runs
-on both.
+In statements, `?` marks an argument, RETURNING reads new rows back, and SERIAL is an auto-increment key. All other SQL
+is common to both.
 Left out: threads (only one thread uses a connection).
 """
 

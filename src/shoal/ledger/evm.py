@@ -4,10 +4,10 @@
     EvmStakes      the accounts of `shoal.ledger.stakes` in a contract
     Web3Chain      calls and transactions of one account, through a node's JSON-RPC; tests use an in-process EVM instead
 
-Invariants: the contract decides. A refused transaction changes nothing and raises LedgerError with the contract's reason.
-A transaction counts once it has succeeded in a block. Every fault of a node raises a LedgerError; an answer that no contract
-of Shoal gives raises a ChainLostError. A private key file that others may read is refused. Importing this module needs no
-extra; opening a chain needs the extra `evm`.
+Invariants: a transaction that the contract refuses changes nothing and raises LedgerError with the contract's reason. A
+transaction counts once it has succeeded in a block. Every fault of a node raises a LedgerError. An answer that no
+contract of Shoal would give raises a ChainLostError. A private key file that others may read is refused. Importing this
+module needs no extra; opening a chain needs the extra `evm`.
 
 Settling copies the ledger's entries about accounts into the contract, one by one and in order:
 
@@ -15,9 +15,9 @@ Settling copies the ledger's entries about accounts into the contract, one by on
     credited     credit(worker, entry digest, tokens)        a digest is credited once
     slashed      slash(worker, entry digest, hash of the rejected file)
 
-The contract refuses an entry that it already has, and the settler checks before it sends. So the settler may crash, repeat
-itself or miss an answer, and nothing is counted twice or left out. The contract stores digests, so a ledger that lacks one
-of them is not the ledger that was settled.
+The contract refuses an entry that it already has, and the settler checks before it sends. So if the settler crashes,
+repeats itself or misses an answer, nothing is counted twice or left out. The contract stores digests: a ledger that
+lacks one of them is not the ledger that was settled.
 Left out: several entries in one transaction; reorganisations (wait for more blocks on chains that have them); fees that rise
 while a transaction waits.
 """
@@ -113,7 +113,7 @@ class EvmStakes:
         return bool(self._call("slashed(string)", "bytes32", work) != NO_KEY)
 
     def operator(self) -> str:
-        """Return the account that may register, credit and slash. Raise LedgerError if there is no contract of Shoal."""
+        """Return the account that may register, credit and slash. Raise LedgerError if there is no Shoal contract."""
         answer = self.chain.call(self.address, _calldata("operator()", []))
         if len(answer) != 32:
             raise LedgerError(
@@ -213,18 +213,18 @@ class Web3Chain:
             raise LedgerError(f"the contract refuses: {error}") from error
         except OSError as error:  # from the HTTP client
             raise ChainLostError(
-                f"the chain at {self._host} does not answer ({type(error).__name__}): start its node, or name another"
+                f"the chain at {self._host} does not answer ({type(error).__name__}): start its node, or use another"
             ) from error
         except (Web3Exception, *UNREADABLE) as error:
             raise ChainLostError(
-                f"the chain at {self._host} sends an invalid answer ({type(error).__name__}): name another node of it"
+                f"the chain at {self._host} sent an invalid answer ({type(error).__name__}): use another node"
             ) from error
 
 
 def open_chain(rpc: str, key_file: str = "") -> Web3Chain:
     """Connect to a node. Without `key_file`, its first account sends transactions. Raise LedgerError or ChainLostError."""
     if not rpc:
-        raise LedgerError("name the chain's node: ledger.rpc, or --rpc")
+        raise LedgerError("set the URL of the chain's node: ledger.rpc, or --rpc")
     return Web3Chain(rpc, private_key=read_key(Path(key_file)) if key_file else "")
 
 
@@ -247,9 +247,9 @@ def read_key(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise LedgerError(f"cannot read the private key in {path}: {error}") from error
     if mode & 0o077:
-        raise LedgerError(f"others may read the private key in {path}: chmod 600 {path}")
+        raise LedgerError(f"others may read the private key in {path}: run chmod 600 {path}")
     if not KEY.fullmatch(text):
-        raise LedgerError(f"{path} holds no private key, which is 64 digits of hex")
+        raise LedgerError(f"{path} does not contain a private key (64 hex digits)")
     return text
 
 
@@ -269,7 +269,7 @@ def _decode(types: Sequence[str], data: bytes, what: str) -> tuple[Any, ...]:
         values: tuple[Any, ...] = decode(types, data)
     except (DecodingError, ValueError, OverflowError) as error:
         raise ChainLostError(
-            f"the chain's answer for {what} ({len(data)} bytes) is not from a contract of Shoal: name another node of it"
+            f"the chain's answer for {what} ({len(data)} bytes) is not from a contract of Shoal: use another node"
         ) from error
     return values
 
@@ -292,7 +292,7 @@ def unsettled(entries: Iterable[Entry], contract: EvmStakes) -> list[Entry]:
 
 
 def settle(entry: Entry, contract: EvmStakes) -> bool:
-    """Settle an entry unless it already is. Return whether it was sent. Raise LedgerError; the caller may try again."""
+    """Send an entry unless it is already settled. Return whether it was sent. Raise LedgerError; a retry may help."""
     if is_settled(entry, contract):
         return False
     try:

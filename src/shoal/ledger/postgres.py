@@ -1,7 +1,7 @@
 """PostgreSQL: the same tables on a server.
 
 Invariant: there is one session and no reconnection, so nothing is written after the server has ended the session. The
-process then stops with DatabaseLostError and is started again.
+process then stops with DatabaseLostError and must be restarted.
 Needs the extra `postgres` (psycopg). Left out: a password in the URL, because every node can read the config; libpq reads
 the password from PGPASSWORD or ~/.pgpass.
 """
@@ -138,7 +138,9 @@ class PostgresConnection(Connection):
         except psycopg.OperationalError as error:
             if not self.postgres.closed:
                 raise
-            raise DatabaseLostError(f"lost {self.place}: {first_line(error)}; see its log") from error
+            raise DatabaseLostError(
+                f"lost the connection to {self.place}: {first_line(error)}; see the server's log"
+            ) from error
 
 
 class _Number(Loader):
@@ -150,7 +152,7 @@ class _Number(Loader):
 
 
 def _storable(argument: object) -> object:
-    """Replace NUL, which a quoted model output may contain and PostgreSQL cannot store in text."""
+    """Replace NUL characters. Quoted model output may contain them, but PostgreSQL cannot store them in text."""
     return argument.replace("\0", "\ufffd") if isinstance(argument, str) else argument
 
 

@@ -4,13 +4,13 @@
     register   once per key, with a role
     stake      at risk; unstaked stake stays at risk for UNSTAKE_S, then it can be withdrawn
     credit     once per piece of work, in tokens as the validators counted them
-    slash      for one piece of work: all that is at risk goes to the pool, none to whoever slashed
+    slash      for one piece of work: everything at risk goes to the pool, and nothing to whoever slashed
 
 Two backends pass the same tests: `LedgerStakes` here, in the hash-chained signed ledger, and `EvmStakes`, a contract on an
 EVM chain (`evm`). Keys are public keys in hex; `work` names a submission.
-Invariant: deposits, stake, unstaked stake, the pool and what was reclaimed or withdrawn add up to what was paid in. `Book`
-holds the rules; the contract has the same ones. A forbidden action changes nothing and raises LedgerError.
-Left out: what the pool spends slashed stake on.
+Invariant: deposits, stake, unstaked stake, the pool, and the amounts reclaimed and withdrawn add up to the amount paid
+in. `Book` holds the rules; the contract has the same rules. A forbidden action changes nothing and raises LedgerError.
+Left out: the use of slashed stake.
 """
 
 import json
@@ -38,7 +38,7 @@ class Account:
 class Event:
     kind: str  # one of EVENTS
     key: str
-    work: str = ""  # a submission, several separated by spaces; if kind is "registered", the role
+    work: str = ""  # submissions, separated by spaces; the role if kind is "registered"
     amount: int = 0  # stake, or tokens if kind is "credited"
 
 
@@ -58,13 +58,13 @@ class Book:
 
     def _registered(self, event: Event, time_s: int) -> None:
         if event.key in self.accounts or not event.work:
-            raise LedgerError(f"{event.key[:16]} is registered already, or has no role")
+            raise LedgerError(f"{event.key[:16]} is already registered, or has no role")
         self.accounts[event.key] = Account(event.work, stake=self.deposits.pop(event.key, 0))
 
     def _deposited(self, event: Event, time_s: int) -> None:
         _positive(event.amount)
         if event.key in self.accounts:
-            raise LedgerError(f"{event.key[:16]} is registered already: stake, not deposit")
+            raise LedgerError(f"{event.key[:16]} is already registered: stake instead of depositing")
         self.deposits[event.key] = self.deposits.get(event.key, 0) + event.amount
 
     def _reclaimed(self, event: Event, time_s: int) -> None:
@@ -95,14 +95,14 @@ class Book:
         account = self._account(event.key)
         works = event.work.split()
         if not works or any(work in self.paid for work in works):
-            raise LedgerError(f"{event.work[:60]} is credited already, or names no work")
+            raise LedgerError(f"{event.work[:60]!r} is already credited, or names no work")
         self.paid.update(works)
         self._set(event.key, credit=account.credit + event.amount)
 
     def _slashed(self, event: Event, time_s: int) -> None:
         account = self._account(event.key)
         if event.work in self.slashed or not event.work:
-            raise LedgerError(f"{event.key[:16]} was slashed for {event.work[:60]} already, or for no work")
+            raise LedgerError(f"{event.key[:16]} was already slashed for {event.work[:60]!r}, or no work is named")
         self.slashed.add(event.work)
         self.pool += account.stake + account.leaving
         self._set(event.key, stake=0, leaving=0, leaves_s=0)

@@ -74,7 +74,7 @@ class Site:
 
 
 class served:
-    """A coordinator in a thread of its own."""
+    """Run a coordinator in its own thread."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -61,7 +61,7 @@ def test_files_that_were_not_announced_are_not_kept_and_their_task_counts_as_mis
 
 def test_a_worker_that_sends_unannounced_files_is_suspended(coordinator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def commit(file: IncomingFile) -> str:
-        raise AssertionError("a file got its name before it was compared with what was announced")
+        raise AssertionError("a file got its name before it was compared with the announced hash")
 
     monkeypatch.setattr(IncomingFile, "commit", commit)
     worker, task = worker_with_task(coordinator)
@@ -117,7 +117,7 @@ def test_a_file_that_is_refused_after_it_was_written_is_removed(
 
 
 def test_a_grant_has_at_most_two_unfinished_files(coordinator: Any) -> None:
-    """The newest upload replaces the others, but each of these keeps its file until its sender's next piece."""
+    """The newest upload replaces the others, but a replaced upload keeps its file until its sender's next piece."""
     worker, task = worker_with_task(coordinator)
 
     async def many() -> list[Any]:
@@ -169,7 +169,7 @@ def test_an_interrupted_upload_is_counted_and_not_kept(coordinator: Any) -> None
 
 
 class FakeBucket:
-    """Objects in memory."""
+    """A bucket whose objects are in memory."""
 
     def __init__(self) -> None:
         self.incoming: dict[str, bytes] = {}

@@ -33,7 +33,7 @@ from .support import ANYONE, RUN, Site, refused, sending, served, upload, worker
     [("GET", "/v1/status", 200), ("GET", "/nothing", 404), ("DELETE", "/v1/run", 405), ("POST", "/v1/heartbeat", 401)],
 )
 def test_only_a_members_connection_stays_open_after_its_answer(site: Site, method: str, path: str, status: int) -> None:
-    """Otherwise thousands of them stay open, idle, for over a minute each."""
+    """Otherwise thousands of idle connections could stay open, each for over a minute."""
     with sending(site, None, method, path) as connection:
         received = b"".join(iter(lambda: connection.recv(65536), b""))
     assert int(received.split()[1]) == status
@@ -163,7 +163,7 @@ def test_slow_readers_hold_a_bounded_part_of_the_memory(tmp_path: Path) -> None:
         assert len(answer.content) > 3 << 20
 
 
-def test_a_client_that_disconnects_in_the_middle_of_its_body_fills_no_log(
+def test_a_client_that_disconnects_in_the_middle_of_its_body_logs_no_error(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     with sending(site, "worker", "POST", "/v1/heartbeat", body=b"{}") as connection:
@@ -185,7 +185,7 @@ def test_a_node_that_sends_too_many_heartbeats_is_recorded_less_often(harness: H
     recorded = harness.pool.db.connection.sqlite.total_changes - changed
     assert RECORDS_PER_S * 10 <= recorded <= RECORDS_PER_S * 15 + 1
     members.heartbeat(ALICE, Heartbeat(policy_version=1))
-    assert harness.node(ALICE).version == 1, "what it has loaded is always known"
+    assert harness.node(ALICE).version == 1, "a new version is always recorded"
     members.heartbeat(BOB, Heartbeat(policy_version=0))
     assert harness.node(BOB).seen_s == harness.clock.now_s
 
@@ -194,7 +194,7 @@ def test_a_node_that_sends_too_many_heartbeats_is_recorded_less_often(harness: H
 
 
 def test_sixty_uploads_at_once_with_one_grant_keep_one_file(coordinator: Any) -> None:
-    """They end together: each passes every check before the first is recorded."""
+    """The uploads end together: each passes every check before the first is recorded."""
     worker, task = worker_with_task(coordinator)
 
     async def all_at_once() -> list[Any]:
@@ -257,7 +257,7 @@ def test_making_a_report_takes_a_bounded_share_of_the_time() -> None:
 
 def test_a_cheap_report_is_made_again_soon() -> None:
     now_s = 0.0
-    costly = CachedBody(lambda: f"at {now_s}", lambda: now_s)
-    costly.get()
+    cheap = CachedBody(lambda: f"at {now_s}", lambda: now_s)
+    cheap.get()
     now_s = 0.001
-    assert costly.get() == b"at 0.001"
+    assert cheap.get() == b"at 0.001"

@@ -119,7 +119,7 @@ def test_every_route_is_listed_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method, path", ALLOWED)
-def test_a_route_answers_its_roles_only(site: Site, method: str, path: str) -> None:
+def test_a_route_serves_only_its_roles(site: Site, method: str, path: str) -> None:
     target, allowed = re.sub("{.*}", "x", path), ALLOWED[method, path]
     refused(ANYONE.request(method, site.url + target), 401, "unsigned")
     leaving = {"worker": site.register("leaving", "worker")} if path == "/v1/drain" else {}
@@ -149,7 +149,7 @@ def test_strangers_cannot_make_the_coordinator_write_anything(site: Site) -> Non
             assert answer.json() == {"name": "spent", "role": "worker"} if not why else why in answer.text
             assert answer.status_code == (403 if why else 200)
         site.client(Identity.generate()).post("/v1/heartbeat", json={})
-        assert database.execute(count).fetchone() == (before[0] + 1,), "only the admitted key's"
+        assert database.execute(count).fetchone() == (before[0] + 1,), "only the admitted key's nonce is stored"
 
 
 def test_changed_requests_old_ones_and_those_for_another_run_are_refused(site: Site) -> None:
@@ -301,7 +301,7 @@ def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_p
         report = {"step": 0, "metrics": {"loss": 0.5}, "trained": [groups[0]["submission"]]}
         learner.post("/v1/steps", json=report).raise_for_status()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["loss"] == 0.5, "of the step before the stop"
+    assert json.loads(line)["loss"] == 0.5, "the step before the stop is recorded"
     with sqlite3.connect(tmp_path / "pool.sqlite") as database:
         assert database.execute("SELECT kind FROM ledger ORDER BY seq DESC LIMIT 1").fetchone() == ("sealed",)
     with served(tmp_path) as own:  # a restart

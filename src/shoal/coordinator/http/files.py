@@ -2,7 +2,7 @@
 
     announce (size, SHA-256) -> grant -> the node's PUT to the bucket -> stored: checked, named, recorded
 
-Invariants: only a key with a valid grant may upload, up to the size limit, or get a URL of the bucket. A file gets its
+Invariants: only a key with a valid grant may upload, up to the size limit, or get a URL for the bucket. A file gets its
 name only once the pool accepts it, so at most one upload per grant is kept, and a refused upload leaves nothing. A node
 may announce at most MAX_FILES different files per task, so a worker's files in the bucket are bounded. The bytes of a
 failed upload count against its sender's rate. No credential leaves this process.
@@ -26,7 +26,7 @@ from shoal.store.folder import Folder, StoreError
 if TYPE_CHECKING:
     from shoal.store.bucket import Bucket
 
-UPLOADS = 2  # at once per grant: the newest, and one whose client lost its connection
+UPLOADS = 2  # at a time per grant: the newest, and an older one whose client lost its connection
 MAX_FILES = 4  # per task; a restarted worker may generate its file again
 
 
@@ -38,12 +38,12 @@ class FileKind:
     sender: Role
     reader: Role
     may_store: Callable[[str, str, str], object]  # (key, submission, hash or "" if unknown); raises PoolError
-    stored: Callable[[str, str, str], None]  # likewise; records the file
+    stored: Callable[[str, str, str], None]  # same arguments; records the file
     hash_of: Callable[[str], str]  # (submission) -> its file's hash, "" if it has none
     is_used: Callable[[str], bool]  # (hash) -> whether a submission has this file
 
     async def record(self, key: str, id: str, content_hash: str, remove: Callable[[str, str], None]) -> None:
-        """Record a named file. Call `remove` on it if the pool refuses it, else on the file that it replaces."""
+        """Record a named file and remove the file that it replaces. If the pool refuses it, remove the new file."""
         before, unused = self.hash_of(id), content_hash
         try:
             self.stored(key, id, content_hash)
@@ -65,7 +65,7 @@ class BucketFiles:
     def grant(self, key: str, kind: FileKind, id: str, file: Announced) -> UploadGrant:
         kind.may_store(key, id, "")
         if file.size_bytes > self.max_bytes:
-            raise PoolError(f"a file of {file.size_bytes} bytes; at most {self.max_bytes} are allowed here", 413)
+            raise PoolError(f"the file has {file.size_bytes} bytes; at most {self.max_bytes} are allowed here", 413)
         announced = self._announced.setdefault((kind.name, id), set())
         if len(announced | {file.sha256}) > MAX_FILES:
             raise PoolError(f"{MAX_FILES} other files were announced for {id}; take a new task")
@@ -112,7 +112,8 @@ class FileRoutes:
         self.store = store
         self.bucket = bucket
         self.admission, self._signed = admission, admission.signed
-        self._uploads: dict[tuple[str, str], list[asyncio.Event]] = {}  # by kind and submission: set once replaced
+        # By kind and submission: an event for each upload in progress, set when a newer upload replaces it.
+        self._uploads: dict[tuple[str, str], list[asyncio.Event]] = {}
         self._storing = asyncio.Lock()  # one upload at a time gets its name and its place in the database
         assigned, judged = pool.assignments, pool.judgement
         self.submissions = FileKind(
@@ -166,11 +167,12 @@ class FileRoutes:
     def _upload(self, kind: FileKind, id: str) -> Iterator[Callable[[], None]]:
         """Register an upload. Yield a check that raises PoolError once a newer upload for the same grant has started.
 
-        Raise PoolError with status 429 if UPLOADS are under way: each may hold a file until its sender's next piece.
+        Raise PoolError with status 429 if UPLOADS uploads are in progress. A replaced upload keeps its file until its
+        sender's next piece arrives.
         """
         uploads, replaced = self._uploads.setdefault((kind.name, id), []), asyncio.Event()
         if len(uploads) >= UPLOADS:
-            raise PoolError(f"{UPLOADS} uploads of {id} are under way; send it again", 429)
+            raise PoolError(f"{UPLOADS} uploads of {id} are in progress; send it again later", 429)
         for earlier in uploads:
             earlier.set()
         uploads.append(replaced)
@@ -231,7 +233,7 @@ class FileRoutes:
 
 
 def open_bucket(config: Config) -> BucketFiles | None:
-    """Return the configured bucket; None if the store is a folder. Raise StoreError without credentials."""
+    """Return the configured bucket; None if the store is a folder. Raise StoreError if there are no credentials."""
     section = config.store
     if not section.url:
         return None

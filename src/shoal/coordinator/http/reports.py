@@ -4,9 +4,9 @@ Responses are cached: one that took t seconds is valid for t / SHARE - t seconds
 coordinator's time, however many clients poll. Making the status takes milliseconds in a small pool, and a second with
 10,000 workers.
 
-Invariants: nothing here changes state. The status does not grow with the run's length. Every metric is the coordinator's
-own, or reported by a validator, the learner or the evaluator, except a node's tokens and busy seconds, whose help text says
-that the node reports them.
+Invariants: nothing here changes state. The status does not grow with the run's length. Every metric is measured by the
+coordinator or reported by a validator, the learner or the evaluator. The only exceptions are a node's tokens and busy
+seconds; their help texts say that the node reports them.
 """
 
 import time
@@ -29,7 +29,7 @@ from shoal.protocol.history import Exactness, Grading, NodeStatus, Status
 from shoal.protocol.messages import VERSION, Capability, Outcomes, RunOffer, Stats
 
 SHARE = 0.1
-RECENT_ROLLOUTS = 512  # grader errors are counted among these
+RECENT_ROLLOUTS = 512  # how many of the newest rollouts are searched for grader errors
 
 Samples = Iterable[tuple[Mapping[str, str], float]]  # labels, value
 
@@ -156,8 +156,8 @@ def _submissions(db: Database) -> Iterator[Metric]:
     yield _gauge("submissions", "Submissions by state.", every_state)
     yield _gauge("queue_age_seconds", "Age of the oldest upload without a verdict.", age_s)
     yield _counter("verdicts", "Verdicts given.", verdicts)
-    yield _counter("verdicts_full", "Verdicts that rest on a prefill.", full)
-    yield _counter("verdict_seconds", "Time from upload to verdict, summed.", waited_s)
+    yield _counter("verdicts_full", "Verdicts on submissions that were prefilled whole.", full)
+    yield _counter("verdict_seconds", "Total time from upload to verdict.", waited_s)
     yield _counter("rejections", "Rejections by reason.", every_reason)
     yield _counter("accepted_tokens", "Completion tokens accepted.", db.groups.totals()[0])
 
@@ -175,7 +175,7 @@ def _grades(db: Database) -> Iterator[Metric]:
     )
     yield _counter(
         "filtered_groups",
-        "Groups with equal rewards that the online filter left out, by source and by what their rollouts scored.",
+        "Groups with equal rewards that the online filter left out, by source and score.",
         [
             ({"source": source, "scores": scores}, number)
             for source, scored in sources
@@ -193,7 +193,7 @@ def _training(db: Database) -> Iterator[Metric]:
     evaluation = db.history.newest_evaluation()
     reward = step.get("reward/mean")
     accuracies = {"greedy": evaluation.greedy, "sampled": evaluation.sampled} if evaluation else {}
-    yield _gauge("open_step", "The smallest step that lacks accepted groups.", db.open_step())
+    yield _gauge("open_step", "The smallest step whose batch is not full.", db.open_step())
     yield _counter("steps_trained", "Steps that the learner has trained.", db.history.count("step"))
     yield _gauge(
         "newest_version",
@@ -226,9 +226,9 @@ def _node_metrics(db: Database) -> Iterator[Metric]:
     nodes = [({"name": node.name, "role": node.role}, node) for node in every if not node.evicted]
     stats = [(labels, Stats.model_validate_json(node.stats)) for labels, node in nodes]
     silence_s = [(labels, db.clock() - node.seen_s) for labels, node in nodes]
-    yield _gauge("evicted_nodes", "Nodes that were slashed.", len(every) - len(nodes))
+    yield _gauge("evicted_nodes", "Nodes that were slashed, or evicted by the operator.", len(every) - len(nodes))
     suspended = sum(1 for node in every if node.suspended_s(db.clock()))
-    yield _gauge("suspended_nodes", "Nodes that get no tasks for a while.", suspended)
+    yield _gauge("suspended_nodes", "Nodes that are suspended.", suspended)
     yield _gauge("node_silence_seconds", "Time since a node's last heartbeat.", silence_s)
     evidence = EvidenceTable(db.connection)
     against = [(labels, evidence.of(node.key).evidence) for labels, node in nodes if node.role == "worker"]
@@ -254,7 +254,7 @@ def _counter(name: str, documentation: str, samples: Samples | float) -> Metric:
 
 
 def _with(metric: Metric, samples: Samples | float, suffix: str = "") -> Metric:
-    """`samples`: one number, or several with labels."""
+    """Add samples to a metric and return it. `samples`: one number, or several with labels."""
     for labels, value in [({}, samples)] if isinstance(samples, int | float) else samples:
         metric.add_sample(metric.name + suffix, dict(labels), value)
     return metric

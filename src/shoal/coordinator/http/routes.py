@@ -1,9 +1,9 @@
 """The coordinator's HTTP interface: a table of routes. Each route authenticates the request, then calls the pool.
 
-Invariant: only `/healthz`, `/metrics`, `/v1/run`, `/v1/offer`, `/v1/status` and `/v1/history` answer without a fresh
-signature by a registered key of a role in the table. `/v1/register` needs a signature by any key, and an invite;
-`/v1/bookings` one by the coordinator's own key, which its operator has.
-`protocol.server` has what all routes share; `files` has the routes of rollout files.
+Invariant: `/healthz`, `/metrics`, `/v1/run`, `/v1/offer`, `/v1/status` and `/v1/history` are public. Every other route
+needs a fresh signature: `/v1/register` by any key, with an invite; `/v1/bookings` by the coordinator's own key, which
+its operator has; the rest by a registered key of a role in the table.
+`protocol.server` has the code that all routes share; `files` has the routes of rollout files.
 """
 
 import re
@@ -36,9 +36,9 @@ from shoal.protocol.server import IDENTITY, Admission, Answer, Front, Handler, R
 from shoal.shardcast.guard import issue
 from shoal.store.folder import Folder, StoreError
 
-READER_GRANT_S = 600.0  # validity of a new one
+READER_GRANT_S = 600.0  # validity of a new reader grant
 MAX_REPORT_BYTES = 1 << 20  # bodies of learner reports, which list a batch's submissions, and of verdicts with evidence
-MAX_HEARTBEAT_BYTES = 32 << 10  # its longest part lists MAX_SENDERS URLs
+MAX_HEARTBEAT_BYTES = 32 << 10  # a heartbeat's longest part lists MAX_SENDERS URLs
 MAX_SAMPLE_BYTES = 40 << 10  # per group in a verdict: two texts of 4,000 characters
 NUMBER = re.compile("[0-9]{1,15}")
 SHA256 = re.compile("[0-9a-f]{64}")
@@ -158,8 +158,8 @@ class Coordinator:
         registration = messages.Registration.model_validate_json(request.body)
         if registration.protocol != messages.VERSION:
             raise PoolError(
-                f"this pool speaks protocol {messages.VERSION}, this node {registration.protocol}: install the same version "
-                "of Shoal as the pool's operator",
+                f"this pool speaks protocol {messages.VERSION}, but this node speaks {registration.protocol}: "
+                "install the same version of Shoal as the pool's operator",
                 400,
             )
         payload = open_payload(registration.invite, self.identity.public, self.run)
@@ -175,7 +175,7 @@ class Coordinator:
         """Book a stake. Only the operator may, with this coordinator's key."""
         stakes = self.pool.members.stakes
         if request.key != self.identity.public:
-            raise PoolError("only the operator books stakes", 403)
+            raise PoolError("only the operator may book stakes", 403)
         request.head.spend(self.admission.nonces)
         if not isinstance(stakes, BookedStakes):
             raise PoolError("this pool's stakes are in a contract: see `shoal pool stake --help`")
@@ -189,7 +189,7 @@ class Coordinator:
         return answer.model_copy(update={"reader_grant": self._reader_grant(request.key)})
 
     def _reader_grant(self, key: str) -> str:
-        """Return a cached grant until half of its time has passed: signing is a large part of a heartbeat's cost."""
+        """Return a reader grant, cached for half of its validity: signing is a large part of a heartbeat's cost."""
         now_s, (until_s, grant) = time.time(), self._grants.get(key, (0.0, ""))
         if not READER_GRANT_S / 2 < until_s - now_s <= READER_GRANT_S:  # or the clock was set back
             until_s = now_s + READER_GRANT_S
@@ -234,7 +234,7 @@ def _number(text: str, what: str) -> int:
 
 
 def _cached(make: Callable[[], str], content_type: str = "application/json; charset=utf-8") -> Route:
-    """Return a handler that answers with a report; `CachedBody` bounds the time of making it."""
+    """Return a handler that answers with a report. `CachedBody` limits the time spent on making reports."""
     body = CachedBody(make)
 
     async def handler(request: web.Request) -> web.Response:

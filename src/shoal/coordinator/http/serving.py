@@ -99,7 +99,7 @@ class ServedRun:
                 settling.cancel()
 
     def close(self) -> None:
-        """After the server stopped: settle, write the final files, and seal. Raise OSError or DatabaseFullError."""
+        """After the server has stopped: settle, write the final files, and seal. Raise OSError or DatabaseFullError."""
         try:
             if self.coordinator.settlement:
                 self.coordinator.settlement.finish()
@@ -240,8 +240,8 @@ def serve_forever(
 ) -> None:
     """Serve one run until `stop`.
 
-    `url`: the address that nodes are given (default: the one it listens on). For the others, see `ServedRun`. Raise
-    OSError if the port is taken, TrackerError if the tracker does not start, DatabaseLostError.
+    `url`: the address that nodes are given (default: the listening address). `ServedRun` describes the other arguments.
+    Raise OSError if the port is taken, TrackerError if the tracker does not start, DatabaseLostError.
     """
     served = ServedRun(config, run, folder, record_to=record_to, reports=reports)
     try:
@@ -253,13 +253,13 @@ def serve_forever(
 async def _serve(served: ServedRun, port: int, stop: threading.Event, url: str) -> None:
     """Listen and record until `stop`.
 
-    On loopback only the total number of connections is limited, because all nodes behind a proxy share its address.
-    There, each key is limited once its signature is checked: `Pace.in_progress` serves at most AT_ONCE of its requests
-    at a time. Idle connections are not counted by key: the listener closes them after `Patience.idle_s`. It closes a
-    stranger's connection after answering.
+    On loopback, only the total number of connections is limited, because all nodes behind a proxy share its address.
+    Each key is still limited after its signature is checked: `Pace.in_progress` serves at most AT_ONCE of its requests
+    at a time. Idle connections do not count towards this limit: the listener closes them after `Patience.idle_s`. It
+    closes a stranger's connection after answering.
     """
     coordinator, section = served.coordinator, served.coordinator.config.coordinator
-    per_address = MAX_CONNECTIONS if section.host in LOOPBACK else CONNECTIONS  # all nodes behind a proxy share it
+    per_address = MAX_CONNECTIONS if section.host in LOOPBACK else CONNECTIONS
     runner, bound = await listen(coordinator.app(), section.host, port, per_address=per_address)
     try:
         address = Address(url=url or url_of(section.host, bound), run=coordinator.run)
