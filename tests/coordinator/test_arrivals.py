@@ -194,7 +194,7 @@ def test_a_worker_that_reports_several_versions_in_turn_gets_one_task_and_then_a
         (1, 10.0, 2),  # of median speed, with a small task: the worker may have become faster
     ],
 )
-def test_a_size_follows_the_time_that_tasks_take(size: int, took_s: float, expected: int) -> None:
+def test_a_task_size_follows_the_time_that_tasks_take(size: int, took_s: float, expected: int) -> None:
     assert fitted_size(size, took_s, 10.0, CONFIG) == expected
 
 

@@ -57,7 +57,7 @@ def test_an_async_level_of_zero_allows_only_the_version_of_the_step() -> None:
     assert harness.task(version=1).step == 1
 
 
-def test_a_restarted_worker_gets_its_task_again_though_enough_work_is_in_progress(harness: Harness) -> None:
+def test_a_restarted_worker_gets_its_task_again_even_if_enough_work_is_in_progress(harness: Harness) -> None:
     first, _ = harness.task(ALICE), harness.task(BOB)
     harness.join(CAROL)
     assert "catch up" in harness.beat(CAROL, 0).waiting_for

@@ -98,7 +98,7 @@ def test_the_newest_common_version_decides_whether_two_nodes_are_in_one_class(ha
     harness.beat(VALIDATOR, 1, wants=False, fingerprint=ONE)
     assert not checkers.same_class(ALICE, VALIDATOR)
     harness.beat(ALICE, 2)
-    assert checkers.peers(ALICE) == [], "no fingerprint, no class"
+    assert checkers.peers(ALICE) == [], "without a fingerprint she is in no class"
 
 
 def test_with_exact_classes_only_workers_in_a_live_validators_class_get_tasks() -> None:
@@ -154,7 +154,7 @@ def test_a_repeated_first_verdict_changes_nothing(harness: Harness) -> None:
     assert harness.state(id) == "validating"
 
 
-def test_without_a_second_validator_of_the_class_inexact_work_is_unpaid_and_not_counted() -> None:
+def test_without_a_second_validator_of_the_class_inexact_work_is_unpaid_but_does_not_suspend() -> None:
     harness = classes(alice=ONE, first=ONE, second=TWO)
     for _ in range(MISMATCHES + 2):
         id = uploaded(harness)
@@ -229,7 +229,7 @@ def slashed_by_the_first(harness: Harness, id: str) -> None:
 
 
 @pytest.mark.parametrize("second", ["claims too late", "claims it and dies", "never claims"])
-def test_a_lie_whose_version_is_gone_before_the_second_verdict_is_slashed_on_the_first(
+def test_a_lie_whose_version_is_gone_before_the_second_verdict_is_slashed_by_the_first(
     harness: Harness, second: str
 ) -> None:
     id = doubted(harness)
@@ -298,7 +298,7 @@ def test_a_first_verdict_survives_a_restart_of_the_coordinator(tmp_path: Path) -
     slashed_by_the_first(again, id)
 
 
-def test_only_one_of_two_doubted_lies_slashes(harness: Harness) -> None:
+def test_two_doubted_lies_slash_the_worker_once(harness: Harness) -> None:
     first, second = uploaded(harness), uploaded(harness)
     assert claimable(harness, VALIDATOR) == [first, second]
     for id in (first, second):

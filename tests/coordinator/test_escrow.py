@@ -34,7 +34,7 @@ def entries(harness: Harness, kind: str) -> list[dict[str, Any]]:
     return [json.loads(entry.body) for entry in harness.pool.db.ledger.entries(kind=kind)]
 
 
-def test_credit_waits_for_later_whole_checks(harness: Harness) -> None:
+def test_credit_waits_for_later_full_checks(harness: Harness) -> None:
     harness.draws(0.0, 0.9, 0.9, 0.0, 0.9, 0.0)
     credits = []
     for _ in range(6):

@@ -105,7 +105,7 @@ def test_a_restored_copy_refuses_requests_signed_before_it_was_opened(tmp_path: 
 
 @pytest.mark.usefixtures("every_database")
 @pytest.mark.parametrize("fails", ["outer", "inner"])
-def test_a_transaction_inside_another_is_undone_with_it(fails: str) -> None:
+def test_an_error_in_a_nested_transaction_or_around_it_undoes_both(fails: str) -> None:
     harness = open_pool()
     with pytest.raises(RuntimeError), harness.pool.db.transaction():
         harness.pool.members.register(ALICE, payload("alice"), None)

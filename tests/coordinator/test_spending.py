@@ -72,7 +72,7 @@ def test_a_worker_that_exploits_a_tolerance_is_dismissed_and_not_slashed(harness
     assert harness.kinds().count("dismissed") == 1 and "slashed" not in harness.kinds()
     answer = harness.beat()
     assert answer.state == "running" and answer.assignment is None and "dismissed" in answer.waiting_for
-    assert harness.beat(BOB).assignment is not None, "another worker goes on"
+    assert harness.beat(BOB).assignment is not None, "another worker still gets tasks"
     entry = json.loads(next(iter(harness.pool.db.ledger.entries(kind="dismissed"))).body)
     assert entry["worker"] == ALICE and entry["submissions"] == len(states) and entry["evidence"] > 13.8
 

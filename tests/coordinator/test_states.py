@@ -16,7 +16,7 @@ from shoal.protocol.messages import NodeState
 
 NODE_EVENTS: tuple[nodes_module.Event, ...] = get_args(nodes_module.Event)
 SUBMISSION_EVENTS: tuple[submissions_module.Event, ...] = get_args(submissions_module.Event)
-happenings = st.lists(st.tuples(st.sampled_from(NODE_EVENTS), st.floats(0, 100)), max_size=40)
+event_sequences = st.lists(st.tuples(st.sampled_from(NODE_EVENTS), st.floats(0, 100)), max_size=40)
 
 
 def tables(schema: Sequence[str]) -> Connection:
@@ -49,7 +49,7 @@ def test_banned_is_the_only_state_without_a_way_back_to_work() -> None:
     assert not [event for (before, event) in nodes_module.TABLE if before == "banned"]
 
 
-@given(happenings)
+@given(event_sequences)
 def test_any_sequence_follows_the_table_and_keeps_bans_and_suspensions(
     sequence: list[tuple[nodes_module.Event, float]],
 ) -> None:
@@ -72,7 +72,7 @@ def test_any_sequence_follows_the_table_and_keeps_bans_and_suspensions(
         now_s += length_s / 3
 
 
-@given(happenings)
+@given(event_sequences)
 def test_after_anything_but_a_ban_a_worker_can_be_brought_back(
     sequence: list[tuple[nodes_module.Event, float]],
 ) -> None:
@@ -86,7 +86,7 @@ def test_after_anything_but_a_ban_a_worker_can_be_brought_back(
     assert node is not None and node.state == "active"
 
 
-class Overtaken(Nodes):
+class ChangedAfterRead(Nodes):
     """A table whose state another process changes once, right after it is read."""
 
     first: NodeState | None = None
@@ -100,7 +100,7 @@ class Overtaken(Nodes):
 
 
 def test_a_decision_on_an_old_state_is_made_again_on_the_new_one() -> None:
-    nodes = Overtaken(members().connection)
+    nodes = ChangedAfterRead(members().connection)
     nodes.first = "banned"
     assert not nodes.move("key", "drain", "", 0.0)
     assert nodes.get("key").state == "banned"

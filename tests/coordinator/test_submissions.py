@@ -226,7 +226,7 @@ def test_a_slashed_worker_is_paid_nothing_for_its_earlier_uploads(wide: Harness)
     held = f"{ALICE[:16]}-000002"
     with pytest.raises(PoolError, match="expired and not claimed") as caught:
         wide.judge(held, validator=OTHER_VALIDATOR)
-    assert caught.value.status == 409, "its validator drops the verdict"
+    assert caught.value.status == 409, "the validator then drops its verdict"
     assert wide.claims(VALIDATOR, 8) == []
     assert wide.status().have == 0, "its accepted groups enter no batch"
     wide.end()

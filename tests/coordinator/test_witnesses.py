@@ -81,7 +81,7 @@ def test_a_ledger_of_many_pages_is_read(site: Site, tmp_path: Path, monkeypatch:
     Witness(others[0], tmp_path / "other-0").sign()
     restarted = Witness(node, tmp_path / "validator")
     restarted.sign()
-    assert len(ledger(site, node)) == 1 + 4 + 2, "started, registered, witnessed by two; nothing new after the restart"
+    assert len(ledger(site, node)) == 1 + 4 + 2, "started, 4 registered, 2 witnessed; nothing after the restart"
 
 
 def test_a_truncated_ledger_is_noticed_after_a_restart_of_both(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_any_invalid_answer_is_a_ledger_error(node: Node, answer: Any, call: str
 
 
 @pytest.mark.parametrize("data", ["0x", "0x" + "ff" * 192, "0x" + "00" * 31 + "20" + "ff" * 32])
-def test_an_answer_from_another_contract_is_a_lost_chain(node: Node, data: str) -> None:
+def test_an_answer_from_another_contract_raises_a_chain_lost_error(node: Node, data: str) -> None:
     node.answer = data
     stakes = EvmStakes(Web3Chain(f"http://127.0.0.1:{node.server_port}"), CONTRACT)
     with pytest.raises(ChainLostError, match="is not from a contract of Shoal"):

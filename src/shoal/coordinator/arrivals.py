@@ -3,10 +3,10 @@
     expected    a worker's own time from task to upload, at most MAX_SLOWDOWN times the pool's median. For a newcomer:
                 the pool's 90th percentile, with the same limit; START_S until the pool has accepted any work
     late        after LATE times the expected time. A late task no longer counts as in progress; its work is assigned
-                again. It may still be uploaded while a batch can take its version; its worker's own time then grows
+                again. It may still be uploaded while a batch can take its version, which raises its worker's own time
     missed      its worker requests another task and will not upload this one: the worker has newer weights, it lost a
                 task that is older than `assignment.DEADLINE_S`, or it lost an announced file
-    rest        before the next task: the pool's median time * 2 ^ (tasks missed in a row - 1) * 2 ^ (8 * share missed)
+    rest        after a miss, for the pool's median time * 2 ^ (tasks missed in a row - 1) * 2 ^ (8 * share missed)
     suspension  when the recent share of missed tasks reaches SUSPEND_SHARE
 
 The share is an exponential average over about 8 tasks. It starts at INITIAL_SHARE. So 4 missed tasks suspend a new key,

@@ -12,8 +12,8 @@ queues stay short and rollouts fresh. While a worker with accepted work is live,
 the open batch's work. A submission is uploaded once, by its worker, within its grant.
 
 A nonce depends only on the assignment and the coordinator's key, so an assignment keeps its nonce even after kill -9.
-Without that key, a nonce is indistinguishable from random bits. It is stored in the table of submissions, the ledger
-and the submitted file, so anyone with one of these can derive the tasks again (`tasks.derive`).
+Without that key, a nonce is indistinguishable from random bits. Nonces are stored in the table of submissions, the
+ledger and the submitted files, so anyone with one of these can derive the tasks again (`tasks.derive`).
 Left out: a new secret after the database is restored from an older copy. The coordinator then assigns some numbers a
 second time with the same nonces, so a worker may already know those tasks.
 """
@@ -74,7 +74,7 @@ class Assignments:
                 return f"version {loaded}, which this worker reports as loaded, to be published"
             assigned = self.db.submissions.newest_version_of(worker)
             if loaded < assigned:
-                return f"this worker to load version {assigned}"  # a choice of versions would be a choice of tasks
+                return f"this worker to load version {assigned}"  # with two versions it could choose between tasks
             lost_uploads = self._check_announced(worker, uploading, oldest_allowed)
             tasks = [task for task in self.db.submissions.held_by(worker) if not task.announced]
             lost = [task for task in tasks if task.id not in working_on]
@@ -82,7 +82,7 @@ class Assignments:
             if lost_uploads or missed:
                 self.arrivals.missed([*lost_uploads, *missed])
             if resumed := [task for task in lost if task not in missed]:
-                return self.describe(resumed[0])  # the worker restarted: it must not choose between two tasks
+                return self.describe(resumed[0])  # the worker restarted: with a new task, it could choose
             node = self.db.nodes.get(worker)
             if reason := self._why_busy(worker, node, loaded, oldest_allowed) or _why_resting(node, now_s):
                 return reason
@@ -92,7 +92,7 @@ class Assignments:
             return self._open(worker, step, loaded, digest, groups, now_s)
 
     def finished(self, worker: str, upload: Finished) -> None:
-        """Record that a worker starts to upload its oldest task. Any task announced earlier is missed."""
+        """Record that a worker starts to upload its oldest task. A file that it announced earlier counts as missed."""
         held = self.db.submissions.held_by(worker)
         tasks, announced = (
             [task for task in held if bool(task.announced) is is_announced] for is_announced in (False, True)
@@ -106,7 +106,7 @@ class Assignments:
     def _check_announced(self, worker: str, uploading: str, oldest_allowed: int) -> list[Submission]:
         """Stop waiting for an announced file that the worker lost, or whose version is too old.
 
-        If the worker lost the file but already has a later task, return the file's task: it is missed.
+        If the worker lost the file but already has a later task, return the file's task, which counts as missed.
         """
         held = next((task for task in self.db.submissions.held_by(worker) if task.announced), None)
         if held is None:
@@ -201,14 +201,14 @@ class Assignments:
             return 0
         return size if fits_next_batch else min(size, math.ceil(missing))
 
-    # --- what the worker delivers ------------------------------------------------------------------------------------
+    # --- uploads -----------------------------------------------------------------------------------------------------
 
     def may_upload(self, worker: str, id: str, content_hash: str = "") -> Submission:
         """Return the submission. Raise PoolError unless this worker may upload the file with this hash for it.
 
         The grant is valid while this is the worker's oldest open task and a batch can still take its version. An upload
         of a version that is too old has no penalty: its task becomes stale. A file other than the announced one ends
-        the task as missed, because the worker signed both.
+        the task as missed: the worker signed both the announcement and the upload.
         """
         task = self.db.submissions.get(id)
         if task is None:

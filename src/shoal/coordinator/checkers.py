@@ -11,7 +11,7 @@ verdict counts. Before a hard rejection because of a prefill, a validator reload
 
     both reject           hard: the worker is slashed. inexact: no credit, and the mismatch is counted
     the second accepts    the worker gets credit; the first validator is suspect and is asked for a new fingerprint
-    nobody to confirm     the first verdict counts; inexact: no credit
+    no second verdict     the first verdict counts; inexact: no credit
 
 Once the relays have dropped the version, or the run's last step is trained, nobody can confirm a rejection. Then the
 first verdict counts (`judgement`), so a liar gains nothing by a delay.
@@ -24,7 +24,7 @@ worker could report a new fingerprint count as one mismatch.
 
 Invariants: a false fingerprint gains nothing; it only chooses the validator and makes the check stricter. A flipped bit
 in any machine costs at most the credit of the submissions that it made inexact. A submission keeps the fingerprint that
-its worker had at the first claim. A submission is doubted at most once, by its first validator.
+its worker had at the first claim. At most one rejection of a submission waits for confirmation, the first one.
 docs/trust.md explains why one validator's rejection needs confirmation, even though validators are trusted.
 """
 
@@ -231,7 +231,7 @@ class Checkers:
             )
         return ""
 
-    # --- who checks what ---------------------------------------------------------------------------------------------
+    # --- which validator checks a submission -------------------------------------------------------------------------
 
     def same_class(self, key: str, other_key: str) -> bool:
         """Return whether two nodes' fingerprints agree for the newest version that both reported."""

@@ -1,12 +1,12 @@
 """Claims and verdicts: a validator claims uploaded submissions, and its verdicts accept or reject them.
 
 Invariants: only the validator with the claim gives the verdict; groups are credited exactly when their submission is
-accepted. A hard rejection counts once a second validator confirms it (`checkers`), or once no second one can. A ban drops
-all of the worker's unjudged submissions: nothing from a banned key is accepted or credited.
+accepted. A hard rejection counts once a second validator confirms it (`checkers`), or when no second validator can. A
+ban drops all of the worker's unjudged submissions: nothing from a banned key is accepted or credited.
 
 The pool itself rejects for one hard reason, `replayed`: an earlier submission of the same worker with the same content
-was accepted. A rejected or unjudged copy does not count, because anyone can make one. Neither does another worker's
-file.
+was accepted. A rejected or unjudged copy does not count, because anyone can upload one. A copy of another worker's file
+does not count either.
 """
 
 import logging

@@ -58,11 +58,11 @@ def test_every_answer_to_a_signed_request_is_signed(site: Site, role: str, metho
     client = site.clients.get(role) or site.client(Identity.generate())
     answer = client.request(method, path, json={} if method == "POST" else None)
     assert answer.status_code == status, answer.text
-    believe(site, answer)
+    check_signature(site, answer)
     with pytest.raises(UnsignedAnswerError, match="not over this answer"):
-        believe(site, answer, status=status + 1)
+        check_signature(site, answer, status=status + 1)
     with pytest.raises(UnsignedAnswerError, match="body"):
-        believe(site, answer, body_sha256=sha256(answer.content + b" ").digest())
+        check_signature(site, answer, body_sha256=sha256(answer.content + b" ").digest())
 
 
 def test_task_data_is_signed_too(site: Site) -> None:
@@ -72,10 +72,10 @@ def test_task_data_is_signed_too(site: Site) -> None:
     (site.folder / "tasks" / name).write_bytes(data)
     answer = site.clients["worker"].get(f"/v1/tasks/{name}")
     assert answer.content == data
-    believe(site, answer)
+    check_signature(site, answer)
 
 
-def test_an_answer_to_another_request_with_the_same_nonce_is_not_believed(site: Site) -> None:
+def test_an_answer_to_another_request_with_the_same_nonce_is_rejected(site: Site) -> None:
     """A member that sees a victim's request sends its own with the same nonce, and forwards the answer to the victim."""
     nonce = secrets.token_hex(16)
     signed = [
@@ -88,16 +88,16 @@ def test_an_answer_to_another_request_with_the_same_nonce_is_not_believed(site: 
     with httpx.Client(timeout=60, verify=False) as client:
         answer = client.send(attacker)
     assert answer.status_code == 200
-    believe(site, answer)
+    check_signature(site, answer)
     with pytest.raises(UnsignedAnswerError):
-        check(site, victim, answer)
+        check_signature_for(site, victim, answer)
 
 
-def believe(site: Site, answer: httpx.Response, **changed: Any) -> None:
-    check(site, answer.request, answer, **changed)
+def check_signature(site: Site, answer: httpx.Response, **changed: Any) -> None:
+    check_signature_for(site, answer.request, answer, **changed)
 
 
-def check(site: Site, request: httpx.Request, answer: httpx.Response, **changed: Any) -> None:
+def check_signature_for(site: Site, request: httpx.Request, answer: httpx.Response, **changed: Any) -> None:
     claimed: dict[str, Any] = {"status": answer.status_code, "body_sha256": sha256(answer.content).digest()} | changed
     check_answer(site.identity.public, request.headers, answer.headers, **claimed)
 

@@ -239,7 +239,7 @@ def test_a_body_without_a_grant_is_refused_before_any_of_it_is_read(site: Site) 
 
 
 @pytest.mark.parametrize(("path", "limit_bytes"), LIMITS)
-def test_a_body_that_is_too_long_is_not_read_and_one_of_unknown_length_only_up_to_the_limit(
+def test_a_too_long_body_is_not_read_and_a_body_of_unknown_length_is_read_up_to_the_limit(
     site: Site, path: str, limit_bytes: int
 ) -> None:
     assert announced(site, "worker", "POST", path, size_bytes=limit_bytes + 1) == 413

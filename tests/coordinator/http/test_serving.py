@@ -53,7 +53,7 @@ def serve(folder: Path, *, reports: bool, until: Path) -> None:
 
 
 @pytest.mark.parametrize("record_s, until", [(0.01, "reward.png"), (1e9, "coordinator.json")], ids=["later", "at once"])
-def test_a_finished_pool_leaves_summary_and_picture_whenever_it_is_stopped(
+def test_a_finished_pool_writes_a_summary_and_a_picture_whenever_it_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_s: float, until: str
 ) -> None:
     monkeypatch.setattr(serving, "RECORD_S", record_s)

@@ -1,8 +1,8 @@
 """Public reports on a run: its state (`/v1/status`), an offer to join it (`/v1/offer`), and Prometheus `/metrics`.
 
-Responses are cached: one that took t seconds is valid for t / SHARE - t seconds, so each report takes at most SHARE of the
-coordinator's time, however many clients poll. Making the status takes milliseconds in a small pool, and a second with
-10,000 workers.
+Responses are cached: a report that took t seconds to make is valid for t / SHARE - t seconds. So each report takes at
+most SHARE of the coordinator's time, however many clients poll. The status takes milliseconds to make in a small pool,
+and a second with 10,000 workers.
 
 Invariants: nothing here changes state. The status does not grow with the run's length. Every metric is measured by the
 coordinator or reported by a validator, the learner or the evaluator. The only exceptions are a node's tokens and busy
