@@ -249,7 +249,7 @@ class Checkers:
     def may_check(self, validator: str, submission: Submission) -> bool:
         """Return whether this validator may check a submission now.
 
-        If live validators of the worker's class exist, only they may. A doubted submission goes to a different
+        If the worker's class has live validators, only these may. A doubted submission goes to a different
         validator: only one of the worker's class can confirm that the work is inexact; any other one can confirm a hard
         rejection.
         """

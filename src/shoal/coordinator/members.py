@@ -1,12 +1,12 @@
 """Membership: registration with an invite, and heartbeats, which keep nodes live and give workers tasks.
 
 A small pool writes each heartbeat at once. Each write syncs the disk, so above IMMEDIATE_PER_S (with a burst of 10 s)
-heartbeats are buffered and written in one statement every FLUSH_S. A node that sends far more heartbeats than an honest one
-has only some of them recorded. A heartbeat also reports the node's newest download. Each download is recorded once, for
-display only, and is not sealed.
+heartbeats are buffered and written in one statement every FLUSH_S. If a node sends far more heartbeats than an honest
+one, only some of them are recorded. A heartbeat also reports the node's newest download. Each download is recorded
+once, for display only, and is not sealed.
 
-Invariants: an invite admits one key, with one role and one name. An open invite admits any key that has staked what the
-run requires, as a worker. The key gets tasks only while that stake is at risk. Buffered heartbeats are at most FLUSH_S
+Invariants: an invite admits one key, with one role and one name. An open invite admits any key as a worker if it has
+staked the required amount. The key gets tasks only while that stake is at risk. Buffered heartbeats are at most FLUSH_S
 old. Losing some costs nothing, because each node soon sends another. Only liveness is buffered: tasks, fingerprints and
 announced files are written at once.
 """

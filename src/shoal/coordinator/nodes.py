@@ -4,8 +4,8 @@
     suspended   no tasks until a given time          left       has no tasks; may return
     draining    no new tasks; finishes those it has  banned     slashed, or evicted by the operator: every route refuses it
 
-    return      the same key registers again, with its old invite: after it left, or after it was killed while draining.
-                It keeps its open tasks, its pause between tasks and its suspension, so it gains nothing by leaving
+    return      the same key registers again with its old invite, after it left or was killed while draining. It keeps
+                its open tasks, its rest before the next task and its suspension, so it gains nothing by leaving
 
 A node without recent heartbeats (`seen_s`) counts as gone, but keeps its state. Its next heartbeat brings it back.
 
