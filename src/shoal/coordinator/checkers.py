@@ -249,8 +249,8 @@ class Checkers:
     def may_check(self, validator: str, submission: Submission) -> bool:
         """Return whether this validator may check a submission now.
 
-        If the worker's class has live validators, only these may. A doubted submission goes to a different
-        validator: only one of the worker's class can confirm that the work is inexact; any other one can confirm a hard
+        If the worker's class has live validators, only they may check it. A doubted submission goes to a different
+        validator: only one of the worker's class can confirm that work is inexact; any other one can confirm a hard
         rejection.
         """
         eligible, doubt = self.peers(submission.worker), self.replays.doubt(submission.id)
