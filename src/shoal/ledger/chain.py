@@ -45,7 +45,7 @@ class Entry(BaseModel):
 
     seq: int  # from 1, without gaps
     time_s: int  # by the coordinator's clock, which may jump back
-    kind: str  # docs/trust.md lists them
+    kind: str  # docs/trust.md lists the kinds
     body: str  # canonical JSON text of an object
     previous: str  # digest of entry seq - 1; GENESIS in the first entry
     digest: str  # `entry_digest` of the fields above, 64 hex characters

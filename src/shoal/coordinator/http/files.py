@@ -75,7 +75,7 @@ class BucketFiles:
     async def stored(self, key: str, kind: FileKind, id: str, file: Announced) -> Stored:
         kind.may_store(key, id, "")
         if file.sha256 not in self._announced.get((kind.name, id), set()):
-            raise PoolError(f"announce the file of {id} first", 425)  # the node then starts over
+            raise PoolError(f"the file of {id} was not announced; announce it first", 425)  # the node then starts over
         async with self._storing:  # one at a time, because `check` reads the whole file
             kind.may_store(key, id, "")
             try:
