@@ -27,7 +27,7 @@ class Ledger:
     def __init__(
         self, connection: Connection, identity: Identity | None = None, *, clock: Callable[[], float] = time.time
     ) -> None:
-        """Open or create the ledger. Without `identity`, open it read-only. Raise LedgerError if another key wrote it."""
+        """Open or create a ledger. Without `identity`, open it read-only. Raise LedgerError if another key wrote it."""
         self._connection, self._identity, self._clock = connection, identity, clock
         if identity is None:
             return
