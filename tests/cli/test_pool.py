@@ -246,7 +246,7 @@ def test_more_nodes_can_be_invited_later(config: str, tmp_path: Path, capsys: py
     [
         (["--name", "w", "--url", "10.1.2.3:8700"], "write http://HOST:PORT"),
         (["--name", "w", "--url", "pool.example.org"], "write http://HOST:PORT"),
-        (["--name", "Bad Name"], "'Bad Name' is not a node's name"),
+        (["--name", "Bad Name"], "'Bad Name' is not a valid node name"),
     ],
 )
 def test_an_invite_with_a_wrong_url_or_name_is_refused(

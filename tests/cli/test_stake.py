@@ -81,11 +81,11 @@ def test_a_stranger_stakes_on_a_chain_and_gets_tasks(tmp_path: Path, capsys: pyt
                 "the operator's own settings"
             )
             assert node.name.startswith("guest-")
-            wait_until(lambda: not waits_for(node).startswith("stake"))
+            wait_until(lambda: not waits_for(node).startswith("more stake"))
             assert "50 staked, 100 leaving" in stake("unstake", "100")
-            wait_until(lambda: waits_for(node).startswith("stake: 50 is at risk"))
+            wait_until(lambda: waits_for(node).startswith("more stake: this key has 50 at risk"))
             stake("deposit", "50")
-            wait_until(lambda: not waits_for(node).startswith("stake"))
+            wait_until(lambda: not waits_for(node).startswith("more stake"))
             assert main(["pool", "stake", "withdraw", *member]) == FAILED
             assert "the contract refuses" in capsys.readouterr().err
 
@@ -96,8 +96,8 @@ def test_without_a_chain_the_operator_books_payments(tmp_path: Path, capsys: pyt
         book = ["pool", "stake", "book", str(tmp_path / "pool")]
         assert main([*book, "stake", key, "100"]) == DONE
         node = Node.join(read_invite(str(invite)), tmp_path / "w", patience_s=PATIENCE_S)
-        assert not waits_for(node).startswith("stake")
+        assert not waits_for(node).startswith("more stake")
         assert main([*book, "unstake", key, "1"]) == DONE
-        assert waits_for(node).startswith("stake: 99 is at risk")
+        assert waits_for(node).startswith("more stake: this key has 99 at risk")
         assert main([*book, "unstake", key, "500"]) == FAILED
         assert "has 99 at stake" in capsys.readouterr().err
