@@ -27,7 +27,7 @@ class Member:
     group_s: float = 0.0
     silent: bool = False
     crashes: float = 0.0  # probability that it dies during a task, and starts again with the newest weights
-    loses: float = 0.0  # probability that an upload is lost with its process
+    loses: float = 0.0  # probability that it dies after a task, before the upload
     version: int = 0
     tasks: list[Assignment] = field(default_factory=list)
     working_on: list[Assignment] = field(default_factory=list)

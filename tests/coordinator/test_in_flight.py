@@ -1,4 +1,4 @@
-"""Workers that upload one submission while they generate others cannot choose among them. Workers that drain."""
+"""Workers with several tasks at once cannot choose among them. Workers that drain keep their tasks and their pay."""
 
 import pytest
 

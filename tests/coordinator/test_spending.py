@@ -1,4 +1,4 @@
-"""A worker that exploits the tolerance over many submissions is dismissed, but not slashed. An honest one is not."""
+"""A worker that exploits the tolerance over many submissions is dismissed, not slashed. An honest worker is neither."""
 
 import json
 from pathlib import Path

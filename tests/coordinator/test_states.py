@@ -80,7 +80,7 @@ def test_after_anything_but_a_ban_a_worker_can_be_brought_back(
     for event, _ in sequence:
         if event != "ban":
             nodes.move("key", event, "", 0.0)
-    for event in ("time_over", "emptied", "readmit"):  # the operator readmits once time has passed
+    for event in ("time_over", "emptied", "readmit"):  # the operator readmits it after its suspension
         nodes.move("key", event, "", 1e9)
     node = nodes.get("key")
     assert node is not None and node.state == "active"

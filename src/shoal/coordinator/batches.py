@@ -89,7 +89,7 @@ class Batches:
 
 class Learning:
     def __init__(self, db: Database, config: Config, close: Callable[[], None]) -> None:
-        """`close`: settles pending verdicts and credit when the last step is trained."""
+        """`close` is called when the last step is trained, to settle pending verdicts and credit."""
         self.db = db
         self.config = config
         self._close = close

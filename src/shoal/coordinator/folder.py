@@ -88,8 +88,8 @@ class Nonces:
         now_s: float = 0.0,
         served_before: bool = False,
     ) -> None:
-        """`boot` identifies the machine's boot. `served_before`: requests were served earlier, even if the table of nonces
-        is empty because the server crashed or the folder is a restored copy."""
+        """`boot` identifies the machine's boot. `served_before`: whether requests were served earlier. After a crash of
+        the server or in a restored copy, the table of nonces is empty even then."""
         self.connection = connection
         self._keep_s = keep_s
         self._newest_s = -1  # newest `created_s` that this process served

@@ -197,7 +197,7 @@ class Grades:
         self.connection = connection
 
     def by_source(self, step: int | None = None) -> dict[str, Scored]:
-        """Return scores by source, of groups accepted while `step` was open, or of the whole run."""
+        """Return scores by source, for the groups accepted while `step` was open, or in the whole run."""
         where, arguments = ("", ()) if step is None else (" AND accepted_during = ?", (step,))
         rows = self.connection.rows(
             f"SELECT source, {SUMS} FROM groups WHERE {KNOWN}{where} GROUP BY source ORDER BY source", *arguments
@@ -205,7 +205,7 @@ class Grades:
         return {source: Scored(*sums) for source, *sums in rows}
 
     def by_target(self, step: int) -> dict[int, Scored]:
-        """Return scores by target length (0: none), of groups accepted while `step` was open."""
+        """Return scores by target length (0: none), for the groups accepted while `step` was open."""
         rows = self.connection.rows(
             f"SELECT target, {SUMS} FROM groups WHERE {KNOWN} AND accepted_during = ? GROUP BY target ORDER BY target",
             step,
@@ -213,7 +213,7 @@ class Grades:
         return {target: Scored(*sums) for target, *sums in rows}
 
     def by_part(self, step: int) -> dict[tuple[str, str], float]:
-        """Return the mean score by source and part of a weighted reward, of groups accepted while `step` was open."""
+        """Return mean scores by source and part of a weighted reward, for the groups accepted while `step` was open."""
         rows = self.connection.rows(
             f"SELECT source, name, sum(mean * {ROLLOUTS}) / sum({ROLLOUTS}) FROM group_parts"
             " JOIN groups ON groups.submission = group_parts.submission AND groups.grp = group_parts.grp"
