@@ -73,7 +73,7 @@ def test_groups_are_in_the_order_of_the_batch_and_each_file_is_read_once(quarant
     ("data", "message"),
     [
         (accepted(by=STRANGER), "is not a validator of this run"),
-        (accepted(run="other"), "is of run other"),
+        (accepted(run="other"), "belongs to run other"),
         (accepted(version=5), "version 5"),
         (accepted(rows=rollouts()[:-1]), "has no whole group 2"),
         (accepted(rows=rollouts()[1:]), "has no whole group 2"),

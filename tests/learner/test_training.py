@@ -1,4 +1,4 @@
-"""A training run claims its folder, and never touches files of anything else in it."""
+"""A training run claims its folder, and never touches other files in it."""
 
 import json
 
@@ -12,16 +12,16 @@ def test_only_the_same_training_can_claim_a_folder_again(tmp_path):
     claim(tmp_path / "new", {"model": "a", "lr": "1"})
     (tmp_path / "new" / "model").mkdir()  # written by this run
     claim(tmp_path / "new", {"lr": "1", "model": "a"})
-    with pytest.raises(ConfigError, match="holds a run with lr = 1, not 2: restore it"):
+    with pytest.raises(ConfigError, match="holds a run with lr = 1, not 2: use its settings"):
         claim(tmp_path / "new", {"model": "a", "lr": "2"})
-    with pytest.raises(ConfigError, match="holds a run with another lr: restore it"):
+    with pytest.raises(ConfigError, match="holds a run with another lr: use its settings"):
         claim(tmp_path / "new", {"model": "a"}, "another lr")
 
 
 @pytest.mark.parametrize("name", [METRICS, CHECKPOINTS, MODEL])
-def test_a_folder_with_files_of_something_else_is_refused_and_kept(tmp_path, name):
+def test_a_folder_with_files_but_no_run_json_is_refused_and_kept(tmp_path, name):
     (tmp_path / name).write_text("precious")
-    with pytest.raises(ConfigError, match=f"holds {name} of something else; choose another --out"):
+    with pytest.raises(ConfigError, match=f"holds {name} but no run.json: .*; choose another --out"):
         claim(tmp_path, {"model": "a"})
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "precious"

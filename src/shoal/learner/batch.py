@@ -1,4 +1,4 @@
-"""Turn groups into training data. Rows are planned from lengths alone and packed one at a time, when they are computed.
+"""Turn groups into rows of training data. Rows are planned from lengths alone. Each row is packed when it is computed.
 
 Invariant: every token that the model wrote is a target exactly once, for any row length. Environment tokens go through
 the forward pass but are never targets, so they have no loss.
@@ -25,11 +25,11 @@ STD_EPSILON = 1e-6  # added to a group's std
 
 
 def group_advantages(rewards_G: Tensor, *, normalize_std: bool) -> Tensor:
-    """Return each reward minus the group's mean, optionally divided by the group's std: advantages_G, float32.
+    """Return advantages_G, float32: each reward minus the group's mean, optionally divided by the group's std.
 
     The std is the sample std (divided by G - 1), as in TRL and verl.
     """
-    exact_G = rewards_G.float().double()  # float32s sum exactly in float64: equal rewards give exactly 0
+    exact_G = rewards_G.float().double()  # float64 sums float32 values exactly, so equal rewards give exactly 0
     advantages_G = exact_G - exact_G.mean()
     if normalize_std:
         advantages_G = advantages_G / (exact_G.std(correction=min(1, len(exact_G) - 1)) + STD_EPSILON)
@@ -60,7 +60,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class GroupPart:
-    """A range of a group's completions that fits a row together with the prompt."""
+    """A range of a group's completions that fit in one row together with the prompt."""
 
     group: AnyGroup
     completions: range
@@ -84,7 +84,7 @@ class GroupPart:
 
 @dataclass(frozen=True)
 class Row:
-    """A row to compute. Every rank knows its lengths; a rank that has its groups can also make its contents."""
+    """A row to compute. Every rank knows its lengths. Only a rank that has the row's groups can make its contents."""
 
     parts: Sequence[GroupPart]
 
@@ -106,7 +106,7 @@ class Row:
 
     @property
     def checked(self) -> bool:
-        """Whether a validator checked all of its behaviour logprobs."""
+        """Whether a validator checked all behaviour logprobs of the row."""
         return all(part.outline.checked for part in self.parts)
 
     def contents(self) -> Contents:
@@ -150,8 +150,8 @@ def with_gradient(groups: Sequence[K], loss: LossSection) -> list[K]:
 def plan(groups: Iterable[AnyGroup], *, row_tokens: int) -> list[Row]:
     """Fill rows of `row_tokens` positions with the groups' trees, in order.
 
-    A new row starts when the next tree does not fit. A row exceeds `row_tokens` only if a single prompt and completion
-    do, so everything that a validator accepted can be trained on.
+    A new row starts when the next tree does not fit. A row is longer than `row_tokens` only if one prompt with one
+    completion is longer. So everything that a validator accepted can be trained on.
     """
     rows: list[list[GroupPart]] = []
     free = 0

@@ -1,11 +1,11 @@
 """Save and restore the learner: fp32 masters, optimizer state, counters, random state, and the submissions trained on.
 
-torch.distributed.checkpoint writes safetensors in the background, each rank its own shards. The live tensors are written
-without a copy: the learner may wait for a batch and compute gradients meanwhile, but its next optimizer step waits until
-the checkpoint is written. A checkpoint can be restored with any number of ranks.
+torch.distributed.checkpoint (DCP) writes safetensors files in the background. Each rank writes its own shards. The live
+tensors are not copied. Meanwhile the learner may wait for a batch and compute gradients, but its next optimizer step
+waits until the checkpoint is written. A checkpoint can be restored with any number of ranks.
 Invariant: writing a checkpoint does not change training. A checkpoint folder appears whole (temporary name, fsync, rename)
-or not at all, and a damaged one is refused. Nothing is unpickled: DCP's default format contains a pickle, its Hugging Face
-format does not.
+or not at all, and a damaged one is refused. Nothing is unpickled: unlike DCP's default format, its Hugging Face format
+contains no pickle.
 Source of the format: ByteCheckpoint (arXiv 2407.20143).
 """
 
@@ -38,7 +38,7 @@ FILES = "files.json"  # BLAKE3 of every other file
 RNG = "rng_state"  # of torch's CPU generator
 STEP = "step"  # AdamW's key in a master's optimizer state
 STEPS = "steps"  # AdamW's update count for each master; updates without a gradient do not count
-FILE_BYTES = 24 << 20  # per file; DCP copies each file in memory before writing it, and small copies reuse memory
+FILE_BYTES = 24 << 20  # per file; DCP copies a whole file in memory before writing it, and small copies reuse memory
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
@@ -52,7 +52,7 @@ class LearnerProgress:
     updates: int = 0
     skipped_in_row: int = 0  # consecutive steps with nothing to train on
     version_digest: str = ""  # BLAKE3 of that version's weights file; empty before it is published
-    trained: list[str] = field(default_factory=list)  # submissions, in order
+    trained: list[str] = field(default_factory=list)  # submissions trained on, in order
     place: dict[str, int] | None = None  # position of the next token in the text (`pretrain/text`)
 
     def advance(self, submissions: Iterable[str]) -> None:
@@ -93,7 +93,7 @@ class Checkpoints:
         policy.before_update = self.finish
 
     def begin(self, progress: LearnerProgress) -> None:
-        """Start writing the state before step `progress.step`. The optimizer must not make a step until `finish`."""
+        """Start writing the state before step `progress.step`. Call `finish` before the next optimizer step."""
         self.finish()
         if (self.folder / _name(progress.step)).exists():
             return
@@ -136,13 +136,13 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def restore(self) -> LearnerProgress:
-        """Load the newest complete checkpoint into the policy and return its progress; without one, return a new progress.
+        """Load the newest complete checkpoint into the policy. Return its progress. If there is none, change nothing.
 
         Raise ShoalError on every rank if the checkpoint is damaged.
         """
         complete = self._complete()
         for incomplete in sorted(self.folder.glob(".step-*")) if self.ranks.leads else []:
-            log.warning("ignoring %s: the learner ended while it was being written", incomplete)
+            log.warning("ignoring %s: the learner ended before this checkpoint was complete", incomplete)
         if not complete:
             return LearnerProgress()
         newest = complete[-1]
@@ -212,7 +212,7 @@ def _name(step: int) -> str:
 
 
 def _files(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Assign each tensor to a file. Return file numbers, from 1."""
+    """Return the number of the file, from 1, that each tensor is written to."""
     numbers, number, used_bytes = {}, 1, 0
     for name, tensor in tensors.items():
         size_bytes = tensor.numel() * tensor.element_size()

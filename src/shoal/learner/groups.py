@@ -2,11 +2,11 @@
 
 The leader (rank 0) has each group's tokens and logprobs, as arrays from the file. The other ranks have its outline
 (lengths and rewards), which is enough to plan the rows. Tokens go only to the rank that computes them (`updates`).
-While a step trains, the leader prefetches the next step's files once that batch is full.
-Invariant: every group is signed by a registered validator, is within the async level, and has plausible values. A file that
-breaks the schema is moved to quarantine. Groups are left out and counted if they are in such a file, of another run,
-too old or implausible. Nothing in a full batch may stop the learner: a full batch never changes, so it would stop every
-restart, too. All ranks have the same groups in the same order.
+While one step trains, the leader prefetches the files of the next step as soon as the next batch is full.
+Invariant: every group is signed by a registered validator, is within the async level, and has plausible values. All
+ranks have the same groups in the same order. A file that breaks the schema is moved to quarantine. A group is left out
+and counted if it is in such a file, belongs to another run, is too old, or has implausible values.
+Nothing in a full batch may stop the learner. A full batch never changes, so it would stop every restarted learner, too.
 """
 
 import json
@@ -36,7 +36,7 @@ from shoal.tasks.derive import max_rollouts
 
 HIGHEST_LOGPROB = 1e-3
 LARGEST_REWARD = 1e6
-LONGEST_PROMPT = 1 << 17  # tokens; bounds what reading an accepted file may allocate
+LONGEST_PROMPT = 1 << 17  # tokens; limits the memory that reading an accepted file may take
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Outline:
 
     @cached_property
     def trained(self) -> list[int]:
-        """Trained tokens of each completion: those that the model wrote."""
+        """The number of trained tokens in each completion: only tokens that the model wrote are trained."""
         turns = self.turns or [[]] * len(self.lengths)
         return [model_tokens(own, length) for own, length in zip(turns, self.lengths, strict=True)]
 
@@ -155,7 +155,7 @@ class Fetched:
 
     @property
     def left_out(self) -> str:
-        """How many groups were left out and why, for a log line."""
+        """How many groups were left out, and why, as text for log lines and errors."""
         return (
             f"{self.refused} are too old, {self.foreign} are not this run's, {self.implausible} have impossible values, "
             f"{self.quarantined} are in files moved to quarantine"
@@ -192,7 +192,7 @@ class Gathering:
         )
 
     def _judge(self, step: int, submission: str, number: int, validators: set[str]) -> Group | str:
-        """Return the group, or the field of Fetched that counts why it is left out."""
+        """Return the group. If it is left out, return the name of the field of Fetched that counts it."""
         size = self.config.sampling.group_size
         file = self._files[submission]
         if file is None:
@@ -259,9 +259,9 @@ def _origin_fault(validators: set[str], run: str, step: int, file: AcceptedFile)
     """Return why the file must not be trained on, or ""."""
     header = file.header
     if header.signer not in validators:
-        return f"it is signed by {header.signer[:16]}, which is not a validator of this run"
+        return f"its file is signed by {header.signer[:16]}, which is not a validator of this run"
     if header.run != run or header.policy_version > step:
-        return f"it is of run {header.run}, version {header.policy_version}"
+        return f"its file belongs to run {header.run}, policy version {header.policy_version}"
     return ""
 
 
@@ -300,14 +300,14 @@ LOOK_S = 1.0  # between polls for the next step's batch while a step trains
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What a step trains on."""
+    """The groups that a step trains on."""
 
     step: int
     groups: Sequence[AnyGroup]
     fetched: Fetched = field(default_factory=lambda: Fetched([]))  # on the leader alone
     members: Sequence[BatchGroup] = ()  # the whole batch, including groups left out; on the leader alone
     waited_s: float = 0.0  # time until the batch was full
-    full_s: float = 0.0  # when the batch was full, by `time.monotonic`
+    full_s: float = 0.0  # `time.monotonic()` when the batch was full
 
 
 class IncomingBatches:
@@ -321,7 +321,7 @@ class IncomingBatches:
         self._prefetch: Prefetch | None = None
 
     def wait(self, step: int, stop: threading.Event) -> StepBatch | None:
-        """Return the step's batch once it is full, on every rank; None if `stop` comes first.
+        """Wait until the step's batch is full and return it, on every rank. Return None if `stop` is set first.
 
         Raise NodeError if a download fails.
         """
@@ -361,7 +361,7 @@ class IncomingBatches:
 
 
 class Prefetch(threading.Thread):
-    """Fetch a step's files while the step before it trains."""
+    """Fetch a step's files while the previous step trains."""
 
     def __init__(self, step: int, node: Node, gathering: Gathering) -> None:
         super().__init__(name=f"prefetch of step {step}", daemon=True)

@@ -1,7 +1,7 @@
 """The learner's loop: wait for a batch, train, publish, checkpoint, report. It waits for no particular worker or relay.
 
-Publishing writes `versions/vN`. The origin (`cli/origin_and_relay`) watches that folder and serves new versions; workers
-download them through relays (`worker/loop`) and generate with the version they have until then.
+Publishing writes `versions/vN`. The origin (`cli/origin_and_relay`) watches that folder and serves new versions.
+Workers download them through relays (`worker/loop`), and generate with their older version until then.
 Invariant: policy version v is the state after steps 0..v-1, and a published version never changes.
 Under torchrun every rank runs this loop, and only the leader talks to the pool.
 Paper: PRIME-RL in INTELLECT-2 (arXiv 2505.07291, section 2).
@@ -95,7 +95,7 @@ class Learner:
             self.checkpoints.finish()  # commit, so that a restarted learner stops here, too
             raise ShoalError(
                 f"step {progress.step + 1}: no group is left to train on; {fetched.left_out} (see the log). The "
-                f"{progress.skipped_in_row} steps before it were skipped, the maximum: look for a broken "
+                f"{progress.skipped_in_row} steps before it were skipped too, so the run ends: look for a broken "
                 "validator or coordinator"
             )
         log.error("step %d is skipped: no group is left to train on; %s", progress.step + 1, fetched.left_out)
@@ -117,7 +117,7 @@ class Learner:
         return report.sync_metrics(final, time.monotonic() - started_s)
 
     def export_model(self, progress: LearnerProgress) -> None:
-        """Write the last version for the user: a plain model with adapters merged, and the adapters alone."""
+        """Write the last version for the user: a plain model. With adapters, merge them, and also write them alone."""
         if self.node is None:
             return
         version, base = self.versions / version_name(progress.step), self.config.model.name

@@ -4,11 +4,11 @@
     loss = 1/D * sum_t w_t * ( -J_t + beta * KL_t - c * entropy_t )
 
 J_t is the surrogate of `loss.kind`. D counts the whole global batch (`denominator`), so the losses of micro-batches and
-ranks add up. w_t is 1; gspo, which averages over rollouts instead of tokens, uses 1 / length of the rollout.
+ranks add up. w_t is 1, or 1 / length of the rollout for gspo, which averages over rollouts instead of tokens.
 KL is the k3 estimator exp(d) - d - 1 with d = reference - logp, with gradient (Schulman 2020).
 
-Invariant: finite logprobs, however far apart, give a loss and a gradient without NaN, and finite sums to report.
-Left out: a proximal policy between the sampling one and the current one. The ratio here covers the whole staleness.
+Invariant: for finite logprobs, however far apart, loss and gradient contain no NaN, and the reported sums are finite.
+Left out: a proximal policy between the sampling policy and the current one. The ratio here compares those two directly.
 """
 
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ def policy_loss(
     logp_N: the policy's logprobs, with gradient. behaviour_N: logprobs under the sampling version. advantage_N: the
     advantage of each token's rollout. denominator: `denominator()` of the *global* batch. rollout_N, needed by gspo:
     int64, each token's rollout; a rollout's tokens are contiguous. reference_N is needed if settings.beta > 0, entropy_N if
-    settings.entropy > 0. All but rollout_N are float32, logprobs in nats. Raise ValueError if a required one is missing.
+    settings.entropy > 0. All but rollout_N are float32. Logprobs are in nats. Raise ValueError if an input is missing.
     """
     weight_N = torch.ones_like(logp_N)
     match settings.kind:
@@ -142,7 +142,7 @@ def gspo(
     """J = min( min(s, delta) * A, clip(s, 1-epsilon, 1+epsilon_high) * A ), s = exp(mean over the rollout of log r).
 
     Source: GSPO (arXiv 2507.18071, equations 5 to 7). Every token of a rollout has the rollout's J. delta is not in the
-    paper. It bounds the same case as in `grpo` (A < 0, large s); s reaches it only if a whole rollout became likelier.
+    paper. It bounds the same case as in `grpo` (A < 0, large s). s reaches it only if a whole rollout became likelier.
     """
     index_N, length_R = _rollouts(rollout_N)
     drift_N = logp_N - behaviour_N
@@ -154,8 +154,8 @@ def cispo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: Lo
     """J = detached(min(r, delta)) * A * logp: the weight is clipped, but every token keeps its gradient.
 
     Source: MiniMax-M1 (arXiv 2506.13585, equations 4 and 5), without a lower bound, as in the paper. delta is the
-    paper's 1 + epsilon_high, for which it gives no value; ScaleRL (arXiv 2510.13786) finds 4 to 8 equally good. The
-    weight is bounded for both signs of A.
+    paper's 1 + epsilon_high. The paper gives no value; ScaleRL (arXiv 2510.13786) finds values from 4 to 8 equally
+    good. The weight is bounded for both signs of A.
     """
     ratio_N = _ratio(logp_N.detach() - behaviour_N)
     nowhere_N = torch.zeros_like(ratio_N, dtype=torch.bool)
@@ -168,8 +168,9 @@ def dppo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: Los
 
     M = 0 if A > 0 and pi - mu > epsilon, or A < 0 and pi - mu < -epsilon; otherwise 1. So a token is dropped once it
     has moved far enough in the direction of its advantage. |pi - mu| is the total variation between the two policies if
-    all other tokens count as one ("binary TV"): a rare token may change by a large factor, a common one only a little.
-    Source: DPPO (arXiv 2602.04879, equations 11 to 13), which writes J = M * r * A: the same gradient up to delta.
+    all other tokens are merged into one ("binary TV"). It lets a rare token change by a large factor, and a common one
+    only by a small factor. Source: DPPO (arXiv 2602.04879, equations 11 to 13). The paper's J = M * r * A has the same
+    gradient as long as r < delta.
     The mask leaves a large r with A < 0 unbounded, as PPO's clip does; delta bounds it, as in the authors' code.
     """
     ratio_N = _ratio(logp_N.detach() - behaviour_N)
@@ -182,11 +183,12 @@ def dppo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: Los
 
 
 def k3(logp_N: Tensor, reference_N: Tensor) -> Tensor:
-    """exp(d) - d - 1 with d = reference - logp: >= 0, and its mean over the policy's own samples is KL(policy, reference).
+    """Return exp(d) - d - 1 with d = reference - logp, which is never negative.
 
-    Beyond d = MAX_LOG_REFERENCE, the exponential's tangent there replaces it, so that a token that the policy abandoned
-    neither dominates an update nor loses its pull. Sources: Schulman, "Approximating KL divergence" (2020); for the
-    bound, benchmarks/learning/kl_bound.py.
+    Its mean over the policy's own samples is KL(policy, reference). Beyond d = MAX_LOG_REFERENCE, the exponential is
+    replaced by its tangent at that point. So a token that the policy abandoned does not dominate an update, but keeps a
+    gradient towards the reference. Sources: Schulman, "Approximating KL divergence" (2020); for the bound,
+    benchmarks/learning/kl_bound.py.
     """
     d_N = reference_N - logp_N
     beyond_N = (d_N - MAX_LOG_REFERENCE).clamp(min=0)

@@ -1,4 +1,4 @@
-"""The trained weights: fp32 masters, and the model's weights, which are the masters rounded to bf16, as published.
+"""The trained weights: fp32 masters, and the model's own weights, which are the masters rounded to bf16, as published.
 
 The optimizer updates the masters; the model computes with the rounded weights, as the workers do. With several ranks
 and bf16 compute, FSDP's fp32 shards are the masters themselves: FSDP casts them to bf16 when it gathers them.
@@ -97,7 +97,7 @@ def collect(weights: Tensors, masters: Tensors) -> None:
 
 
 def collect_early(weights: Tensors, masters: Tensors) -> None:
-    """Move each weight's gradient to its master as soon as backward completes it, so that few exist at once."""
+    """Move each weight's gradient to its master as soon as it is complete, so that few are in memory at once."""
     for name, weight in weights.items():
         if masters[name] is not weight:
             weight.register_post_accumulate_grad_hook(partial(_add, masters[name]))  # type: ignore[no-untyped-call]
@@ -142,7 +142,7 @@ def merge_adapters(version: Path, folder: Path) -> None:
 
 
 def write_adapter(version: Path, folder: Path, base: str) -> None:
-    """Write a published version's adapters in peft's format. `base`: `model.name` in the config."""
+    """Write a published version's adapters in peft's format. `base`: the config's `model.name`."""
     section = json.loads((version / "config.json").read_text())[FIELD]
     folder.mkdir(parents=True)
     with safe_open(version / WEIGHTS, framework="pt") as file:

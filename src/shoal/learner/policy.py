@@ -1,8 +1,8 @@
 """The policy being trained: a model, its fp32 masters, its optimizer, and one update.
 
 The optimizer updates fp32 masters. The model holds the masters rounded to bf16, as published, in this machine's compute
-dtype, so gradients are taken at exactly the weights that workers sample with. At RL learning rates an update is smaller
-than a bf16 step, so gradients at the masters would belong to a policy that no worker samples from.
+dtype. So gradients are computed at exactly the weights that workers sample with. At RL learning rates an update is
+smaller than a bf16 step, so gradients at the masters would belong to a policy that no worker samples from.
 The learning rate of update u = 0, 1, ... is lr (u + 1) / W during the warm-up of W updates, and then lr.
 
 Invariant: between updates the model equals the rounded masters. An update happens on all ranks or not at all.
@@ -86,9 +86,8 @@ class Policy:
         )
         self.updates = 0  # optimizer steps so far
         self.rate: Callable[[], float] = self._warmed_up  # the next update's learning rate
-        self.memory_hint = (
-            f"learner.row_tokens (now {config.row_tokens})"  # the setting to lower if a row runs out of memory
-        )
+        # The setting to lower if a row runs out of memory.
+        self.memory_hint = f"learner.row_tokens (now {config.row_tokens})"
         self.before_update: Callable[[], None] = lambda: None  # waits until a checkpoint in progress is written
 
     def _model(self, folder: Path, numerics: Numerics, device: str) -> Any:
@@ -101,7 +100,7 @@ class Policy:
     def update(self, own: Iterable[MicroBatch | None], denominator: float) -> dict[str, float]:
         """Make one optimizer step of the RL loss. `own`: this rank's micro-batches, None for a turn in which it idles.
 
-        Return sums over all ranks, loss, norm and rate. Raise ShoalError before any change.
+        Return and raise as `apply` does.
         """
         return self.apply(self.accumulate(own), denominator)
 
@@ -120,7 +119,7 @@ class Policy:
         return {LOSS: self._backward(loss, own)} | sums
 
     def step(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> dict[str, float]:
-        """Make one optimizer step on the sum of `loss` over `batches`. Raise ShoalError before any change."""
+        """Make one optimizer step on the sum of `loss` over `batches`. Return and raise as `apply` does."""
         own = self.ranks.scatter(batches)
         return self.apply(
             {LOSS: self._backward(lambda batch: self._idle() if batch is None else loss(batch), own)}, 1.0
@@ -147,9 +146,10 @@ class Policy:
         return total
 
     def apply(self, sums: Mapping[str, float], denominator: float) -> dict[str, float]:
-        """Divide loss and gradients by `denominator`, clip, and update. Return `sums` over all ranks, loss, norm and rate.
+        """Divide loss and gradients by `denominator`, clip the gradients, and update the masters.
 
-        Raise ShoalError before any change.
+        Return `sums` over all ranks, with the loss, the gradient norm and the learning rate. If the loss or the gradient
+        is not finite, raise ShoalError before any change.
         """
         result = self.ranks.sum(sums)
         total = result[LOSS] / denominator

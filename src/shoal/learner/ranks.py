@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 4 -m shoal learner --join INVITE --dir DIR
 
-Rank 0, the leader, is the only one that talks to the pool. Sharding, gradient reduction and mixed precision are FSDP2's
-(`fully_shard`). Without torchrun there is one rank, and torch.distributed is not used.
-Invariant: ranks exchange bytes and tensors, never pickled objects, and make the same calls in the same order. Config,
-dtype and everything else that the leader reads are the same on every rank (`start_ranks`, `from_leader`).
+Rank 0, the leader, is the only rank that talks to the pool. FSDP2 (`fully_shard`) shards the weights, reduces gradients
+and handles mixed precision. Without torchrun there is one rank, and torch.distributed is not used.
+Invariant: ranks exchange bytes and tensors, never pickled objects, and make the same calls in the same order. The
+leader reads config, dtype and everything else, and sends it to the other ranks (`start_ranks`, `from_leader`).
 CPU tensors use gloo, GPU tensors NCCL.
 Source: FSDP2, pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
@@ -48,7 +48,7 @@ class Ranks:
 
     @classmethod
     def start(cls, timeout_s: float, leader_timeout_s: float) -> "Ranks":
-        """Connect the ranks described by torchrun's environment.
+        """Connect the ranks that torchrun's environment variables describe.
 
         A collective fails after `timeout_s`, so a rank that hangs ends the run soon. The leader's messages may take
         `leader_timeout_s`.
@@ -142,7 +142,7 @@ class Ranks:
             module.set_force_sum_reduction_for_comms(True)
 
     def reshard(self, root: Any) -> None:
-        """Drop weights that a forward pass without gradient gathered and kept for a backward pass that never comes."""
+        """Drop the gathered weights that a forward pass without gradient keeps for a backward pass that never comes."""
         if self.size > 1:
             root.reshard()
 
@@ -204,7 +204,7 @@ def from_leader(
 ) -> Result:
     """Call `read` on the leader and return its result on every rank.
 
-    If `read` raises ShoalError on the leader, all ranks raise ShoalError; StoppedError likewise.
+    If `read` raises StoppedError, so do all ranks. If it raises another ShoalError, the other ranks raise ShoalError.
     """
     if not ranks.leads:
         message = ranks.broadcast(None)

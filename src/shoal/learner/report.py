@@ -1,19 +1,19 @@
-"""What the learner reports about each step: metrics and a signed record of what it trained on. Also signs checkpoints.
+"""Report each step: metrics, and a signed record of the groups that it trained on. Also sign checkpoints.
 
 Invariant: a metric that is unknown or not finite is left out. docs/pages.md lists the names. The coordinator adds
 `reward/mean` and `reward/zero_std_frac`, because only the coordinator knows the groups that were not trained on. The record
-identifies files and weights by digest: an auditor with the accepted files can check what a step trained on, and a machine
-that computes the same bits can reproduce the weights.
+identifies files and weights by digest. So an auditor with the accepted files can check what a step trained on, and a
+machine that computes the same bits can reproduce the weights.
 
 FLOPs of training on one group (a prompt of P tokens, completions of L_1..L_G), with the prompt counted once:
 
     tokens    S = P + sum(L)                               positions that go through the body
     pairs     K = P(P+1)/2 + sum( L*P + L(L+1)/2 )         query-key pairs that attention computes
     forward   2*body*S + 2*head*N + 4*layers*width*K       N: trained tokens; 2: multiply and add; attention: QK^T, AV
-    training  3 * forward                                  backward has two products for each one of forward
+    training  3 * forward                                  the backward pass computes twice as many products
 
-Source: PaLM (arXiv 2204.02311, appendix B): 6N + 12LHQT per token, with the tree's pairs in place of T. As in PaLM,
-MFU does not count recomputation or padding. Left out: embedding look-ups, norms, activations, softmax and the optimizer
+Source: PaLM (arXiv 2204.02311, appendix B): 6N + 12LHQT per token; here the tree's pairs replace T. As in PaLM, MFU
+does not count recomputation or padding. Left out: embedding look-ups, norms, activations, softmax and the optimizer
 (together under 1 % at these sizes); mixtures of experts, where a token uses only some of the weights.
 """
 
@@ -87,7 +87,7 @@ def training_flops(shape: Shape, groups: Sequence[Group], *, extra_forwards: int
 
 
 def batch_metrics(fetched: Fetched, step: int, *, max_tokens: int) -> dict[str, float]:
-    """Return metrics of what the step trained on and what it left out; for a skipped step, only the latter.
+    """Return metrics of the groups that the step trained on, and counts of groups left out (alone for a skipped step).
 
     Lengths count the tokens that the model wrote. A completion of `max_tokens` or more counts as truncated. A group's age is
     the number of policy versions between the one that sampled it and the one trained at `step`.
@@ -136,7 +136,7 @@ def update_metrics(updates: Sequence[tuple[int, Mapping[str, float]]]) -> dict[s
 def speed_metrics(
     *, n_tokens: int, flops: float, train_s: float, busy_s: float, waiting_s: float, peak_gflops: float
 ) -> dict[str, float]:
-    """Return the step's speed. `train_s`: the part of `busy_s` spent in updates. `peak_gflops`: that of a matrix product.
+    """Return the step's speed. `train_s`: the part of `busy_s` spent in updates. `peak_gflops`: of a matrix product.
 
     Tokens per second count the whole step, waiting included. MFU counts `train_s` only.
     """
@@ -159,7 +159,7 @@ def memory_metrics(device: str) -> dict[str, float]:
 
 
 def sync_metrics(version: Path, seconds: float) -> dict[str, float]:
-    """Return the size of the published folder `version`, without deltas, and the seconds that writing it took."""
+    """Return the size of the published folder `version`, without deltas, and the seconds that it took to write."""
     size_bytes = sum(path.stat().st_size for path in version.rglob("*") if path.is_file())
     return {"sync/bytes": float(size_bytes), "sync/seconds": seconds}
 
@@ -202,7 +202,7 @@ def sign_folder(node: Node, folder: Path, step: int, files: dict[str, str]) -> N
 
 
 def computed(policy: "Policy") -> Computed:
-    """Describe how this process computes. Equal descriptions mean equal bits; different ones do not mean different bits."""
+    """Describe how this process computes. Equal descriptions mean equal bits. The converse is not true."""
     return Computed(
         dtype="bfloat16" if policy.compute is torch.bfloat16 else "float32",
         threads=torch.get_num_threads(),

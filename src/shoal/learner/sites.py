@@ -1,17 +1,18 @@
-"""The learner at one of several sites (DiLoCo, arXiv 2311.08105). A step is a round of the meeting, the server that
-averages the sites' results (`diloco/meeting`). Each site trains on its share of the step's batch, and one outer step over
-all sites makes the next policy version, bitwise equal everywhere.
+"""The learner at one of several sites (DiLoCo, arXiv 2311.08105). A step is a round of the meeting, which is the server
+that averages the sites' results (`diloco/meeting`). Each site trains on its share of the step's batch. Then one outer
+step over all sites makes the next policy version, which is bitwise equal at all sites.
 
     deal    the meeting names the n sites that share the batch: group i goes to site i mod n
     train   `learner.optimizer_steps_per_step` updates on this site's share
     meet    send this site's pseudo-gradient, and continue from the agreed state
 
-The meeting publishes (`Publisher`): it has the agreed state and survives restarts, so a dead site delays no version. Each
-site also writes every version for its own record and reports the step; the coordinator takes the first report.
-Under torchrun a site has several ranks. The leader alone talks to the meeting and has the agreed state: the masters are
-gathered to it in float32, and its result is scattered back.
-Invariant: when a step starts, a site's masters are the agreed ones. Work that a site offers too late is dropped, with the
-reason in the log and in the meeting's `rounds.jsonl`. All ranks of a site make the same calls and get the same outcome.
+The meeting publishes versions (`Publisher`): it has the agreed state and survives restarts, so a dead site delays no
+version. Each site also writes every version for its own record, and reports the step. The coordinator takes the first
+report.
+Under torchrun a site has several ranks. The leader alone talks to the meeting and has the agreed state. The masters are
+gathered on the leader in float32, and the agreed state is scattered to all ranks.
+Invariant: when a step starts, a site's masters equal the agreed state. Work that a site offers too late is dropped. The
+log and the meeting's `rounds.jsonl` give the reason. All ranks of a site make the same calls and get the same outcome.
 Left out: publishing while the sites continue to train.
 """
 
@@ -79,7 +80,7 @@ class PolicySite:
                 dealt = leader.link.deal(leader.site.round)
                 if self.name in dealt:
                     return dealt
-                stop.wait(POLL_S)  # sites are missing, or the round was dealt without this one and will close
+                stop.wait(POLL_S)  # sites are missing, or the round was dealt without this site and will close
             raise StoppedError(f"stopped before round {leader.site.round} was dealt")
 
         try:
@@ -104,7 +105,7 @@ class PolicySite:
             self.leader.link.leave()
 
     def agree(self, ask: Callable[[Participant], Any]) -> Any:
-        """Call `ask` on the leader and return its JSON result on every rank. All ranks raise its RoundClosedError."""
+        """Call `ask` on the leader. On every rank, return its JSON result or raise its RoundClosedError."""
 
         def read() -> dict[str, Any]:
             assert self.leader is not None
@@ -180,7 +181,7 @@ class SiteLearner(Learner):
 
     def take_over(self, progress: LearnerProgress, why: str) -> None:
         """Continue from the agreed weights, with this site's own optimizer moments."""
-        log.warning("taking over what the sites agreed on: %s", why)
+        log.warning("continuing from the weights that the sites agreed on: %s", why)
         progress.step, _ = self.place.enter(self.about, why)
         self.publish(progress)
         self.report_again(progress)
@@ -217,7 +218,7 @@ class SiteLearner(Learner):
         self.post(self.node, progress, digest, counted, figures | site_metrics(ended[0]))
 
     def _flops(self, groups: list[Group]) -> float:
-        return super()._flops(groups) / self.sharing  # this site's part
+        return super()._flops(groups) / self.sharing  # this site's share
 
 
 class Publisher:

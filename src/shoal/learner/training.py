@@ -1,7 +1,7 @@
 """Training without a pool: the loop and the output folder that supervised fine-tuning and pretraining share.
 
     run.json       settings that determine the result             metrics.jsonl    one line per step or measurement
-    checkpoints/   to resume from                                  model/           the result
+    checkpoints/   for resuming the run                            model/           the result
 
 Under torchrun every rank runs the loop; only the leader writes records and logs.
 Invariant: a folder holds one training run. Files of another one are never overwritten.
@@ -26,7 +26,7 @@ from shoal.model.dtype import DtypeName
 
 RUN, METRICS, CHECKPOINTS, MODEL = "run.json", "metrics.jsonl", "checkpoints", "model"
 GRAD_CLIP = 1.0  # largest gradient norm; larger gradients are scaled down
-LOG_EVERY_S = 1.0  # at most one training step per second is logged; metrics.jsonl has all
+LOG_EVERY_S = 1.0  # at most one training step per second is logged; metrics.jsonl has all steps
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,9 @@ def claim(folder: Path, about: Mapping[str, str], differs: str = "") -> None:
     path = folder / RUN
     if not path.exists():
         if taken := [name for name in (METRICS, CHECKPOINTS, MODEL) if (folder / name).exists()]:
-            raise ConfigError(f"{folder} holds {taken[0]} of something else; choose another --out")
+            raise ConfigError(
+                f"{folder} holds {taken[0]} but no {RUN}: it is not the folder of a training run; choose another --out"
+            )
         write_file(path, (json.dumps(about, indent=1) + "\n").encode())
         return
     recorded = json.loads(path.read_text())
@@ -136,7 +138,7 @@ def claim(folder: Path, about: Mapping[str, str], differs: str = "") -> None:
         if recorded.get(key) != about.get(key):
             what = differs or f"{key} = {recorded.get(key)}, not {about.get(key)}"
             raise ConfigError(
-                f"{folder} holds a run with {what}: restore it to resume that run, or choose another --out"
+                f"{folder} holds a run with {what}: use its settings to resume that run, or choose another --out"
             )
 
 

@@ -4,7 +4,7 @@
     rows       planned from lengths alone, so every rank plans the same rows
     deal       FSDP gathers each block for all ranks at once, so in a turn every rank computes one row, and the turn lasts
                as long as its costliest row. Rows are dealt by cost, costliest first (a single rank keeps their order). Only
-               the leader has the tokens; it sends each rank those of its rows: 8 bytes per token
+               the leader has tokens and logprobs; it sends each rank those of the rank's rows: 8 bytes per token
     behaviour  logprobs that no validator checked are recomputed by the policy before the step's first update
     update     a rank packs and computes one row at a time; the denominator counts the tokens of all ranks
 
@@ -66,7 +66,7 @@ def train(policy: Policy, groups: Sequence[AnyGroup], config: Config) -> dict[st
 
 
 def share_of(policy: Policy, groups: Sequence[AnyGroup], config: Config) -> UpdateRows:
-    """Plan and deal the rows of one update's groups. Groups without a gradient have no row but count in the denominator."""
+    """Plan and deal the rows of one update. Groups without a gradient have no row, but the denominator counts them."""
     settings, ranks = config.learner, policy.ranks
     rows = plan(with_gradient(groups, settings.loss), row_tokens=settings.row_tokens)
     costs = [cost(row, policy.shape) for row in rows]
@@ -101,7 +101,7 @@ def cost(row: Row, shape: Shape) -> float:
 
 
 def dealing_order(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return row indices in dealing order: costliest first if there are several ranks."""
+    """Return row indices in dealing order: costliest first if there are several ranks, else unchanged."""
     numbers = list(range(len(costs)))
     return numbers if ranks == 1 else sorted(numbers, key=lambda number: -costs[number])
 

@@ -7,7 +7,7 @@ the same policy. Adapters are not merged into bf16 weights, because small update
     config   `shoal_lora` in config.json: rank, alpha, targets
 
 Invariant: with B = 0, its initial value, the output equals the original layer's bit for bit. With exact numerics, the
-bits of an output row depend on its input row alone, as with `products.linear`.
+bits of an output row depend only on its input row, as with `products.linear`.
 Left out: adapters of the embeddings and the output head.
 """
 
@@ -63,7 +63,7 @@ class Adapted(nn.Linear):
 
 
 def attach_(model: Any, section: Adapters, *, exact: bool) -> None:
-    """Add zero-initialised adapters to the model and record them in its config. Keep existing ones with the same settings.
+    """Add adapters that do not change the output yet, and record them in the model's config. Keep equal existing ones.
 
     Raise ShoalError if the model has other adapters, or no target layer.
     """
@@ -82,7 +82,7 @@ def attach_(model: Any, section: Adapters, *, exact: bool) -> None:
         linear = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
         raise ShoalError(
             f"none of {', '.join(section.targets)} is a linear layer of {type(model).__name__}, which has {sorted(linear)}: "
-            "train all weights"
+            "remove learner.lora to train all weights"
         )
     setattr(model.config, FIELD, asdict(section))
 
@@ -94,7 +94,7 @@ def stored_in(config: Any) -> Adapters | None:
 
 
 def layers(model: Any) -> Iterator[tuple[str, Adapted]]:
-    """Return the names and layers that have an adapter."""
+    """Iterate over the layers that have an adapter, with their names."""
     return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, Adapted))
 
 

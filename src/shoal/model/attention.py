@@ -12,7 +12,7 @@ Three kernels compute the same result; the device decides which one runs:
 
 The backward pass of a merged softmax needs no new formula: the flash backward of each part, given the *merged* output and
 log-sum-exp, yields that part's share of the gradients, as in ring attention (Liu et al. 2023, arXiv 2310.01889).
-Registered with transformers as "shoal". Without a layout (decoding with a cache) it is transformers' SDPA.
+Registered with transformers as "shoal". Without a layout (decoding with a cache) it calls transformers' SDPA.
 
 Invariant: a token's output depends only on its prompt and its completion, whatever else is in the row.
 """
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 NAME = "shoal"
-BLOCK = 128  # queries, and keys, that flex attention computes or skips together: PyTorch's default
+BLOCK = 128  # flex attention computes or skips tiles of 128 queries and 128 keys, as by default in PyTorch
 SHORT = 256  # up to this many queries, PyTorch's bf16 backward is 1.2 to 5 times slower than fp32
 UNEVEN = 0.75  # a segment shorter than this share of its batch's longest one starts a new batch
 
@@ -43,7 +43,7 @@ class Span:
 
     start: int
     prompt: int  # tokens, without the root
-    completions: tuple[int, ...]  # tokens of each one
+    completions: tuple[int, ...]  # tokens of each
 
     @property
     def branches(self) -> int:
@@ -76,7 +76,7 @@ class Segments:
 
     index_BL: Tensor  # int64, positions in the row; 0 for padding
     padded_BL11: Tensor  # bool
-    start: int | None  # the first one's position, if they are contiguous in the row and none is padded
+    start: int | None  # the first segment's position, if all are contiguous in the row and none is padded
 
 
 class RowLayout:
@@ -99,7 +99,7 @@ class RowLayout:
         return self if device == self.device else _moved(tuple(self.spans), device, self.root)
 
     def parts(self) -> Iterator[tuple[range, tuple[range, range]]]:
-        """Yield each causal range and what precedes it in its sequence: root and prompt."""
+        """Yield each causal range, and the ranges of root and prompt that come before it in its sequence."""
         if self.root:
             yield range(self.root), (range(0), range(0))
         for span in self.spans:
@@ -143,7 +143,7 @@ class RowLayout:
 
     @cached_property
     def across(self) -> list[tuple[slice, slice]]:
-        """The (queries, keys) of non-causal attention: several completions to their prompt; all trees to the root."""
+        """The (queries, keys) of non-causal attention: completions to their tree's prompt, and all trees to the root."""
         pairs = [
             (slice(span.branches, span.end), slice(span.start, span.branches))
             for span in self.spans
@@ -182,7 +182,7 @@ class RowLayout:
 
 
 def restore_index(batches: Sequence[tuple[Tensor, Tensor]], length: int) -> Tensor:
-    """Return the index of each of a row's positions in its batches, flattened and concatenated.
+    """Return where each position of a row is in the row's batches, flattened and concatenated.
 
     A batch is two tensors of the same shape: positions, and whether each is padding.
     """
@@ -364,9 +364,9 @@ def _flex() -> Any:
 def block_mask(length: int, sees: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> Any:
     """Build flex attention's block mask, like PyTorch's `create_block_mask`, but one tile of queries at a time.
 
-    Run eagerly, `create_block_mask` first holds all pairs of query and key: 17 GB at 40,960 positions. Here the largest
-    tensor holds the pairs of BLOCK queries. `sees(query, key)`: whether queries attend to keys, broadcast over int64
-    positions.
+    Without compilation, `create_block_mask` first allocates all pairs of query and key: 17 GB at 40,960 positions. Here
+    the largest tensor has only the pairs of BLOCK queries. `sees(query, key)` tells whether queries attend to keys; both
+    are int64 positions, broadcast.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -1,7 +1,8 @@
 """Measure in which dtype this process should compute; set its threads; return freed memory to the system.
 
-The dtype is measured, because a CPU's name and vendor do not predict the faster one. Of two 2-core CPUs, one had 170
-GFLOP/s in fp32 and 1 in bf16, the other 190 and 850. `shoal run` writes the result into the resolved config.
+The dtype is measured because a CPU's name and vendor do not predict which dtype is faster. Of two 2-core CPUs, one
+reached 170 GFLOP/s in fp32 and 1 in bf16, and the other 190 and 850. `shoal run` writes the result into the resolved
+config.
 Left out: fp16 and fp8. *Published* weights are bf16 in any case.
 """
 
@@ -18,7 +19,7 @@ from shoal.errors import UserError, first_line
 
 DtypeName = Literal["float32", "bfloat16"]
 
-SIZE = 512  # rows, columns and depth of the product that is timed: 0.27 GFLOP
+SIZE = 512  # rows, columns and depth of the timed product: 0.27 GFLOP
 REPEATS = 5
 BFLOAT16_MUST_WIN_BY = 1.2  # bf16 loses precision, so it must be clearly faster
 
@@ -37,7 +38,7 @@ def check_device(device: str) -> None:
 
 
 def measure_gflops(dtype: torch.dtype, device: str = "cpu") -> float:
-    """Measure the GFLOP/s of a square matrix product in `dtype` with the current thread count: the best of several."""
+    """Measure the GFLOP/s of square matrix products in `dtype` with the current thread count. Return the best."""
     a = torch.randn(SIZE, SIZE, device=device).to(dtype)
     best_s = float("inf")
     for _ in range(REPEATS):
@@ -72,7 +73,7 @@ def pick(wanted: str, device: str = "cpu") -> tuple[DtypeName, dict[str, float]]
 
 
 def set_threads(threads: int) -> None:
-    """Use `threads` cores in this process; 0 leaves PyTorch's default."""
+    """Set the number of threads of this process; 0 keeps PyTorch's default."""
     if threads:
         torch.set_num_threads(threads)
         torch.set_num_interop_threads(1)
@@ -80,7 +81,7 @@ def set_threads(threads: int) -> None:
 
 @contextmanager
 def use_threads(threads: int) -> Iterator[None]:
-    """Use `threads` cores within the block."""
+    """Use `threads` threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -90,10 +91,9 @@ def use_threads(threads: int) -> Iterator[None]:
 
 
 def release_memory() -> None:
-    """Return freed memory to the system, after a large model was freed. Takes milliseconds per gigabyte.
+    """Return freed memory to the system. Call this after freeing a large model. Takes milliseconds per gigabyte.
 
-    Otherwise glibc keeps freed blocks smaller than its threshold (32 MB in children of `shoal run`) for the rest of the run,
-    unless they are at the end of the heap.
+    Otherwise glibc keeps most freed blocks below its threshold (32 MB in children of `shoal run`).
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -105,5 +105,5 @@ def _malloc_trim() -> Any:
     """Return glibc's malloc_trim; None with another C library."""
     try:
         return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # other libraries; other systems
+    except (AttributeError, OSError, TypeError):  # another C library or system
         return None

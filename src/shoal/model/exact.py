@@ -8,8 +8,8 @@ kernels choose by shape. Here the order is fixed. Queries attend to the keys of 
     weights      softmax over all keys; a masked key's weight is exactly 0, so the number of masked keys does not matter
     output       the sum over keys in tiles of `tile()`, one tile after the other
 
-Invariant: the result of a row depends on its query and its visible keys alone. `numerics.refusal` tests whether this
-machine's float32 products and softmax preserve it.
+Invariant: the result of a row depends only on its query and its visible keys. `numerics.refusal` tests whether this
+machine's float32 products and softmax preserve this.
 The same functions serve prefill of packed trees (validator, learner) and decoding with a cache (engine). The backward pass
 is the cascade's (`attention`), which is not exact. Registered with transformers as "shoal_exact".
 Left out: devices other than the CPU.
@@ -30,8 +30,8 @@ from shoal.model.attention import RowLayout, cascade_backward, restore_index
 NAME = "shoal_exact"
 TILES = (256, 192, 128)  # numbers of keys that one product may sum; see `tile`
 KEYS = 16  # a sequence's number of keys is rounded up to a multiple of this
-ROWS = 8  # a product's number of rows is rounded up to a multiple of this: products of few rows use other kernels
-QUERIES = 128  # queries of one sequence computed together; keys that none of them sees are left out
+ROWS = 8  # a product's number of rows is rounded up to a multiple of this, because few rows use other kernels
+QUERIES = 128  # queries of one sequence that are computed together; keys that none of them sees are left out
 NEAR = 64  # sequences whose numbers of keys differ by less are computed together
 CACHED = 1 << 18  # elements of one tensor in use at once: they fit the CPU's cache
 
@@ -44,7 +44,7 @@ class KeyMask:
     bias_SM1K: Tensor  # float32, 0 or -inf, added to the scores of M queries in S sequences from key `start` on
 
     def apply_(self, scores_NRK: Tensor) -> None:
-        """Add the bias to scores whose N * R rows belong to S sequences of M queries, with some number of heads each."""
+        """Add the bias to the scores. Their N * R rows are S sequences of M queries, with any number of heads each."""
         sequences, queries = self.bias_SM1K.shape[:2]
         scores_NRK.view(sequences, queries, -1, scores_NRK.shape[-1])[..., self.start :].add_(self.bias_SM1K)
 
@@ -60,8 +60,8 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute softmax attention of one key head in N sequences, with R rows of queries each. All float32.
 
-    The queries are scaled already. R is a multiple of ROWS, K of KEYS. Every query sees at least one key. Masked keys and
-    values must be finite. Return output_NRD, and logsumexp_NR of the scores if requested, for the backward pass.
+    The queries are scaled already. R is a multiple of ROWS, and K of KEYS. Every query sees at least one key. Masked
+    keys and values must be finite. Return output_NRD and, if requested, the scores' logsumexp_NR for the backward pass.
     """
     scores_NRK = torch.bmm(query_NRD, key_NKD.transpose(1, 2))
     mask.apply_(scores_NRK)
@@ -84,10 +84,10 @@ def weighted_sum_(output_NRD: Tensor, weights_NRK: Tensor, value_NKD: Tensor) ->
 
 @cache
 def tile() -> int:
-    """Return the largest number of keys whose product, on this machine, does not depend on masked keys at the end.
+    """Return the largest number of keys in TILES whose product does not depend on masked keys at the end.
 
-    Libraries split larger products in places that depend on the number of keys: above 256 with MKL on an Intel CPU with
-    AVX-512, above 192 on an AMD one. If no element of TILES is small enough, `numerics.refusal` says so.
+    Libraries split larger products, in places that depend on the number of keys: above 256 keys with MKL on an Intel
+    CPU with AVX-512, above 192 on an AMD CPU. If no element of TILES is small enough, `numerics.refusal` says so.
     """
     draw = torch.Generator().manual_seed(0)
     weights_NRK, value_NKD = (
@@ -108,7 +108,7 @@ def tile() -> int:
 
 @cache
 def min_rows(depth: int) -> int:
-    """Return the multiple to which decoding rounds up a sequence's queries: half of ROWS if that gives the same bits."""
+    """Return the multiple to which decoding rounds up a sequence's queries: half of ROWS if the bits stay the same."""
     draw = torch.Generator().manual_seed(0)
     query_NRD = torch.randn(4, ROWS, depth, generator=draw)
     few = slice(0, ROWS // 2)
@@ -141,7 +141,7 @@ class Part:
 class Step:
     """One step of decoding B sequences: row b sees the first lengths_B[b] keys of its cache, its own key included.
 
-    All blocks of the model share the step, and so its buffers.
+    All blocks of the model share the step and its buffers.
     """
 
     def __init__(self, lengths_B: Tensor) -> None:
@@ -164,7 +164,7 @@ class Step:
             self.output_BkRD = torch.empty_like(self.query_BkRD)
         self.query_BkRD[:, :, :sharing] = query_BhD[:batch].view(batch, key_heads, sharing, depth)
         self.query_BkRD[:, :, :sharing].mul_(scale)  # after the conversion to float32
-        for part in self.parts:  # as in `attention`, but a part's values are converted only when its scores are done
+        for part in self.parts:  # as in `attention`, but values are converted to float32 only after the scores are done
             query_NRD = self.query_BkRD[part.queries].flatten(0, 1)
             scores_NRK = torch.bmm(query_NRD, _float(key_BkKD, part).transpose(1, 2))
             part.mask.apply_(scores_NRK)
@@ -219,13 +219,13 @@ class QueryBatch:
 
 
 def batches(layout: RowLayout, heads: int, depth: int) -> list[QueryBatch]:
-    """Return batches that hold every query of the row once: sequences by size, as many together as the CPU's cache holds.
+    """Return batches that together hold every query of the row once. Each fits the CPU's cache if possible.
 
     `heads`: query heads per key head. `depth`: the size of a head.
     """
     groups: list[list[QuerySpan]] = []
-    chains = [QuerySpan(*part) for part in layout.parts() if len(part[0])]
-    for sequence in sorted(chains, key=lambda s: (-rounded(s.n_keys, NEAR), -len(s.queries))):
+    sequences = [QuerySpan(*part) for part in layout.parts() if len(part[0])]
+    for sequence in sorted(sequences, key=lambda s: (-rounded(s.n_keys, NEAR), -len(s.queries))):
         if groups:
             largest = groups[-1][0]
             keys, queries = rounded(largest.n_keys, NEAR), len(largest.queries)
@@ -260,7 +260,7 @@ def _part(queries: slice, first_S: Tensor, count_S: Tensor) -> Part:
 
 
 class Plan:
-    """A layout's batches, and the index of each position's output among the batches' outputs."""
+    """A layout's batches. `restore_T`: where each position's output is among the batches' outputs."""
 
     def __init__(self, layout: RowLayout, heads: int, depth: int) -> None:
         self.batches = batches(layout, heads, depth)

@@ -47,12 +47,12 @@ def load_model(
     check_config(config, folder)
     model = _load(folder, config, dtype, device, numerics, seed)
     check_logprobs_(model, folder)
-    release_memory()  # used by the comparison's copies
+    release_memory()  # frees the memory of the comparison's copies
     return model
 
 
 class Root(nn.Module):
-    """A model whose weights may be sharded: FSDP gathers them only while `forward` runs a function of the model."""
+    """A model whose weights may be sharded. FSDP gathers them only while `forward` runs, so it runs `compute` there."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def _load_adapters_(model: Any, folder: Path) -> None:
 
 
 def open_for_each(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield each name with the opened safetensors file, reopened regularly to free the memory of the pages read."""
+    """Yield each name with the open safetensors file. Reopen the file regularly to free the memory of pages read."""
     for start in range(0, len(names), OPENED_FOR):
         with safe_open(path, framework="pt") as file:
             yield from ((name, file) for name in names[start : start + OPENED_FOR])
@@ -186,9 +186,9 @@ def save_model(
 ) -> None:
     """Write `model` in bf16 with its config and tokenizer. `folder` must not exist yet.
 
-    `tensors`, if given, replace the model's own weights. They must have the names and shapes of `shapes` (default: the
-    model's `stored_shapes`), in that order, on any device; only one is in memory at a time. Raise ValueError, naming the
-    first tensor that differs.
+    `tensors`, if given, replace the model's own weights. They must have the names, shapes and order of `shapes`
+    (default: the model's `stored_shapes`), and may be on any device. Only one is in memory at a time. Raise ValueError,
+    naming the first tensor that differs.
     The weights are written last, under a temporary name until they are complete. Raise OSError, naming the folder, if
     writing fails.
     """

@@ -30,9 +30,8 @@ PRODUCT_BYTES = 128 << 20  # float32 logits of one matrix product: large, for fu
 CACHED_BYTES = 4 << 20  # logits processed together: they fit the CPU's cache
 ATTRIBUTE = "shoal_logits"  # a model's attribute with its LogitChange
 
-LossOf = Callable[
-    [slice, Tensor, Tensor | None], Tensor
-]  # (a slice of targets, their logp_C, entropy_C or None): the sum of their losses
+# (a slice of the targets, their logp_C, their entropy_C or None) -> the sum of their losses
+LossOf = Callable[[slice, Tensor, Tensor | None], Tensor]
 
 
 class LogitChange(NamedTuple):
@@ -93,7 +92,7 @@ def token_logprobs(scaled_NV: Tensor, tokens_N: Tensor, known: Likelihoods | Non
 
 @dataclass(frozen=True)
 class Scoring:
-    """How targets are scored."""
+    """How logprobs and entropies of targets are computed."""
 
     temperature: float = 1.0
     with_entropy: bool = False
@@ -126,7 +125,7 @@ def chosen_loss(
     Each slice's gradients are computed while its logits exist, so logits are neither kept nor recomputed. The loss of a
     token must therefore not depend on another slice's logprobs.
     """
-    if not torch.is_grad_enabled():  # a Function cannot see this and would compute gradients
+    if not torch.is_grad_enabled():  # an autograd Function cannot see this, and would compute gradients
         hidden_NH, head_VH = hidden_NH.detach(), head_VH.detach()
         bias_V = None if bias_V is None else bias_V.detach()
     loss: Tensor = _ChosenLoss.apply(hidden_NH, head_VH, bias_V, target_N, how, loss_of)  # type: ignore[no-untyped-call]

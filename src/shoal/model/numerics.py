@@ -1,7 +1,7 @@
 """Exact or fast: whether a token's results have the same bits in every batch and process.
 
-    exact   a token's hidden state, logits and logprob depend on its own prefix and the weights alone: products and attention
-            sum in a fixed order (`products`, `exact`). Machines with equal fingerprints agree to the last bit.
+    exact   a token's hidden state, logits and logprob depend only on its own prefix and the weights: products and
+            attention sum in a fixed order (`products`, `exact`). Machines with equal fingerprints get the same bits.
     fast    the fastest kernels (`attention`); results differ by rounding with batch and packing.
 
 Invariant: a model keeps the numerics it was loaded with.
@@ -23,9 +23,8 @@ log = logging.getLogger(__name__)
 
 Numerics = Literal["exact", "fast"]
 
-ROW_UNIT = (
-    products.UNIT
-)  # rows of tokens are padded to multiples of this: kernels compute a vector's remainder differently
+# The length of a packed row is padded to a multiple of this: kernels compute the remainder of a vector differently.
+ROW_UNIT = products.UNIT
 SHAPES = ((64, 192), (576, 192))  # depths and columns of the products that `refusal` tries
 
 
@@ -35,7 +34,7 @@ def of(model: Any) -> Numerics:
 
 
 def pick(wanted: str, dtype: DtypeName, device: str) -> Numerics:
-    """Return the numerics to load a model with; "auto" is exact where possible. Raise ShoalError for "exact" elsewhere."""
+    """Return the numerics to load a model with. "auto" is exact where possible; elsewhere, "exact" raises ShoalError."""
     if wanted == "fast":
         return "fast"
     why = refusal(dtype, device)
@@ -61,7 +60,7 @@ def refusal(dtype: DtypeName, device: str = "cpu") -> str | None:
 
 
 def _attention_refusal() -> str | None:
-    """Return the shape at which one row's attention depends on the rows and masked keys beside it, if any."""
+    """Describe a shape for which a row's attention depends on the rows and masked keys beside it; None without one."""
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(6, n, 64, generator=draw) for n in (3 * exact.QUERIES, 640, 640))
 
@@ -75,7 +74,5 @@ def _attention_refusal() -> str | None:
             for rows in (exact.ROWS, 24, 128):
                 for keys in (exact.rounded(seen, exact.KEYS), 512):
                     if not torch.equal(attend(heads, rows, keys, seen), expected[:heads, :rows]):
-                        return (
-                            f"attention of {heads} heads, {rows} rows and {keys} keys depends on what is beside a row"
-                        )
+                        return f"attention of {heads} heads, {rows} rows and {keys} keys depends on a row's neighbours"
     return None

@@ -1,11 +1,11 @@
 """Matrix products that give a row the same bits beside any number of other rows, on any number of threads.
 
 A product's bits depend on the order of the sum over its depth, and libraries choose that order by shape: with AMX, oneDNN
-splits the depth of some bf16 products in two, and MKL uses other float32 kernels for few rows. Small products are not split:
-the reference here is a product of UNIT rows and the narrowest of COLUMNS on one thread. A larger product is computed in the
-first of a few ways whose bits equal the reference's: as a whole, in wide columns, or transposed (weights times rows: no
-library rearranges the weights then). If none qualifies, its rows are halved. `_way` measures this once per process, shape,
-dtype and number of threads.
+splits the depth of some bf16 products in two, and MKL uses other float32 kernels for few rows. Small products are not
+split, so the reference here is a product of UNIT rows and the narrowest of COLUMNS on one thread. A larger product is
+computed in the first of several ways that gives the reference's bits: as a whole, in wide columns, or transposed
+(weights times rows, for which no library rearranges the weights). If no way does, the rows are halved. `_way` measures
+this once per process, shape, dtype and number of threads.
 
 The measurement's data reveals every difference in order: the terms of each sum cancel in pairs, at random places, so that
 only rounding errors remain.
@@ -25,9 +25,9 @@ from shoal.errors import ShoalError
 from shoal.model.dtype import use_threads
 
 UNIT = 16  # rows of the smallest product; counts of rows are padded to multiples of it
-MAX_ROWS = 4096  # the most rows of one product
+MAX_ROWS = 4096  # largest number of rows in one product
 FEW = 128  # up to this many rows, a bf16 product is transposed if possible
-COLUMNS = (4096, 512, 256, 128)  # the most columns of one product, widest first
+COLUMNS = (4096, 512, 256, 128)  # limits on the columns of one product, to be tried in this order
 DISTINCT = 256  # different rows in the measurement's data; larger products repeat them
 
 Way = Callable[[Tensor, Tensor, Tensor], None]  # (x_RK, weight_NK, y_RN): writes y
@@ -122,8 +122,8 @@ def _pieces(weight_NK: Tensor, y_RN: Tensor, columns: int) -> Iterable[tuple[Ten
 
 @cache
 def _way(rows: int, depth: int, width: int, dtype: torch.dtype, threads: int) -> Way | None:
-    """Return the first way with the reference's bits; None if the rows must be halved. Raise OrderError if they cannot."""
-    columns = COLUMNS[0] + width % COLUMNS[0] if width > COLUMNS[0] else width  # enough for a piece of every width
+    """Return the first way with the reference's bits. If there is none, return None, or raise OrderError at UNIT rows."""
+    columns = COLUMNS[0] + width % COLUMNS[0] if width > COLUMNS[0] else width  # a full piece and the last one suffice
     x_DK, weight_CK, expected_DC = _reference(depth, columns, dtype)
     x_RK = x_DK.repeat(-(-rows // DISTINCT), 1)[:rows]
     y_RC = x_RK.new_empty(rows, columns)
@@ -166,7 +166,7 @@ def check(depth: int, width: int, dtype: torch.dtype) -> None:
 
 
 def cancelling(rows: int, columns: int, depth: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (x_RK, weight_CK) whose product is 0 except for rounding: summing in another order changes almost all bits."""
+    """Return (x_RK, weight_CK) whose product is only rounding errors, so that another order of summing changes it."""
     draw = torch.Generator().manual_seed(0)
     half = (depth + 1) // 2
     x_RK = torch.randn(rows, half, generator=draw).to(dtype)

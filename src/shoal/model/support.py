@@ -11,7 +11,7 @@ convolutions, their own position biases, attention sinks and windows. They would
 Tolerance. The comparison runs in float32 whatever dtype the model computes in, because bfloat16 hides the difference:
 SmolLM2-135M differs by 6e-6 nats per token in float32 and by 0.08 in bfloat16 (means over 65 tokens, three draws), and
 trained models that Shoal computes wrongly differ by 0.1 to 5. Among the causal architectures of transformers 5.23 with
-random weights, the largest mean of a correctly computed one is 5e-7, the smallest of a wrongly computed one 1e-2. The
+random weights, correctly computed models have means up to 5e-7, and wrongly computed models have means from 1e-2. The
 tolerance lies between: 150 times the mean of SmolLM2. The mean counts, not the maximum: in a mixture of experts, rounding
 may send a single token to another expert.
 """
@@ -75,8 +75,8 @@ def check_config(config: Any, folder: Path) -> None:
     """Raise UnsupportedModelError for a model that a short comparison cannot judge."""
     if field := long_sequence_field(config):
         raise UnsupportedModelError(
-            f"{_name(config, folder)} limits or changes attention over long sequences ({field}), which Shoal's does not; "
-            "choose another model (docs/recipe.md)"
+            f"{_name(config, folder)} limits or changes attention over long sequences ({field}), which Shoal does not "
+            "support; choose another model (docs/recipe.md)"
         )
 
 
@@ -86,9 +86,9 @@ def _name(config: Any, folder: Path) -> str:
 
 @torch.no_grad()
 def check_logprobs_(model: Any, folder: Path) -> None:
-    """Compare the model's logprobs with plain transformers, and record on it how the output head's logits are changed.
+    """Compare the model's logprobs with plain transformers. Record on the model how it changes the head's logits.
 
-    Raise UnsupportedModelError if they differ.
+    Raise UnsupportedModelError if the logprobs differ.
     """
     name = _name(model.config, folder)
     if model.get_output_embeddings() is None:
@@ -121,7 +121,7 @@ def _reference(model: Any, trees: list[Tree], name: str) -> tuple[logprobs.Logit
 
 
 def change_of_logits(config: Any, raw: Tensor, logits: Tensor) -> logprobs.LogitChange | None:
-    """Return the change from the head's output to the logits that fits the config and one example; None if none does."""
+    """Return the change from the head's output to the logits that fits the config and an example; None if none fits."""
     text = config.get_text_config(decoder=True)
     values = [value for field in SCALES if isinstance(value := getattr(text, field, None), int | float) and value != 1]
     scales = [scale for value in values for scale in (float(value), 1 / value)]  # some models divide
@@ -146,17 +146,17 @@ def _explained(problem: str) -> Iterator[None]:
 
 
 def _trees(model: Any) -> list[Tree]:
-    """Return a tree with three completions and one with one. All sequences have the same length: none needs padding."""
+    """Return trees with three completions and with one. All sequences have the same length, so none needs padding."""
     text = model.config.get_text_config(decoder=True)
     sizes = [value for field, value in text.to_dict().items() if LIMITING.search(field) and type(value) is int]
     length = max([LENGTH, *(size + BEYOND for size in sizes if size <= SMALL)])
     length = min(length, getattr(text, "max_position_embeddings", None) or length)
-    draw = torch.Generator().manual_seed(0)  # a generator of its own: loading must not change torch's random state
+    draw = torch.Generator().manual_seed(0)  # not torch's own generator, because loading must not change its state
 
     def tokens(count: int) -> list[int]:
         return torch.randint(0, text.vocab_size, (count,), generator=draw).tolist()
 
-    short = length // 4  # short completions: a leaking state fades within a few tokens
+    short = length // 4  # short completions, because a leaking state fades within a few tokens
     prompt = tokens(length - short)
     other = [*prompt[:SHORTEST_ROOT], *tokens(2)]  # a shared prefix: the row has a root
     return [

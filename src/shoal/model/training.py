@@ -1,7 +1,7 @@
 """The learner's side of a model: scoring packed completions, and loading the model in shards.
 
 A forward pass uses the model's weights only inside `Scorer.forward`, as FSDP requires. Its activations can be recomputed.
-When a model is loaded in shards, no rank ever has all of the weights, or reads more of the files than its own part:
+When a model is loaded in shards, no rank ever holds all of the weights, or reads more than its own part of the files:
 
     1. build the model on the meta device, without weights; buffers such as rotary tables are computed, not read
     2. shard it: each parameter gets its shape on this rank, still without memory
@@ -36,7 +36,7 @@ from shoal.model.tree import Pack, forward_hidden
 
 INDEX = f"{WEIGHTS}.index.json"
 
-Shard_ = Callable[[nn.Module, torch.dtype], None]  # shards a module's `model`, whose weights are gathered in this dtype
+Shard_ = Callable[[nn.Module, torch.dtype], None]  # shards a module's `model`; its weights are gathered in this dtype
 
 
 class Scorer(nn.Module):
@@ -128,7 +128,7 @@ class Sharded:
 
 
 def open_sharded(folder: Path, device: str, numerics: Numerics, shard: Shard_) -> Sharded | str:
-    """Return how to load the folder's model in shards, or why that is not possible. All ranks must call it.
+    """Return a loader of the folder's model in shards, or the reason why there is none. All ranks must call it.
 
     Raise UnsupportedModelError, as `load_model` does.
     """

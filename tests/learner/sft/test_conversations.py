@@ -187,7 +187,7 @@ ANSWERED = conversation(("user", "a"), ("assistant", "b"))
     [
         (conversation(("user", "a")), TINY_TEMPLATE, "^chat.jsonl:7: it has no assistant message"),
         (conversation(("assistant", "a")), TINY_TEMPLATE, "^chat.jsonl:7: it begins with an assistant message"),
-        (ANSWERED, "{{ raise_exception('no') }}", "^chat.jsonl:7: the chat template rejects it .no"),
+        (ANSWERED, "{{ raise_exception('no') }}", "^chat.jsonl:7: the chat template rejects this conversation .no"),
         (ANSWERED, "", "no chat template"),
     ],
 )

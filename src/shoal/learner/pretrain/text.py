@@ -83,7 +83,7 @@ class Corpus:
         self._items, self._next = self._read(), 0
 
     def document(self, number: int) -> Document:
-        """Return document `number`, from 0. Raise EndError after the last one, UserError for a faulty one."""
+        """Return document `number`, from 0. Raise EndError after the last document, UserError for a faulty one."""
         if number < self._next:
             self._items, self._next = self._read(), 0
         skipped = number - self._next
@@ -152,7 +152,7 @@ class TokenStream:
         self.first, self.share = first, share
         self.place: TextPlace | None = None  # None: before the first token of the next share
         self.shares: int | None = None  # per epoch; None until the end of an epoch is reached
-        self._tokens: list[int] | None = None  # those of the document at `place`
+        self._tokens: list[int] | None = None  # tokens of the document at `place`
 
     def sequences(self, count: int, length: int) -> Tensor:
         """Return the next tokens, (count, length)."""
@@ -190,8 +190,7 @@ class TokenStream:
                 self.shares = -(-max(0, end.count - self.first) // self.share)
                 if not self.shares:
                     raise UserError(
-                        f"{end.count} documents, of which pretrain.heldout = {self.first} are held out: "
-                        "none is left to train on"
+                        f"pretrain.heldout = {self.first} holds out all {end.count} documents: none is left to train on"
                     ) from end
                 return self._document(place) if place.share >= self.shares else None
             return None

@@ -1,12 +1,13 @@
 """Pretraining: next-token training on a stream of text, at one or several sites.
 
-    loss   mean over the predicted tokens of a step's sequences     rate   linear warm-up, then cosine decay to 0
-    inner optimizer AdamW, gradients clipped by their norm: DiLoCo (arXiv 2311.08105), section 3 and table 5
+    loss        mean over the predicted tokens of a step's sequences
+    rate        linear warm-up, then cosine decay to 0
+    optimizer   AdamW with the gradient norm clipped: DiLoCo's inner optimizer (arXiv 2311.08105, section 3 and table 5)
 
 The code of the policy, checkpoints and sites is shared with reinforcement learning.
-Invariant: a step depends on the weights, moments and place in the data alone, and a checkpoint holds all three. So a resumed
-run equals an uninterrupted one, bitwise on the CPU. A site that comes back adopts the agreed weights and keeps its own
-moments and place in the data.
+Invariant: a step depends only on the weights, the optimizer's moments and the place in the data, and a checkpoint holds
+all three. So a resumed run equals an uninterrupted one, bitwise on the CPU. A site that comes back adopts the agreed
+weights and keeps its own moments and place in the data.
 Under torchrun every rank runs this loop. The leader alone reads the text and broadcasts a step's tokens.
 Left out: masks between documents.
 """
@@ -79,7 +80,7 @@ class Pretraining(Training):
         self.evaluate()
 
     def train(self) -> None:
-        """Train one inner step; meet the other sites if a round is due."""
+        """Train one inner step. Meet the other sites if it is the last step of a round."""
         started_s = time.monotonic()
         ids_BT = self._sequences()
         update = self.policy.step(self._mean_loss(ids_BT), self._micro_batches(ids_BT))
@@ -98,14 +99,14 @@ class Pretraining(Training):
             self.meet(self.site, update["loss"])
 
     def meet(self, site: "TextSite", loss: float) -> None:
-        """Offer this site's result and continue from the agreed state. If the offer is late, adopt the agreed state."""
+        """Offer this site's result and continue from the state that the sites agree on. A late offer is dropped."""
         outcome, before = None, site.round
         site.spent.computed_s = self.computed_s
         try:
             outcome = site.give(loss, self._place())
         except RoundClosedError as error:
             self.step = site.take_over(self.about, str(error))
-        if site.round != before and site.leader is not None:  # an outcome was applied or a state adopted
+        if site.round != before and site.leader is not None:  # this site applied an outcome or adopted a state
             self.record(
                 round=site.round,
                 quorum=outcome.kept if outcome else None,
@@ -241,7 +242,7 @@ class TextSite(PolicySite):
         return (self.round + 1) * self.inner_steps
 
     def begin(self, about: dict[str, str], progress: LearnerProgress) -> None:
-        """Enter the meeting, and set the progress from which to continue. Raise MeetingError."""
+        """Enter the meeting, and set `progress` to where training continues. Raise MeetingError."""
         places = self._saved_places()
         placed = progress.place is not None or bool(places)
         why = "the site comes back" if placed else "the site joins"
@@ -258,7 +259,7 @@ class TextSite(PolicySite):
         return outcome
 
     def take_over(self, about: dict[str, str], why: str) -> int:
-        """Enter again. Return the inner step of the agreed state."""
+        """Enter the meeting again after a late offer. Return the inner step of the agreed state."""
         self.round, _ = self.enter(about, why)
         return self.round * self.inner_steps
 

@@ -174,7 +174,7 @@ class ChatTemplate:
         self.ends: set[int] = set()
 
     def exceeds(self, conversation: Dialogue, max_tokens: int) -> bool:
-        """Whether the prompt of the last turn is longer than `max_tokens`: a cheap check before `example`."""
+        """Return whether the last turn's prompt is longer than `max_tokens`. This is a cheap check before `example`."""
         messages = conversation.messages
         last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
         return last > 0 and len(self._tokens(conversation, messages[:last], prompt=True)) > max_tokens
@@ -226,8 +226,8 @@ class ChatTemplate:
     def _end(self, where: str, tokens: array[int], start: int, stop: int, *, last: bool) -> int:
         """Return where the trained span of the turn in tokens[start:stop] ends: after the token that ends the turn.
 
-        Search the special tokens and white space after the turn's text; prefer an EOS token over other special tokens. If
-        there is neither, add EOS after the last turn, or raise UserError for an earlier one.
+        Search the special tokens and white space after the turn's text. Prefer an EOS token to other special tokens. If
+        there is neither, add EOS if this is the last turn, and raise UserError otherwise.
         """
         if tokens[stop - 1] not in self.eos | self.special and set(tokens[stop : stop + 1]) & (self.eos | self.special):
             stop += 1  # a template may mark the turn without its end token
@@ -257,4 +257,4 @@ class ChatTemplate:
         try:
             return self.tokenizer.apply_chat_template(messages, tools=conversation.tools, return_dict=True, **options)
         except (jinja2.TemplateError, TypeError) as error:
-            raise UserError(f"{conversation.where}: the chat template rejects it ({error})") from error
+            raise UserError(f"{conversation.where}: the chat template rejects this conversation ({error})") from error

@@ -71,7 +71,7 @@ def train(policy: Policy, section: TaskSection, *, batch: int, until_loss: float
         value = policy.step(loss, [pack(trees)])["loss"]
         smoothed = value if smoothed is None else 0.9 * smoothed + 0.1 * value
         if step % 50 == 0:
-            log.info("supervised step %d: loss %.2f, until %.2f", step, smoothed, until_loss)
+            log.info("supervised step %d: loss %.2f (training stops at %.2f)", step, smoothed, until_loss)
         if smoothed < until_loss:
             return
 
