@@ -1,12 +1,13 @@
-"""Run a learner as its own process, for tests that kill it or start several ranks.
+"""Run a learner in its own process, for tests that kill it or start several ranks.
 
     python -m tests.learner.process JOBS.json
     python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.process JOBS.json
 
-Each job is a run in its own folder: {"model", "out", "files", "validator", "steps", "dtype", "changed", "die"}. The reports
-it posts are written to OUT/reports.json. With "die": {"updating": n} or {"checkpointing": n}, the process sends itself
-SIGKILL after n updates or checkpoints. A job with "site", an invite's file, runs at one of several sites.
-A job {"check", "model", "out", "settings"} runs a check of `sharding` instead.
+JOBS.json holds a list of jobs. Each job is a run in its own folder, with the fields "model", "out", "files",
+"validator", "steps", "dtype", "changed" and "die". The reports that it posts are written to OUT/reports.json. With
+"die": {"updating": n} or {"checkpointing": n}, the process sends itself SIGKILL after n updates or checkpoints. A job
+with "site", the path of an invite, runs at one of several sites.
+A job with the fields "check", "model", "out" and "settings" runs a check of `sharding` instead.
 """
 
 import json
@@ -44,11 +45,11 @@ def main() -> None:
         learner = make(
             Path(job["model"]), out, pool, steps=job["steps"], dtype=job["dtype"], ranks=ranks, **job["changed"]
         )
-        if what := job["die"].get("updating"):
-            learner.policy.optimizer.step = dies_after(what, learner.policy.optimizer.step)  # type: ignore[method-assign]
-        if what := job["die"].get("checkpointing"):
+        if n := job["die"].get("updating"):
+            learner.policy.optimizer.step = dies_after(n, learner.policy.optimizer.step)  # type: ignore[method-assign]
+        if n := job["die"].get("checkpointing"):
             writer: Any = hf_storage.HuggingFaceStorageWriter
-            writer.finish = dies_after(what, writer.finish)  # after the tensors are written, but before their index is
+            writer.finish = dies_after(n, writer.finish)  # the tensors are written by then, but not their index
         learner.run(threading.Event())
         if pool is not None:
             reports = [report.model_dump() for report in pool.reports]

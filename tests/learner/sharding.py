@@ -22,7 +22,7 @@ from .support import N_TOKENS, make_groups, make_policy
 
 
 def loads(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Compare a policy loaded in shards with one loaded whole and then sharded, before and after two updates."""
+    """Compare a policy loaded in shards with a policy loaded whole and then sharded, before and after two updates."""
 
     def made() -> tuple[Policy, Tensor]:
         torch.manual_seed(1)
@@ -55,9 +55,9 @@ def loads(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]
 
 def _different(one: Policy, other: Policy) -> list[str]:
     result = []
-    for of in ("named_parameters", "named_buffers"):
-        pairs = [{name: local(x.detach()) for name, x in getattr(policy.model, of)()} for policy in (one, other)]
-        result += [] if pairs[0].keys() == pairs[1].keys() else [of]
+    for method in ("named_parameters", "named_buffers"):
+        pairs = [{name: local(x.detach()) for name, x in getattr(policy.model, method)()} for policy in (one, other)]
+        result += [] if pairs[0].keys() == pairs[1].keys() else [method]
         result += [name for name in pairs[0] if not _same(pairs[0][name], pairs[1][name])]
     result += [] if list(one.masters) == list(other.masters) else ["masters"]
     return result + [
@@ -70,7 +70,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def memory(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Measure bytes read and peak bytes of tensors while loading in shards, and the size of the whole model in float32."""
+    """Measure the bytes read and the peak bytes of tensors while loading in shards, and the whole model's size."""
     with Live() as live:
         result = open_sharded(model, "cpu", "fast", ranks.shard)
         assert isinstance(result, Sharded), result
@@ -89,7 +89,7 @@ def memory(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any
 
 
 class Live(TorchDispatchMode):
-    """Measure the peak bytes of the tensors made within it."""
+    """Measure the peak bytes of the tensors created within the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # this is called for its local parts, too
+            return NotImplemented  # PyTorch calls this method again for the local parts
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not leaf.is_meta:

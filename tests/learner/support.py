@@ -40,14 +40,14 @@ def make_policy(
     numerics: Numerics = "fast",
     **changed: Any,
 ) -> Policy:
-    """A policy with the weights in `folder`: learning rate 1e-3 without warm-up, no KL, no entropy bonus."""
+    """Make a policy with the weights in `folder`: learning rate 1e-3 without warm-up, no KL, no entropy bonus."""
     settings = {"lr": 1e-3, "warmup_steps": 0, "grad_clip": 1.0} | changed
     section = LearnerSection(**settings, loss=LossSection(**{"beta": 0.0, "entropy": 0.0} | (loss or {})))
     return Policy(folder, section, dtype, device, temperature, ranks, numerics=numerics)
 
 
 def make_groups() -> list[Group]:
-    """Three groups, each of four completions of different lengths."""
+    """Make three groups, each of four completions of different lengths."""
     draw = torch.Generator().manual_seed(0)
     made = []
     for number in range(3):
@@ -61,20 +61,20 @@ N_TOKENS = sum(group.n_tokens for group in make_groups())
 
 
 def batches(row_tokens: int = 64) -> list[MicroBatch]:
-    """`make_groups()` as training data."""
+    """Pack the groups of `make_groups` into rows."""
     return micro_batches(make_groups(), row_tokens=row_tokens, normalize_std=False)
 
 
-def masters(of: Policy) -> dict[str, torch.Tensor]:
-    return {name: master.detach().clone() for name, master in of.masters.items()}
+def masters(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: master.detach().clone() for name, master in policy.masters.items()}
 
 
-def state(of: Policy) -> dict[str, torch.Tensor]:
-    """Everything that an update changes: masters, weights and optimizer state."""
-    result = {f"model/{name}": parameter.detach().clone() for name, parameter in of.model.named_parameters()}
-    for name, master in of.masters.items():
+def state(policy: Policy) -> dict[str, torch.Tensor]:
+    """Copy everything that an update changes: masters, weights and optimizer state."""
+    result = {f"model/{name}": parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
+    for name, master in policy.masters.items():
         result[name] = master.detach().clone()
-        for key, value in of.optimizer.state[master].items():
+        for key, value in policy.optimizer.state[master].items():
             result[f"{name}/{key}"] = torch.as_tensor(value).clone()
     return result
 
@@ -84,7 +84,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def alone(folder: Path, out: Path, *, kind: str = "grpo", max_tokens: int = 16, **changed: Any) -> Learner:
-    """A learner without a node, which can train on groups but publishes nothing."""
+    """Make a learner without a node. It can train on groups, but publishes nothing."""
     section: dict[str, Any] = {"lr": 1e-3, "warmup_steps": 0} | changed
     section["loss"] = {"kind": kind, "beta": 0.0, "entropy": 0.0}
     batch = {"sampling": {"max_tokens": max_tokens}, "coordinator": {"prompts_per_step": 48}}
@@ -174,7 +174,7 @@ def run_config(steps: int, changed: dict[str, Any]) -> Config:
 
 
 def step_file(step: int) -> bytes:
-    """A step's accepted file: five groups, each in its own row."""
+    """Return the accepted file of a step: five groups, each of which fills a row."""
     draw = torch.Generator().manual_seed(step)
     rows = []
     for group in range(GROUPS):
@@ -187,7 +187,7 @@ def step_file(step: int) -> bytes:
 
 
 class Pool(Store):
-    """A stub of the leader's node. The batch of step s is file s. Reports are kept."""
+    """A stub of the leader's node. The batch of step s holds the groups of file s. The stub keeps the reports."""
 
     def __init__(self, *files: bytes, validator: str = VALIDATOR.public) -> None:
         super().__init__(*files, validator=validator)
@@ -240,14 +240,14 @@ def make_site_learner(
     invite: Path, model: Path, out: Path, pool: Pool | None, *, steps: int, ranks: Ranks, **changed: Any
 ) -> SiteLearner:
     """Make the learner of the site that this invite names. It calls its meeting over HTTP."""
-    of = make_learner(model, out, pool, steps=steps, ranks=ranks, **changed)
-    read, terms = read_invite(str(invite)), learner_terms(of.config, of.policy)
-    way = Remote(read, out, terms, patience_s=60.0) if ranks.leads else None
-    return SiteLearner(of.node, of.config, of.policy, out, name_of(read), way)
+    plain = make_learner(model, out, pool, steps=steps, ranks=ranks, **changed)
+    read, terms = read_invite(str(invite)), learner_terms(plain.config, plain.policy)
+    link = Remote(read, out, terms, patience_s=60.0) if ranks.leads else None
+    return SiteLearner(plain.node, plain.config, plain.policy, out, name_of(read), link)
 
 
 class StopsAfter(threading.Event):
-    """An event that becomes set after `n` queries. Training queries it once per step."""
+    """An event that counts as set after `n` calls of `is_set`. Training calls it once per step."""
 
     def __init__(self, n: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Groups are packed into rows: each token once, with its logprob and advantage, whatever the row length."""
+"""Groups are packed into rows. Each token appears once, with its logprob and advantage, for any row length."""
 
 import math
 
@@ -14,7 +14,7 @@ from shoal.model.tree import forward_hidden
 
 
 def group(first: int, lengths: list[int], rewards: list[float]) -> Group:
-    """A group whose tokens are unique and can be identified by their logprobs."""
+    """Make a group whose tokens are unique and can be identified by their logprobs."""
     completions, at = [], first
     for length in lengths:
         completions.append(list(range(at, at + length)))
@@ -38,9 +38,9 @@ def packed(row_tokens: int = 20, normalize_std: bool = False) -> list[MicroBatch
 @pytest.mark.parametrize("row_tokens", [15, 20, 25, 64, 512])
 def test_every_token_is_packed_once_with_its_logprob_and_advantage(row_tokens):
     wanted = {}
-    for one in GROUPS:
-        mean = sum(one.rewards) / len(one.rewards)
-        for tokens, reward in zip(one.completions, one.rewards, strict=True):
+    for each in GROUPS:
+        mean = sum(each.rewards) / len(each.rewards)
+        for tokens, reward in zip(each.completions, each.rewards, strict=True):
             wanted |= dict.fromkeys(tokens, reward - mean)
     result = [
         (int(token), float(behaviour), float(advantage))
@@ -54,7 +54,7 @@ def test_every_token_is_packed_once_with_its_logprob_and_advantage(row_tokens):
 
 
 def test_a_row_is_as_long_as_its_longest_sequence_needs():
-    """Here a prompt of 3 tokens and a completion of 12 do not fit rows of 8."""
+    """A prompt of 3 tokens and a completion of 12 do not fit a row of 8."""
     assert max(len(micro.pack.tokens_T) for micro in packed(row_tokens=8)) == 15
     assert sum(len(micro.advantage_N) for micro in packed(row_tokens=8)) == sum(group.n_tokens for group in GROUPS)
 
@@ -66,13 +66,13 @@ def test_the_tokens_of_a_rollout_share_one_index(row_tokens):
         numbers, counts = torch.unique_consecutive(micro.rollout_N, return_counts=True)
         assert len(set(numbers.tolist())) == len(numbers)  # each rollout is contiguous
         rollouts += [part.tolist() for part in micro.pack.target_N.split(counts.tolist())]
-    wanted = [tokens for one in GROUPS for tokens in one.completions if tokens]
+    wanted = [tokens for each in GROUPS for tokens in each.completions if tokens]
     assert sorted(rollouts) == sorted(wanted)
 
 
 def test_each_target_is_predicted_from_the_token_before_it(tiny_model):
-    one = Group("s", 0, [5, 6], [[7, 8], [9]], [[0.0, 0.0], [0.0]], [0.0, 1.0])
-    (micro,) = micro_batches([one], row_tokens=16, normalize_std=False)
+    small = Group("s", 0, [5, 6], [[7, 8], [9]], [[0.0, 0.0], [0.0]], [0.0, 1.0])
+    (micro,) = micro_batches([small], row_tokens=16, normalize_std=False)
     assert micro.pack.tokens_T[micro.pack.predictor_N].tolist() == [6, 7, 6]
     with torch.no_grad():
         assert forward_hidden(tiny_model, micro.pack).shape[0] == len(micro.behaviour_N) == 3
@@ -89,7 +89,7 @@ def test_groups_of_equal_rewards_have_no_gradient_without_beta_and_entropy():
 
 
 def conversation(answer: list[int]) -> Group:
-    """Two completions. The first has three turns, of which the environment wrote the second."""
+    """Make two completions. The first has three turns, and the environment wrote the second turn."""
     own = [[500, 501, 502, 503], [600, 601]]
     completions = [[500, 501, *answer, 502, 503], own[1]]
     behaviour = [[-float(token) for token in tokens] for tokens in own]
@@ -114,10 +114,9 @@ def test_environment_tokens_are_inputs_but_never_targets(row_tokens):
 def test_environment_tokens_change_the_logprobs_of_later_tokens_only(tiny_model):
     logps = []
     for answer in ([7, 8, 9], [9, 7, 30]):
-        one = conversation(answer)
-        small = Group(
-            "s", 0, one.prompt, [[t % 60 for t in c] for c in one.completions], one.behaviour, [0, 1], one.turns
-        )
+        large = conversation(answer)
+        completions = [[token % 60 for token in tokens] for tokens in large.completions]
+        small = Group("s", 0, large.prompt, completions, large.behaviour, [0, 1], large.turns)
         (micro,) = micro_batches([small], row_tokens=64, normalize_std=False)
         assert micro.pack.target_N.tolist() == [token % 60 for token in (500, 501, 502, 503, 600, 601)]
         with torch.no_grad():
@@ -132,19 +131,18 @@ REWARDS = torch.tensor([1.0, 0.0, 0.25, 0.9, 0.0])
 
 
 def test_advantages_are_rewards_minus_the_mean_optionally_over_the_sample_std():
-    """The std is the sample std, as in TRL and verl."""
     expected = torch.tensor([0.57, -0.43, -0.18, 0.47, -0.43])
     torch.testing.assert_close(group_advantages(REWARDS, normalize_std=False), expected)
     assert float(group_advantages(REWARDS, normalize_std=True).std(correction=1)) == pytest.approx(1, abs=1e-4)
     (micro,) = packed(row_tokens=512, normalize_std=True)
     result = dict(zip(micro.pack.target_N.tolist(), micro.advantage_N.tolist(), strict=True))
-    size = len(GROUPS[0].completions)  # half of the rewards are 1: 1 / 2 over the sample's std
+    size = len(GROUPS[0].completions)  # half of the rewards are 1, so each advantage is 1 / 2 over the sample std
     for token in GROUPS[0].completions[0]:
         assert abs(result[token]) == pytest.approx(math.sqrt((size - 1) / size), abs=1e-4)
     for dtype in (torch.float64, torch.int64, torch.bool):
         for normalize_std in (True, False):
-            of = group_advantages(torch.tensor([1, 0, 0]).to(dtype), normalize_std=normalize_std)
-            assert of.dtype == torch.float32
+            advantages_G = group_advantages(torch.tensor([1, 0, 0]).to(dtype), normalize_std=normalize_std)
+            assert advantages_G.dtype == torch.float32
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])

@@ -1,4 +1,4 @@
-"""For each loss.kind, an update's loss equals one computed without packing, and uses the right behaviour logprobs."""
+"""For each loss.kind, an update's loss equals the loss without packing, and uses the right behaviour logprobs."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,14 +20,14 @@ MAX_TOKENS = 16
 
 
 def by_hand(policy: Policy, completion: list[int], prompt: list[int]) -> Tensor:
-    """logp_T of one completion, computed by transformers without packing."""
+    """Return logp_T of one completion, computed by transformers without packing."""
     with torch.no_grad():
         logits_TV = policy.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits_TV, -1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
 
 
 def objective(kind: LossKind, ratio_T: Tensor, logp_T: Tensor, behaviour_T: Tensor, advantage: float) -> Tensor:
-    """J of a rollout's tokens, from the papers' formulas with the recipe's defaults (`LossSection`)."""
+    """Return J of a rollout's tokens, from the papers' formulas with the recipe's defaults (`LossSection`)."""
     if kind == "gspo":
         ratio_T = (logp_T - behaviour_T).mean().exp().expand_as(ratio_T)
     low, high = (1 - 3e-4, 1 + 4e-4) if kind == "gspo" else (0.8, 1.2)
@@ -42,7 +42,7 @@ def objective(kind: LossKind, ratio_T: Tensor, logp_T: Tensor, behaviour_T: Tens
 
 @pytest.mark.parametrize("row_tokens", [20, 512])
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "gspo", "cispo", "dppo"])
-def test_a_steps_loss_equals_one_computed_rollout_by_rollout(tiny_folder, tmp_path, kind, row_tokens):
+def test_a_steps_loss_equals_a_loss_computed_rollout_by_rollout(tiny_folder, tmp_path, kind, row_tokens):
     learner = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=row_tokens, kind=kind)
     wanted = 0.0
     for group in make_groups():
@@ -57,18 +57,18 @@ def test_a_steps_loss_equals_one_computed_rollout_by_rollout(tiny_folder, tmp_pa
     assert learner.train(make_groups())["loss"] == pytest.approx(wanted, rel=1e-4)
 
 
-@pytest.mark.parametrize("row_tokens", [20, 512], ids=["a row a group", "one row"])
+@pytest.mark.parametrize("row_tokens", [20, 512], ids=["one row per group", "one row"])
 def test_only_unchecked_logprobs_are_recomputed(tiny_folder, tmp_path, row_tokens):
-    """For unchecked groups the worker claims -4 nats, or values that would dominate the batch. Neither claim is used."""
+    """For unchecked groups the worker claims -4 nats per token, or -49 nats, which would dominate the batch."""
     learner = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=row_tokens)
     checked, *rest = make_groups()
     figures = [
         alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=row_tokens).train(
             [checked, *(replace(group, checked=False, behaviour=claim(group)) for group in rest)]
         )
-        for claim in (lambda group: group.behaviour, lambda group: [[-49.0] * len(of) for of in group.behaviour])
+        for claim in (lambda group: group.behaviour, lambda group: [[-49.0] * len(own) for own in group.behaviour])
     ]
-    assert figures[0]["loss"] == figures[1]["loss"]
+    assert figures[0]["loss"] == figures[1]["loss"], "neither claim is used"
     assert 0.0 < figures[0]["policy/mismatch_kl"] < learner.train(make_groups())["policy/mismatch_kl"]
 
 
@@ -76,7 +76,7 @@ def unchecked() -> list[Group]:
     return [replace(group, checked=False) for group in make_groups()]
 
 
-def test_unchecked_logprobs_are_replaced_by_on_policy_ones(tiny_folder, tmp_path):
+def test_unchecked_logprobs_are_replaced_by_the_policys_own(tiny_folder, tmp_path):
     """The files falsely claim -4 nats for every token. If the claim is not used, the ratio in the first update is 1."""
     figures = alone(tiny_folder, tmp_path, optimizer_steps_per_step=1, row_tokens=20).train(unchecked())
     assert figures["policy/mismatch_kl"] == figures["policy/clip_low"] + figures["policy/clip_high"] == 0.0

@@ -1,4 +1,4 @@
-"""A run resumed from a checkpoint equals the uninterrupted one, bit for bit on the CPU."""
+"""A run resumed from a checkpoint equals the uninterrupted run, bit for bit on the CPU."""
 
 import errno
 import json
@@ -72,9 +72,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tiny_folder, tmp
 EMPTY = -1  # in `train`: an update without any gradient
 
 
-@pytest.mark.parametrize("plan", [[0, EMPTY, 1, 2], [EMPTY, 0, EMPTY, 1]], ids=["later", "at first"])
+@pytest.mark.parametrize("plan", [[0, EMPTY, 1, 2], [EMPTY, 0, EMPTY, 1]], ids=["later updates", "the first update"])
 def test_writing_checkpoints_does_not_change_training_even_with_empty_updates(tiny_folder, tmp_path, plan):
-    """AdamW counts only updates with a gradient, the policy counts all; its bias correction depends on AdamW's count."""
+    """The policy counts all updates. AdamW counts only those with a gradient, and corrects its bias by that count."""
     without, with_checkpoints, resumed = fresh(tiny_folder), fresh(tiny_folder), fresh(tiny_folder)
     for number, step in enumerate(plan):
         train(without, step)
@@ -143,7 +143,7 @@ def test_an_incomplete_checkpoint_is_skipped_with_a_warning_and_written_again(ti
     policy = fresh(tiny_folder)
     train(policy, 0)
     save(policy, 1, tmp_path)
-    # as if killed while writing the next one
+    # as if the learner was killed while it wrote the next checkpoint
     shutil.copytree(tmp_path / "step-000001", tmp_path / ".step-000002")
     next((tmp_path / ".step-000002").glob("*.safetensors")).write_bytes(b"half")
     with caplog.at_level(logging.WARNING, logger="shoal"):
@@ -215,7 +215,7 @@ def test_the_optimizer_waits_for_the_checkpoint_being_written(tiny_folder, tmp_p
     monkeypatch.setattr(policy, "before_update", lambda: (is_moving.set(), wait()))
     update = threading.Thread(target=train, args=(policy, 1))
     update.start()
-    assert is_moving.wait(20)  # its gradients are there
+    assert is_moving.wait(20)  # the update has computed its gradients
     update.join(0.3)
     assert update.is_alive() and equal(state(policy), then)
     may_write.set()

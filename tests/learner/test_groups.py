@@ -36,8 +36,8 @@ def quarantine(tmp_path) -> Path:
 def fetched(store: Store, quarantine: Path, *members: tuple[int, int], step: int = 4) -> Fetched:
     groups = [BatchGroup(submission=submission(number), group=group) for number, group in members]
     batch = Batch(step=step, ready=True, have=len(groups), need=len(groups), groups=groups)
-    of: Gathering = gathering(store, CONFIG, quarantine)  # type: ignore[arg-type]
-    return of.gather(batch, validators(store))  # type: ignore[arg-type]
+    files: Gathering = gathering(store, CONFIG, quarantine)  # type: ignore[arg-type]
+    return files.gather(batch, validators(store))  # type: ignore[arg-type]
 
 
 def changed(data: bytes) -> bytes:
@@ -66,7 +66,7 @@ def test_groups_are_in_the_order_of_the_batch_and_each_file_is_read_once(quarant
     assert first.outline == Outline(submission(0), 2, 4, 2, [2, 2], [0.0, 1.0], [[], []]) and first.n_tokens == 4
     assert [list(part) for part in (first.prompt, *first.completions)] == [[6, 5], [30, 2], [31, 2]]
     assert [list(part) for part in first.behaviour] == [[-0.5, -0.25]] * 2
-    assert len(store.requests) == 2  # each file once
+    assert len(store.requests) == 2
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_group_beyond_the_async_level_is_counted_and_left_out(version, taken, 
 
 
 def conversation(**changed: Any) -> AcceptedRollout:
-    """A rollout of group 1 in several turns, with two environment tokens."""
+    """Make a rollout of group 1 in several turns, with two environment tokens."""
     return replace(rollouts()[3], **{"tokens": [10, 2, 8, 9, 11, 2], "logprobs": [-0.5] * 4, "turns": [2, 2]} | changed)
 
 
@@ -159,7 +159,7 @@ def test_a_group_with_an_impossible_reward_or_logprob_is_counted_and_left_out(ro
 
 
 def test_unchecked_logprobs_may_have_any_value_because_they_are_not_used(quarantine):
-    """If they were refused, a worker could empty the batch."""
+    """If such groups were refused, a worker could empty the batch."""
     rows = [replace(row, logprobs=[-9999.0, float("nan")]) for row in rollouts()]
     result = fetched(Store(accepted(rows=rows, prefilled=False)), quarantine, (0, 0), (0, 1))
     assert [group.checked for group in result.groups] == [False, False] and result.implausible == 0

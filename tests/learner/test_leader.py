@@ -1,4 +1,4 @@
-"""The leader reads on behalf of the other ranks and sends them the groups of each step."""
+"""The leader reads for the other ranks, and sends them the outlines of each step's groups."""
 
 import json
 import threading
@@ -39,7 +39,7 @@ class Wire:
 
 
 def both(pool: Pool, wire: Any, folder: Path) -> tuple[IncomingBatches, IncomingBatches]:
-    """The incoming batches of the leader and of another rank."""
+    """Return the incoming batches of the leader and of another rank."""
     config: Any = run_config(STEPS, {})
     return tuple(IncomingBatches(node, wire, config, folder) for node in (pool, None))  # type: ignore[arg-type,return-value]
 
@@ -83,12 +83,12 @@ def test_the_next_steps_files_are_prefetched_once(tmp_path):
     pool, config = Slow(*files()), run_config(2, {})
     incoming = IncomingBatches(pool, Ranks(), config, tmp_path)  # type: ignore[arg-type]
     incoming.prefetch(1)
-    assert pool.fetched.wait(60), "it is fetched before anyone waits for it"
+    assert pool.fetched.wait(60), "the file is fetched before anyone waits for it"
     actual = incoming.wait(1, threading.Event())
     assert actual is not None
     assert [group.submission for group in actual.fetched.groups] == [submission(1)] * 5
     assert pool.requests == [f"/v1/accepted/{submission(1)}"]
-    assert pool.activities == ["the batch of step 2", "training step 2"], "people count steps from 1"
+    assert pool.activities == ["the batch of step 2", "training step 2"], "activities count steps from 1"
 
 
 def test_an_error_in_the_prefetch_ends_the_wait_on_all_ranks(tmp_path):

@@ -1,4 +1,4 @@
-"""The learner's loop on accepted files. A learner killed at any moment resumes and makes the same versions (promise 2)."""
+"""The learner's loop on accepted files. A killed learner resumes and makes the same versions (promise 2)."""
 
 import json
 import logging
@@ -60,7 +60,7 @@ def names(folder: Path) -> list[str]:
 
 
 def killed(folder: Path, out: Path, files: list[bytes], die: dict[str, int]) -> None:
-    """Run the learner in `out` in a process that gets SIGKILL."""
+    """Run the learner in `out` as a process that kills itself."""
     kept = out / "files"
     kept.mkdir(parents=True)
     for step, data in enumerate(files):
@@ -77,7 +77,7 @@ def killed(folder: Path, out: Path, files: list[bytes], die: dict[str, int]) -> 
 @pytest.mark.parametrize(
     ("die", "kept", "half"),
     [
-        ({"updating": 3}, ["step-000002"], []),  # in step 3: version 3 is published, but no checkpoint has it
+        ({"updating": 3}, ["step-000002"], []),  # version 3 is published, but no checkpoint has its state
         ({"checkpointing": 1}, ["step-000002"], [".step-000004"]),
     ],
     ids=["in an update", "in a checkpoint"],
@@ -122,7 +122,7 @@ def test_old_versions_and_checkpoints_are_deleted(tiny_folder, tmp_path, files):
     assert names(tmp_path / "checkpoints") == ["step-000003"]
 
 
-def test_every_metric_is_documented_and_a_finished_run_reports_nothing_more(tiny_folder, tmp_path, files):
+def test_every_metric_is_documented_and_a_finished_run_reports_no_further_step(tiny_folder, tmp_path, files):
     pools = Pool(*files), Pool(*files)
     for pool in pools:
         assert make_learner(tiny_folder, tmp_path, pool, steps=1).run(threading.Event()) == "finished"
@@ -153,8 +153,8 @@ class Mixed(Pool):
         batch = super().get(path, kind)
         numbers = [(1, 0), (1, 1), (2, 0), (3, 0), (3, 1)]
         groups = [
-            one.model_copy(update={"submission": submission(n), "group": group})
-            for one, (n, group) in zip(batch.groups, numbers, strict=True)
+            each.model_copy(update={"submission": submission(n), "group": group})
+            for each, (n, group) in zip(batch.groups, numbers, strict=True)
         ]
         return batch.model_copy(update={"groups": groups})
 
@@ -203,14 +203,13 @@ def test_a_step_without_usable_groups_is_skipped_and_reported(tiny_folder, tmp_p
 
 def test_several_skipped_steps_in_a_row_stop_the_run(tiny_folder, tmp_path, files):
     pool = Pool(files[0], *[b"broken"] * (MAX_SKIPS + 1))
-    for _ in range(2):  # the second time after a restart
+    for _ in range(2):  # the second run is a restart
         with pytest.raises(ShoalError, match=r"step 5: .*5 are in files moved to quarantine.* The 3 steps before"):
             make_learner(tiny_folder, tmp_path, pool, steps=5).run(threading.Event())
     assert len(pool.reports) == 1 + MAX_SKIPS
 
 
 def test_impossible_unchecked_logprobs_change_neither_training_nor_metrics(tiny_folder, tmp_path):
-    """8 of 20 completions claim impossible logprobs."""
     spoilt = [replace(row, logprobs=[-9999.0] * len(row.logprobs)) if i % 5 < 2 else row for i, row in enumerate(FILE)]
     pools = []
     for rows in (spoilt, FILE):

@@ -20,13 +20,13 @@ D = 200.0
 
 
 def section(kind: LossKind = "grpo", **changed: Any) -> LossSection:
-    """No KL and no entropy bonus; for gspo, a range that random rollouts leave on both sides."""
+    """Return settings without KL and entropy bonus. For gspo, random rollouts leave the clip range on both sides."""
     wide = {"epsilon": 0.15} if kind == "gspo" else {}
     return LossSection(**{"kind": kind, "beta": 0.0, "entropy": 0.0} | wide | changed)
 
 
 def case(seed: int = 0) -> dict[str, Tensor]:
-    """Random data in float64: ratios from e^-3 to e^3, so that every bound is reached, with both signs of advantage."""
+    """Return random data in float64. Ratios from e^-3 to e^3 and advantages of both signs reach every bound."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal() -> Tensor:
@@ -61,7 +61,7 @@ def gradient(data: dict[str, Tensor], settings: LossSection | None = None) -> Te
 
 
 def clipped_loop(r: float, a: float, low: float, high: float, delta: float) -> tuple[float, float]:
-    """The surrogate, and r times its derivative with respect to r."""
+    """Return the surrogate, and r times its derivative with respect to r."""
     value = min(min(r, delta) * a, min(max(r, low), high) * a)
     free = (a > 0 and r < high) or (a < 0 and low < r < delta)
     return value, r * a if free else 0.0
@@ -152,7 +152,7 @@ def token(logp: float, behaviour: float, advantage: float) -> dict[str, Tensor]:
         (0.65, 0.5, 1.0, True),  # up by 0.15; PPO would clip this ratio of 1.3
         (0.15, 0.001, 1.0, True),  # a rare token that became 150 times as likely
         (0.75, 0.95, -1.0, True),  # a common token, just within the bound
-        (0.74, 0.95, -1.0, False),  # just beyond it, at a ratio of 0.78
+        (0.74, 0.95, -1.0, False),  # a common token, just beyond the bound, at a ratio of 0.78
     ],
 )
 def test_dppo_masks_a_token_that_moved_far_in_the_direction_of_its_advantage(now, then, advantage, moves):
@@ -248,7 +248,7 @@ def test_a_ratio_too_large_for_float32_gives_no_gradient_if_ratios_are_clipped(k
 
 @pytest.mark.parametrize("d", [-30.0, -1.0, 0.5, 7.9, 8.1, 15.0, 300.0])
 def test_the_gradient_of_k3_points_towards_the_reference_and_is_bounded(d):
-    """Unbounded, one token of 15 nats would outweigh three million; clipped to a constant, it would have no gradient."""
+    """Without a bound, one token at d = 15 would outweigh three million. Clipped to a constant, it has no gradient."""
     logp = torch.tensor(-400.0, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(k3(logp, torch.tensor(d - 400.0, dtype=torch.float64)), logp)
     assert float(slope) == pytest.approx(1 - math.exp(min(d, 8.0)))

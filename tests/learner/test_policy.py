@@ -1,4 +1,4 @@
-"""What one update changes, how its batch is split, and what happens when memory runs out."""
+"""One update: the weights that it changes, how its batch is split, and errors when memory runs out."""
 
 from dataclasses import replace
 from typing import get_args
@@ -35,7 +35,7 @@ def test_the_learning_rate_warms_up_in_steps_and_stays_constant(tiny_folder, war
     assert trained.optimizer.param_groups[0]["lr"] == pytest.approx(figures[-1])
 
 
-def test_the_reported_norm_is_the_one_before_clipping(tiny_folder, monkeypatch):
+def test_the_reported_gradient_norm_is_measured_before_clipping(tiny_folder, monkeypatch):
     trained = make_policy(tiny_folder, grad_clip=0.1)
     seen = []
     step = trained.optimizer.step
@@ -52,7 +52,7 @@ def test_the_reported_norm_is_the_one_before_clipping(tiny_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_an_update_after_a_diverged_one_is_not_affected_by_it(tiny_folder, bad):
+def test_a_diverged_update_does_not_affect_the_next_update(tiny_folder, bad):
     once, twice = make_policy(tiny_folder), make_policy(tiny_folder)
     for trained in (once, twice):
         trained.update(batches(), N_TOKENS)
@@ -73,7 +73,7 @@ def assert_same_gradients(one: Policy, other: Policy) -> None:
 
 
 @pytest.mark.parametrize("row_tokens", [20, 8])
-def test_a_batch_in_pieces_gives_the_same_update(tiny_folder, row_tokens):
+def test_a_batch_in_pieces_gives_the_same_update_as_one_row(tiny_folder, row_tokens):
     loss = {"beta": 0.01, "entropy": 0.01}
     whole, pieces = make_policy(tiny_folder, loss=loss), make_policy(tiny_folder, loss=loss)
     assert len(batches(512)) == 1 and len(batches(row_tokens)) > 1
@@ -101,7 +101,7 @@ def test_gradients_move_to_the_masters_as_soon_as_they_are_complete(tiny_folder)
 
 
 def flat() -> list[MicroBatch]:
-    """Rows without advantages: only KL and entropy have a gradient."""
+    """Return rows with advantages of 0: only KL and entropy have a gradient."""
     return [replace(micro, advantage_N=torch.zeros_like(micro.advantage_N)) for micro in batches()]
 
 

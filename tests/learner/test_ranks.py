@@ -1,12 +1,12 @@
-"""Several ranks train as one does: real processes under torchrun, over gloo, sharded by FSDP2.
+"""Several ranks train as one rank does. They are real processes under torchrun, over gloo, sharded by FSDP2.
 
-Each row's own gradient is the same on every rank, in both dtypes. Only the order in which the rows' gradients are added up
-in float32 may differ, which changes each sum by about 1e-7 of it. Over a few updates losses and norms differ by 1e-4. A
-weight moves by lr * m / sqrt(v), which does not depend on the gradient's size. So if a gradient is only rounding error,
-its weight may move either way, by at most 2 * lr per update. A master halfway between two bf16 numbers, which are one bf16
-step apart (2**-8 of the weight), may be rounded to either. So each published weight must lie within lr + one step, and all
-but one in a thousand must be equal bit for bit. In bfloat16 this holds for only two updates, because one different weight
-changes the rounding of the next forward pass.
+The gradient of a single row is the same on every rank, in both dtypes. Only the order in which the rows' gradients are
+added in float32 may differ, which changes each sum by a relative 1e-7. Over a few updates, losses and norms differ by
+1e-4. A weight moves by lr * m / sqrt(v), whatever the size of the gradient. So if a gradient is only rounding error,
+its weight may move either way, by at most 2 * lr per update. A master halfway between two bf16 numbers may be
+rounded to either, and they are one bf16 step apart (2**-8 of the weight). So each published weight must lie within lr +
+one step, and all but one in a thousand must be equal bit for bit. In bfloat16 this holds for only two updates, because
+one different weight changes the rounding of the next forward pass.
 """
 
 import json
@@ -46,7 +46,7 @@ SHARDED: dict[str, tuple[str, dict[str, Any]]] = {  # name of a model in `models
     "lora": ("tied", {"lora": {"rank": 4}}),
     "published": ("adapters", {"lora": {"rank": 4}}),
 }
-QUICK = ["tied"]  # checked on two ranks; on four, which is slow, all are checked
+QUICK = ["tied"]  # checked on two ranks; slow tests check all on four ranks
 SUMS = ("loss", "optim/grad_norm", "policy/entropy", "policy/kl", "policy/mismatch_kl", "policy/clip_low")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,15 +60,15 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
-def of(name: str) -> dict[str, Any]:
-    """The steps and dtype of this run."""
+def length_of(name: str) -> dict[str, Any]:
+    """Return the steps and the dtype of this run."""
     dtype = "bfloat16" if name == "bfloat16" else "float32"
     return {"steps": STEPS if name == "float32" else 2, "dtype": dtype}
 
 
 def job(model: Path, files: Path, out: Path, name: str) -> dict[str, Any]:
     where = {"model": str(model), "out": str(out), "files": str(files), "validator": VALIDATOR.public}
-    return where | of(name) | {"changed": CHANGED[name], "die": {}}
+    return where | length_of(name) | {"changed": CHANGED[name], "die": {}}
 
 
 def pool(files: Path) -> Pool:
@@ -98,7 +98,7 @@ def torchrun(n: int, folder: Path, jobs: list[dict[str, Any]]) -> None:
 
 
 def without_last_step(out: Path, to: Path) -> Path:
-    """Copy a run's folder, as it was before the last step, and return the copy."""
+    """Copy a run's folder, remove what its last step wrote, and return the copy."""
     shutil.copytree(out, to)
     shutil.rmtree(to / f"checkpoints/step-{STEPS:06d}")
     for version in (STEPS - 1, STEPS):
@@ -112,7 +112,7 @@ def alone(tiny_folder, files, tmp_path_factory, one_thread) -> Path:
     folder = tmp_path_factory.mktemp("alone")
     for name in RUNS:
         node = pool(files)
-        make_learner(tiny_folder, folder / name, node, **of(name), **CHANGED[name]).run(threading.Event())
+        make_learner(tiny_folder, folder / name, node, **length_of(name), **CHANGED[name]).run(threading.Event())
         posted = [report.model_dump() for report in node.reports]
         (folder / name / "reports.json").write_text(json.dumps(posted))
     return folder
@@ -122,7 +122,7 @@ def alone(tiny_folder, files, tmp_path_factory, one_thread) -> Path:
 def models(tiny_folder, tmp_path_factory) -> dict[str, Path]:
     """Models to load in shards, by name."""
     folder = tmp_path_factory.mktemp("models")
-    # 61 rows do not divide equally
+    # 61 rows cannot be divided equally among the ranks
     untied = tiny_llama(2, tie_word_embeddings=False, vocab_size=61, num_hidden_layers=3)
     untied.save_pretrained(folder / "untied", max_shard_size="500KB")  # float32, in several files
     assert (folder / "untied" / INDEX).exists()
@@ -136,7 +136,7 @@ def models(tiny_folder, tmp_path_factory) -> dict[str, Path]:
 
 
 def checks(models: dict[str, Path], folder: Path, names: list[str]) -> list[dict[str, Any]]:
-    """Jobs that run checks of `sharding`."""
+    """Return jobs that run checks of `sharding`."""
     made = [("loads", name, *SHARDED[name]) for name in names]
     made += [("memory", "memory", "deep", {})]
     made += [] if names == QUICK else [("renamed", "renamed", "qwen2_moe", {})]
@@ -158,7 +158,7 @@ def two(tiny_folder, files, models, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(tiny_folder, files, models, two, tmp_path_factory) -> Path:
-    """Runs and checks on four ranks, in folders by name, and a run resumed from the two ranks' last checkpoint but one."""
+    """Runs and checks on four ranks, in folders by name. `resumed` repeats the last step of the run of two ranks."""
     folder = tmp_path_factory.mktemp("four")
     jobs = [job(tiny_folder, files, folder / name, name) for name in RUNS]
     resumed = without_last_step(two / "float32", folder / "resumed")
@@ -186,17 +186,17 @@ def assert_same_weights(
 def assert_same_run(result: Path, wanted: Path) -> None:
     """Compare two runs. Each step has five rows, which cannot be divided equally among two or four ranks."""
     expected = reports(wanted)
-    for one, other in zip(reports(result), expected, strict=True):
+    for report, other in zip(reports(result), expected, strict=True):
         for name in SUMS:
-            assert one.metrics[name] == pytest.approx(other.metrics[name], rel=1e-4, abs=1e-6), name
-        assert one.metrics["perf/tokens"] == other.metrics["perf/tokens"]
-        assert one.trained == other.trained
+            assert report.metrics[name] == pytest.approx(other.metrics[name], rel=1e-4, abs=1e-6), name
+        assert report.metrics["perf/tokens"] == other.metrics["perf/tokens"]
+        assert report.trained == other.trained
     for number in range(len(expected) + 1):
         assert_same_weights(version(result, number), version(wanted, number))
 
 
 def cases(quick: Iterable[str], every: Iterable[str]) -> list[Any]:
-    """Return test parameters: names to compare on two ranks, and on four in slow tests."""
+    """Return test parameters: the names in `quick` on two ranks, and those in `every` on four ranks, in slow tests."""
     four = [pytest.param("four", name, marks=pytest.mark.slow) for name in every]
     return [*(("two", name) for name in quick), *four]
 
@@ -207,20 +207,20 @@ def test_several_ranks_train_as_one_does(request, alone, ranks, name):
 
 
 def test_each_step_changes_the_published_weights(alone):
-    """Otherwise the tests above would also pass for ranks that train nothing."""
+    """Otherwise the test above would also pass for ranks that train nothing."""
     for number in range(STEPS):
         before, after = version(alone / "float32", number), version(alone / "float32", number + 1)
         assert sum(not torch.equal(before[name], after[name]) for name in before) > len(before) / 2
 
 
-def test_two_ranks_checkpoint_resumes_on_one(tiny_folder, files, two, tmp_path):
+def test_a_checkpoint_of_two_ranks_resumes_on_one_rank(tiny_folder, files, two, tmp_path):
     out = without_last_step(two / "float32", tmp_path / "resumed")
     make_learner(tiny_folder, out, node := pool(files), steps=STEPS).run(threading.Event())
     assert_continued(out, two / "float32", node.reports)
 
 
 @pytest.mark.slow
-def test_two_ranks_checkpoint_resumes_on_four(four, two):
+def test_a_checkpoint_of_two_ranks_resumes_on_four_ranks(four, two):
     assert_continued(four / "resumed", two / "float32", reports(four / "resumed"))
 
 
@@ -239,42 +239,42 @@ def assert_continued(out: Path, straight: Path, posted: list[StepReport]) -> Non
 
 
 def findings(folder: Path, name: str) -> list[dict[str, Any]]:
-    """What each rank reported in this check."""
+    """Return the result of this check on each rank."""
     return [json.loads(path.read_text()) for path in sorted((folder / "checks" / name).iterdir())]
 
 
 @pytest.mark.parametrize(("ranks", "name"), cases(QUICK, SHARDED))
 def test_loading_in_shards_gives_the_same_bits_as_loading_whole(request, ranks, name):
-    for rank, of in enumerate(findings(request.getfixturevalue(ranks), name)):
-        assert of["sharded"] and of["loaded whole"], "otherwise there is nothing to compare"
-        assert of["differ"] == []
-        assert of["generation"] and of["tied"] == (name != "untied")
-        assert rank == 0 or of["published elsewhere"] == 0
+    for rank, result in enumerate(findings(request.getfixturevalue(ranks), name)):
+        assert result["sharded"] and result["loaded whole"], "otherwise there is nothing to compare"
+        assert result["differ"] == []
+        assert result["generation"] and result["tied"] == (name != "untied")
+        assert rank == 0 or result["published elsewhere"] == 0
 
 
 @pytest.mark.parametrize(("ranks", "name"), cases(["memory"], ["memory"]))
 def test_no_rank_reads_or_keeps_more_than_its_share(request, ranks, name):
     """Two of 16 blocks are gathered at a time (one in use, one prefetched), besides the tensors outside of the blocks."""
     results = findings(request.getfixturevalue(ranks), name)
-    for of in results:
-        share = of["whole_bytes"] / len(results)
+    for result in results:
+        share = result["whole_bytes"] / len(results)
         # read once to compare and once to train
-        assert of["read_bytes"] == pytest.approx(2 * of["stored_bytes"] / len(results), rel=0.01)
-        assert share < of["compared_bytes"] < share + 0.35 * of["whole_bytes"]
-        assert of["peak_bytes"] < share + 0.35 * of["whole_bytes"]
-    assert sum(of["read_bytes"] for of in results) == 2 * results[0]["stored_bytes"]
+        assert result["read_bytes"] == pytest.approx(2 * result["stored_bytes"] / len(results), rel=0.01)
+        assert share < result["compared_bytes"] < share + 0.35 * result["whole_bytes"]
+        assert result["peak_bytes"] < share + 0.35 * result["whole_bytes"]
+    assert sum(result["read_bytes"] for result in results) == 2 * results[0]["stored_bytes"]
     assert len(results) == {"two": 2, "four": 4}[ranks]
 
 
 @pytest.mark.slow
 def test_a_model_with_other_tensor_names_is_loaded_whole(four):
-    for of in findings(four, "renamed"):
-        assert of["whole"] and "name tensors differently from transformers" in of["why"]
+    for result in findings(four, "renamed"):
+        assert result["whole"] and "name tensors differently from transformers" in result["why"]
 
 
 @pytest.mark.parametrize("name", ["float32", "lora"])
 def test_two_ranks_publish_the_same_files_as_one(two, alone, name):
-    """This compares the first version, for which both have the same weights."""
+    """Only the first version has the same weights for both, so compare that."""
     versions = [folder / name / "versions/v000000" for folder in (two, alone)]
     first, second = ({path.name: path.read_bytes() for path in version.iterdir()} for version in versions)
     assert first.keys() == second.keys()

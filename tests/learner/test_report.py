@@ -50,13 +50,13 @@ def test_the_shape_counts_matrices_once_and_embeddings_never():
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_flops_equal_torchs_count(kv_heads):
-    """With a prompt of one token and one long completion, head and body compute nearly the same positions."""
+def test_flops_equal_those_that_pytorch_counts(kv_heads):
+    """With a prompt of one token and one completion, the head computes nearly the same positions as the body."""
     model, length = tiny(tied=False, kv_heads=kv_heads), 9
     with FlopCounterMode(display=False) as counter:
         model(torch.ones(1, length + 1, dtype=torch.long)).logits.sum().backward()
     shape = shape_of(model)
-    # Eager attention computes all T x T pairs and the head at all T positions; the formula counts only those needed.
+    # Eager attention computes all T x T pairs, and the head all T positions. The formula counts only those needed.
     full = (length + 1) ** 2
     needed = (length + 1) * (length + 2) / 2
     waste = 3 * (4 * shape.layers * shape.width * (full - needed) + 2 * shape.head)

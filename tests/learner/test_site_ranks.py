@@ -1,7 +1,7 @@
-"""Two sites of several ranks each, real processes under torchrun, train like two sites of one rank.
+"""Two sites of two ranks each train like two sites of one rank. The ranks are real processes under torchrun.
 
-Weights are compared as in `test_ranks`. Rounding changes a larger share of the adapters than of the
-weights, because half of the adapters start at 0.
+Weights are compared as in `test_ranks`. Rounding changes a larger share of the adapters than of the weights, because
+half of the adapters start at 0.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from shoal.protocol.identity import Identity
 
 from .support import VALIDATOR, SitePool, step_file
 from .test_ranks import assert_same_weights, torchrun, version
-from .test_sites import config, meeting_of, site, versions
+from .test_sites import meeting_of, site, sites_config, versions
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 STEPS = 2
@@ -33,7 +33,7 @@ CHANGED: dict[str, dict[str, Any]] = {"whole": {}, "lora": {"lora": {"rank": 4}}
 
 @contextmanager
 def served(meeting: Meeting) -> Iterator[None]:
-    """Serve the meeting on a loopback port. Its invites are in its folder."""
+    """Serve the meeting on a loopback port, and write the sites' invites into the meeting's folder."""
     stop, ready, identity = threading.Event(), threading.Event(), Identity.generate()
 
     async def live() -> None:
@@ -57,10 +57,10 @@ def served(meeting: Meeting) -> Iterator[None]:
         thread.join(30)
 
 
-def in_threads(model: Path, out: Path, files: list[bytes], of: Config) -> None:
+def in_threads(model: Path, out: Path, files: list[bytes], config: Config) -> None:
     """Train two sites of one rank each, in this process."""
-    meeting = meeting_of(model, out / "meet", of)
-    learners = [site(model, out, SitePool(*files), meeting, of, name) for name in SITES]
+    meeting = meeting_of(model, out / "meet", config)
+    learners = [site(model, out, SitePool(*files), meeting, config, name) for name in SITES]
     with ThreadPoolExecutor() as threads:
         ended = [threads.submit(learner.run, threading.Event()) for learner in learners]
         assert [each.result(120) for each in ended] == ["finished"] * len(SITES)
@@ -68,13 +68,13 @@ def in_threads(model: Path, out: Path, files: list[bytes], of: Config) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tiny_folder, tmp_path_factory, one_thread) -> Path:
-    """For each of CHANGED, the folders of the meeting and both sites, with two ranks per site and (in `plain`) with one."""
+    """The folders of the meeting and both sites for each of CHANGED, with two ranks per site. `plain` has one rank."""
     folder, files = tmp_path_factory.mktemp("sites"), [step_file(step) for step in range(STEPS)]
     (folder / "files").mkdir()
     for number, data in enumerate(files):
         (folder / "files" / f"{number}.parquet").write_bytes(data)
-    configs = {name: config(STEPS, len(SITES), **changed) for name, changed in CHANGED.items()}
-    meetings = {name: meeting_of(tiny_folder, folder / name / "meet", of) for name, of in configs.items()}
+    configs = {name: sites_config(STEPS, len(SITES), **changed) for name, changed in CHANGED.items()}
+    meetings = {name: meeting_of(tiny_folder, folder / name / "meet", config) for name, config in configs.items()}
 
     def job(name: str, at: str) -> dict[str, Any]:
         where = {"model": str(tiny_folder), "out": str(folder / name / at), "files": str(folder / "files")}
@@ -87,8 +87,8 @@ def trained(tiny_folder, tmp_path_factory, one_thread) -> Path:
         started = [threads.submit(torchrun, 2, folder / at, [job(name, at) for name in CHANGED]) for at in SITES]
         for each in started:
             each.result(300)
-    for name, of in configs.items():
-        in_threads(tiny_folder, folder / "plain" / name, files, of)
+    for name, config in configs.items():
+        in_threads(tiny_folder, folder / "plain" / name, files, config)
     return folder
 
 
@@ -100,7 +100,7 @@ def test_all_sites_and_their_meeting_have_the_same_bits(trained, name):
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_two_ranks_at_each_site_train_as_one_does(trained, name):
+def test_two_ranks_at_each_site_train_as_one_rank_does(trained, name):
     for number in range(STEPS + 1):
         assert_same_weights(
             version(trained / name / "meet", number), version(trained / "plain" / name / "meet", number), max_frac=5e-3
@@ -108,7 +108,7 @@ def test_two_ranks_at_each_site_train_as_one_does(trained, name):
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_sites_record_has_its_ranks_and_the_groups_of_both_sites(trained, name):
+def test_a_sites_record_has_its_number_of_ranks_and_the_groups_of_both_sites(trained, name):
     for at in SITES:
         reports = json.loads((trained / name / at / "reports.json").read_text())
         assert [report["step"] for report in reports] == list(range(STEPS))

@@ -1,4 +1,4 @@
-"""The learner at one or two sites: how they share batches, and how a site that died returns."""
+"""The learner at one or two sites: sharing a batch, and the return of a site that died."""
 
 import threading
 import time
@@ -26,33 +26,33 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Quiet(Shared):
-    """A link that sleeps before each query, so that the other thread can work."""
+    """A link that sleeps before each query of an outcome, so that the other thread can work."""
 
     def outcome(self, round: int) -> Any:
         time.sleep(0.01)
         return super().outcome(round)
 
 
-def config(steps: int, sites: int, **changed: Any) -> Config:
+def sites_config(steps: int, sites: int, **changed: Any) -> Config:
     return run_config(steps, changed | {"sites": sites})
 
 
-def policy(model: Path, of: Config) -> Policy:
-    torch.manual_seed(of.run.seed)
-    return Policy(model, of.learner, "float32", "cpu", of.sampling.temperature)
+def policy(model: Path, config: Config) -> Policy:
+    torch.manual_seed(config.run.seed)
+    return Policy(model, config.learner, "float32", "cpu", config.sampling.temperature)
 
 
-def meeting_of(model: Path, folder: Path, of: Config, clock: Clock | None = None) -> Meeting:
-    own, settings = policy(model, of), of.sites
-    terms = learner_terms(of, own)
+def meeting_of(model: Path, folder: Path, config: Config, clock: Clock | None = None) -> Meeting:
+    own, settings = policy(model, config), config.sites
+    terms = learner_terms(config, own)
     publisher = Publisher(own, terms.shapes, folder / "versions", keep=99)
     first = Agreed.of(own.masters, terms.shapes)
     return Meeting(folder, terms, about_of(settings, own), "m", lambda: first, clock or Clock(), publish=publisher)
 
 
-def site(model: Path, out: Path, pool: Pool, meeting: Meeting, of: Config, name: str) -> SiteLearner:
-    way = Quiet(meeting, name)
-    return SiteLearner(pool, of, policy(model, of), out / name, name, way)  # type: ignore[arg-type]
+def site(model: Path, out: Path, pool: Pool, meeting: Meeting, config: Config, name: str) -> SiteLearner:
+    link = Quiet(meeting, name)
+    return SiteLearner(pool, config, policy(model, config), out / name, name, link)  # type: ignore[arg-type]
 
 
 def versions(folder: Path) -> dict[str, bytes]:
@@ -60,7 +60,7 @@ def versions(folder: Path) -> dict[str, bytes]:
 
 
 def records(pool: Pool) -> dict[int, StepRecord]:
-    """The first record of each step, which the coordinator keeps."""
+    """Return the first record of each step: the coordinator keeps only that."""
     result: dict[int, StepRecord] = {}
     for report in pool.reports:
         signed = Signed.model_validate_json(report.record)
@@ -71,14 +71,14 @@ def records(pool: Pool) -> dict[int, StepRecord]:
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 4}}], ids=["weights", "adapters"])
-def test_one_site_with_h_1_is_the_plain_learner_bit_for_bit(tiny_folder, tmp_path, lora):
+def test_one_site_with_one_update_per_step_equals_the_plain_learner_bit_for_bit(tiny_folder, tmp_path, lora):
     files = [step_file(step) for step in range(2)]
     make_learner(tiny_folder, tmp_path / "plain", Pool(*files), steps=2, **lora).run(threading.Event())
-    of, pool = config(2, 1, **lora), SitePool(*files)
-    assert of.learner.optimizer_steps_per_step == 1
-    meeting = meeting_of(tiny_folder, tmp_path / "meet", of)
+    config, pool = sites_config(2, 1, **lora), SitePool(*files)
+    assert config.learner.optimizer_steps_per_step == 1
+    meeting = meeting_of(tiny_folder, tmp_path / "meet", config)
     assert (meeting.terms.shapes.size < 60_000) == bool(lora), "only adapters are transferred"
-    assert site(tiny_folder, tmp_path, pool, meeting, of, "site-0").run(threading.Event()) == "finished"
+    assert site(tiny_folder, tmp_path, pool, meeting, config, "site-0").run(threading.Event()) == "finished"
     plain, merged = versions(tmp_path / "plain"), "model/model.safetensors"
     assert plain == versions(tmp_path / "site-0") == versions(tmp_path / "meet")
     assert plain["v000000"] != plain["v000002"]
@@ -92,9 +92,9 @@ def test_one_site_with_h_1_is_the_plain_learner_bit_for_bit(tiny_folder, tmp_pat
 
 def test_a_site_that_dies_costs_its_share_of_one_batch_and_returns(tiny_folder, tmp_path):
     steps, clock, stop = 4, Clock(), threading.Event()
-    of, pool = config(steps, 2), SitePool(*(step_file(step) for step in range(steps)))
-    meeting = meeting_of(tiny_folder, tmp_path / "meet", of, clock)
-    a, b, again = (site(tiny_folder, tmp_path, pool, meeting, of, name) for name in ("site-0", "site-1", "site-1"))
+    config, pool = sites_config(steps, 2), SitePool(*(step_file(step) for step in range(steps)))
+    meeting = meeting_of(tiny_folder, tmp_path / "meet", config, clock)
+    a, b, again = (site(tiny_folder, tmp_path, pool, meeting, config, name) for name in ("site-0", "site-1", "site-1"))
     back = threading.Event()
 
     class Killed(BaseException):
@@ -123,7 +123,7 @@ def test_a_site_that_dies_costs_its_share_of_one_batch_and_returns(tiny_folder, 
     other.start()
     with pytest.raises(Killed):
         b.run(stop)
-    while meeting.round < 3:  # the first site waits for the dead one in one round
+    while meeting.round < 3:  # in round 1 the first site waits for the dead one
         clock.now_s += 10.0 * (meeting.round == 1 and len(meeting.offers) == 1)
         time.sleep(0.01)
     assert again.run(stop) == "finished"
@@ -141,9 +141,9 @@ def test_a_site_that_dies_costs_its_share_of_one_batch_and_returns(tiny_folder, 
 
 
 def test_an_unreported_step_is_reported_by_the_site_that_returns(tiny_folder, tmp_path):
-    of, pool = config(2, 1), SitePool(*(step_file(step) for step in range(2)))
-    meeting = meeting_of(tiny_folder, tmp_path / "meet", of)
-    first = site(tiny_folder, tmp_path, pool, meeting, of, "site-0")
+    config, pool = sites_config(2, 1), SitePool(*(step_file(step) for step in range(2)))
+    meeting = meeting_of(tiny_folder, tmp_path / "meet", config)
+    first = site(tiny_folder, tmp_path, pool, meeting, config, "site-0")
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -152,7 +152,7 @@ def test_an_unreported_step_is_reported_by_the_site_that_returns(tiny_folder, tm
     with pytest.raises(KeyboardInterrupt):
         first.run(threading.Event())
     assert pool.reports == [] and meeting.round == 1
-    assert site(tiny_folder, tmp_path, pool, meeting, of, "site-0").run(threading.Event()) == "finished"
+    assert site(tiny_folder, tmp_path, pool, meeting, config, "site-0").run(threading.Event()) == "finished"
     assert [report.step for report in pool.reports] == [0, 1]
     assert len(records(pool)[0].groups) == GROUPS and records(pool)[0].after == records(pool)[1].before
 
@@ -183,7 +183,7 @@ def test_every_group_belongs_to_exactly_one_site(count):
     assert [terms.weight(0, name, sites) for name in sites] == sizes, "the meeting weights a site by its groups"
 
 
-def test_only_groups_of_kept_sites_count():
+def test_only_groups_of_sites_in_the_rounds_average_count():
     groups = make_groups()
     members = [BatchGroup(submission=submission(i), group=0) for i in range(3)]
     named = [type(group)(**vars(group) | {"submission": submission(i)}) for i, group in enumerate(groups)]

@@ -8,7 +8,7 @@ from shoal.config import ConfigError
 from shoal.learner.training import CHECKPOINTS, METRICS, MODEL, claim, drop_after
 
 
-def test_only_the_same_training_can_claim_a_folder_again(tmp_path):
+def test_only_a_run_with_the_same_settings_can_claim_a_folder_again(tmp_path):
     claim(tmp_path / "new", {"model": "a", "lr": "1"})
     (tmp_path / "new" / "model").mkdir()  # written by this run
     claim(tmp_path / "new", {"lr": "1", "model": "a"})

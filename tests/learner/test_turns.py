@@ -1,4 +1,4 @@
-"""A multi-turn submission from worker to validator to learner."""
+"""A multi-turn submission goes from worker to validator to learner."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def groups(talkative_folder, echo) -> list[Group]:
 
 
 def test_the_learners_logprobs_equal_those_in_the_file(talkative_folder, groups):
-    """This shows that the behaviour logprobs and targets of a row belong to the same tokens."""
+    """So a row's behaviour logprobs and targets belong to the same tokens."""
     policy = make_policy(talkative_folder)
     assert any(turns for group in groups for turns in group.turns)
     assert [implausible_value(group) for group in groups] == ["", ""]
@@ -54,7 +54,7 @@ def test_the_learners_logprobs_equal_those_in_the_file(talkative_folder, groups)
 
 
 def test_only_the_models_tokens_have_a_gradient(talkative_folder, groups):
-    """At a ratio of 1, the gradient of grpo equals that of sum(advantage * logp) over the model's tokens."""
+    """At a ratio of 1, grpo has the gradient of sum(advantage * logp) over the model's tokens."""
     n_tokens = sum(group.n_tokens for group in groups)
     assert n_tokens < sum(len(tokens) for group in groups for tokens in group.completions)
     over = denominator("grpo", n_tokens, 8, MAX_TOKENS)

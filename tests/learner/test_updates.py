@@ -24,7 +24,7 @@ SECTION: dict[str, Any] = {"grad_clip": 1e9, "optimizer_steps_per_step": UPDATES
 
 
 def groups(count: int = 11) -> list[Group]:
-    """Groups of 2 to 5 completions of different lengths. In every third group all rewards are equal."""
+    """Make groups of 2 to 5 completions of different lengths. In every third group all rewards are equal."""
     draw = torch.Generator().manual_seed(1)
     made = []
     for number in range(count):
@@ -62,7 +62,7 @@ def test_fewer_groups_than_updates_get_one_update_each(tiny_folder, tmp_path):
 
 
 def test_the_ratio_of_every_update_is_relative_to_the_sampling_policy(tiny_folder, tmp_path):
-    """So the ratio is not 1 in later updates, as it would be relative to the policy before each update."""
+    """So the ratio is not 1 in later updates. Relative to the policy before each update it would be 1."""
     trained = alone(tiny_folder, tmp_path, **SECTION | {"optimizer_steps_per_step": 2})
     on_policy = []
     for group in groups(2):
@@ -114,10 +114,10 @@ SMALL = Shape(body=1000, head=64, layers=2, width=8)
 
 
 def several() -> list[Group]:
-    """Three groups: one with several turns, one unchecked, and a plain one."""
+    """Return three groups: one with several turns, one unchecked, and a plain one."""
     first, second, third = make_groups()
     turns = [[1, 1], [], [2, 1], []]
-    behaviour = [of[: len(of) - bool(own)] for of, own in zip(first.behaviour, turns, strict=True)]
+    behaviour = [logprobs[: len(logprobs) - bool(own)] for logprobs, own in zip(first.behaviour, turns, strict=True)]
     return [replace(first, turns=turns, behaviour=behaviour), replace(second, checked=False), third]
 
 
@@ -126,14 +126,14 @@ def planned(known: list[Any], row_tokens: int = 12) -> list[Row]:
 
 
 class Wired(Ranks):
-    """One of several ranks in this process. The leader leaves its messages to them in `box`."""
+    """One of several ranks in this process. The leader leaves its messages to the ranks in `box`."""
 
     box: list[bytes] = []
 
     def deal(self, messages: Any, size_bytes: int) -> bytes:
         if messages is not None:
             self.box[:] = messages
-        assert len(self.box[self.rank]) == size_bytes, "the rank expects what the leader sends"
+        assert len(self.box[self.rank]) == size_bytes, "the rank expects a message of this size"
         return self.box[self.rank]
 
 
@@ -146,7 +146,7 @@ def assert_same_row(result: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_each_rank_gets_its_own_rows_and_together_they_are_those_of_one_rank(size):
+def test_each_rank_gets_its_own_rows_and_all_ranks_together_have_those_of_one_rank(size):
     wanted = micro_batches(several(), row_tokens=12, normalize_std=False)
     outlines = [group.outline for group in several()]
     dealt = [deal(planned(several() if rank == 0 else outlines), Wired(rank, size)) for rank in range(size)]
@@ -156,7 +156,7 @@ def test_each_rank_gets_its_own_rows_and_together_they_are_those_of_one_rank(siz
     for micro in wanted:
         assert_same_row(by_tokens[tuple(micro.pack.tokens_T.tolist())], micro)
     together = [[each.checked for each in own] for own in dealt]
-    assert all(of == together[0] for of in together), "all ranks know which rows are unchecked"
+    assert all(flags == together[0] for flags in together), "all ranks know which rows are unchecked"
     assert set(together[0]) == {True, False}
 
 

@@ -1,4 +1,4 @@
-"""Small random models of many architectures, and their packed results, for tests of exact numerics."""
+"""Small random models of many architectures and functions that compute packed results, for tests of exact numerics."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +25,8 @@ NINE = {"num_attention_heads": 9, "num_key_value_heads": 3}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped heads": ("llama", {}),
     "one key head": ("llama", {"num_key_value_heads": 1}),
-    "as many key heads": ("llama", {"num_key_value_heads": 4}),
-    "three to a key head": ("llama", {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 16}),
+    "one query head per key head": ("llama", {"num_key_value_heads": 4}),
+    "three query heads per key head": ("llama", {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 16}),
     "heads of 24": ("llama", {"head_dim": 24}),
     "heads of 80": ("llama", {"head_dim": 80}),
     "heads of 10": ("llama", {"head_dim": 10}),
@@ -42,12 +42,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 QUICK = ("grouped heads", "wide", "norms of queries and keys")
 EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES]
-NEEDS_EXACT = pytest.mark.skipif(bool(refusal("float32")), reason=f"this machine cannot: {refusal('float32')}")
+NEEDS_EXACT = pytest.mark.skipif(bool(refusal("float32")), reason=f"not exact on this machine: {refusal('float32')}")
 
 
 def skip_unless_exact(dtype: DtypeName) -> None:
     if why := refusal(dtype):
-        pytest.skip(f"this machine cannot: {why}")
+        pytest.skip(f"not exact on this machine: {why}")
 
 
 def make(architecture: str, folder: Path, seed: int = 0) -> Path:

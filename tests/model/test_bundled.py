@@ -1,4 +1,4 @@
-"""The converted SmolLM2 writes sensible English, which it would not with wrongly permuted or scaled weights."""
+"""The converted SmolLM2 writes sensible English. With wrongly permuted or scaled weights it would not."""
 
 import math
 import random

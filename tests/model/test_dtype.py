@@ -1,4 +1,4 @@
-"""The compute dtype is the configured one, or the one that was measured to be faster."""
+"""The compute dtype is the configured dtype. With "auto" it is the dtype that was measured to be faster."""
 
 import pytest
 import torch

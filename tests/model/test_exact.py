@@ -1,4 +1,4 @@
-"""With exact numerics a token's results depend only on its prefix. The tests would notice another order of summation."""
+"""With exact numerics, a token's results depend only on its prefix. Another order of summation fails these tests."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def branches(trees: list[Tree]) -> list[Tree]:
-    """Return every completion as a tree of its own."""
+    """Return one tree for each completion."""
     return [Tree(tree.prompt, [completion]) for tree in trees for completion in tree.completions]
 
 
@@ -59,7 +59,7 @@ def test_appending_tokens_changes_no_bit_of_earlier_results(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_learners_forward_pass_has_the_validators_bits(tmp_path: Path, dtype: DtypeName) -> None:
-    model = exact_model("three to a key head", tmp_path, dtype)
+    model = exact_model("three query heads per key head", tmp_path, dtype)
     trees = random_trees(2, model.config.vocab_size)
     _, expected_N = states(model, trees, 0.7)
     scorer = Scorer(model)
@@ -70,7 +70,7 @@ def test_the_learners_forward_pass_has_the_validators_bits(tmp_path: Path, dtype
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_shared_prefix_changes_no_bit(tmp_path: Path, dtype: DtypeName) -> None:
-    model = exact_model("three to a key head", tmp_path, dtype)
+    model = exact_model("three query heads per key head", tmp_path, dtype)
     for length in (17, 64, 130, 300):
         root = [5 * n % model.config.vocab_size for n in range(length)]
         trees = [
@@ -81,7 +81,7 @@ def test_a_shared_prefix_changes_no_bit(tmp_path: Path, dtype: DtypeName) -> Non
 
 
 @pytest.mark.parametrize("root", [0, 40])
-@pytest.mark.parametrize("architecture", ["three to a key head", "biases", "norms of queries and keys"])
+@pytest.mark.parametrize("architecture", ["three query heads per key head", "biases", "norms of queries and keys"])
 def test_logprobs_and_gradients_equal_those_of_fast_numerics_up_to_rounding(
     architecture: str, root: int, tmp_path: Path
 ) -> None:
@@ -135,7 +135,7 @@ def test_another_order_of_summing_a_products_depth_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_products_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+def test_a_products_row_does_not_depend_on_the_other_rows(dtype: torch.dtype) -> None:
     skip_unless_exact("float32" if dtype == torch.float32 else "bfloat16")
     x_TK, weight_NK = products.cancelling(1100, 300, 576, dtype)
     whole = products.linear(x_TK, weight_NK)
@@ -147,7 +147,7 @@ def test_a_products_row_does_not_depend_on_the_others(dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_way_to_compute_a_product_gives_the_references_bits(dtype: torch.dtype) -> None:
-    """This includes products that no way computes as a whole, so that their rows are halved."""
+    """If no way computes a product as a whole, its rows are halved."""
     skip_unless_exact("float32" if dtype == torch.float32 else "bfloat16")
     x_RK, weight_CK, expected_RC = products._reference(576, 300, dtype)
     for count in (16, 48, 96, 176, 256):

@@ -1,4 +1,4 @@
-"""Loading and saving folders, replacing weights in place, and end tokens."""
+"""Loading and saving models, replacing weights in place, and end tokens."""
 
 import errno
 import resource
@@ -69,7 +69,7 @@ def test_an_error_of_the_operating_system_is_not_blamed_on_the_model(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_weights_come_back_rounded_to_bfloat16(make_tiny: Any, tokenizer: Any, tmp_path: Path, tied: bool) -> None:
+def test_saved_weights_are_rounded_to_bfloat16(make_tiny: Any, tokenizer: Any, tmp_path: Path, tied: bool) -> None:
     model = make_tiny(3, tie_word_embeddings=tied)
     save_model(model, tokenizer, tmp_path / "m")
     loaded = load_model(tmp_path / "m").state_dict()
@@ -78,7 +78,7 @@ def test_weights_come_back_rounded_to_bfloat16(make_tiny: Any, tokenizer: Any, t
 
 
 def test_loading_and_saving_a_version_again_changes_no_byte(tiny_folder: Path, tmp_path: Path) -> None:
-    """Only the first load changes a file: transformers records in tokenizer_config.json that it was loaded from a folder."""
+    """Only the first load changes a file: transformers records it in tokenizer_config.json."""
     folders = [tiny_folder, tmp_path / "once", tmp_path / "twice"]
     for source, target in pairwise(folders):
         save_model(load_model(source), load_tokenizer(source), target)
@@ -134,7 +134,7 @@ def test_a_failed_write_is_an_error_that_names_the_folder(
 def test_weights_are_written_last_tensor_by_tensor_and_renamed_when_complete(
     tiny_model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
-    """Only one tensor is in memory at a time: each is requested after the earlier ones are written."""
+    """Only one tensor is in memory at a time: each is requested after the previous tensor is written."""
     folder, seen_bytes = tmp_path / "m", []
     shapes = stored_shapes(tiny_model)
 
@@ -150,7 +150,7 @@ def test_weights_are_written_last_tensor_by_tensor_and_renamed_when_complete(
     assert seen_bytes == sorted(seen_bytes) and seen_bytes[-1] > seen_bytes[0]
     stored = load_file(folder / WEIGHTS)
     assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == shapes
-    assert not any(tensor.any() for tensor in stored.values()), "the given ones, not the model's own"
+    assert not any(tensor.any() for tensor in stored.values()), "the given tensors, not the model's own"
     assert list(folder.glob(".*")) == []
 
 
@@ -241,7 +241,7 @@ def test_end_tokens_come_from_the_tokenizer_and_then_the_generation_config(
     assert eos_ids(tmp_path) == expected
 
 
-def test_loading_shows_no_progress_bar_and_leaves_them_enabled_for_others(
+def test_loading_shows_no_progress_bar_but_leaves_progress_bars_enabled(
     tiny_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shown = transformers_logging.is_progress_bar_enabled()

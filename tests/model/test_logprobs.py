@@ -1,4 +1,4 @@
-"""Logprobs, entropies and gradients computed in slices equal those computed with the full log softmax."""
+"""Logprobs, entropies and gradients computed in slices equal those of the full log softmax."""
 
 from collections.abc import Iterator
 
@@ -72,7 +72,7 @@ def test_a_sliced_loss_has_the_gradients_of_the_whole_loss_bit_for_bit(n: int, d
     assert all(map(torch.equal, torch.autograd.grad(2 * sliced, inputs), torch.autograd.grad(2 * whole, inputs)))
 
 
-def test_logits_are_computed_once_where_the_loss_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sliced_loss_computes_the_logits_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, products = 0, logprobs._logits
 
     def counted(*arguments: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -1,4 +1,4 @@
-"""Seeds, the noise (its bits and distribution), sampling, and replay."""
+"""Seeds, the bits and distribution of the noise, sampling, and replay."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from shoal.model.sampling import (
 
 NAMED: dict[str, Any] = {"run": "run", "step": 1, "worker": "worker", "submission": 2, "rollout": 3}
 LOGITS_V = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5])
-CHI2_7_LIMIT = 29.9  # exceeded by chance once in 10,000; the seeds here are fixed
+CHI2_7_LIMIT = 29.9  # with 7 degrees of freedom, chance exceeds this once in 10,000; the seeds here are fixed
 SIZE = 4096
 
 
@@ -64,7 +64,7 @@ def test_a_seed_is_a_known_number_and_depends_on_each_part_of_the_rollouts_name(
 # ---- the hashes
 
 
-def test_the_hashs_keys_and_finaliser_are_the_published_ones() -> None:
+def test_the_hashs_keys_and_finaliser_equal_published_values() -> None:
     assert position_keys([0, 0, 0], [0, 1, 2]).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert _fmix32_(np.array([0, 1, 2**32 - 1], np.uint32)).tolist() == [0, 0x514E28B7, 0x81F16F39]
 
@@ -97,8 +97,8 @@ def test_noise_equals_a_plain_python_implementation() -> None:
         (1, 2, 3, 4.7205272),
         (12345, 7, 31999, 0.5123168),
         (2**63 - 1, 10**6, 49151, 0.6447365),
-        (1, 5, 633193, -2.8115408),  # here the hash is all zeros, and in the next line all ones
-        (1, 2, 150487, 16.6355324),
+        (1, 5, 633193, -2.8115408),  # the hash is all zeros
+        (1, 2, 150487, 16.6355324),  # the hash is all ones
     ],
 )
 def test_noise_is_a_known_number(seed: int, position: int, token: int, value: float) -> None:
@@ -108,7 +108,7 @@ def test_noise_is_a_known_number(seed: int, position: int, token: int, value: fl
 # ---- the distribution of noise
 
 
-def test_noise_is_gumbel_distributed_and_depends_only_on_its_own_row_and_token() -> None:
+def test_noise_is_gumbel_distributed_and_depends_only_on_its_row_and_token() -> None:
     noise_NV = dense([11] * 500, range(500), SIZE)
     x = noise_NV.flatten().double().sort().values
     distance = float((torch.exp(-torch.exp(-x)) - torch.arange(1, len(x) + 1) / len(x)).abs().max())
@@ -123,7 +123,7 @@ def test_noise_is_gumbel_distributed_and_depends_only_on_its_own_row_and_token()
         assert abs(correlation(noise_NV, dense([other] * 500, range(500), SIZE))) < limit
     assert torch.equal(dense([11], [7], 64)[0], noise_NV[7, :64])
     rows = noise_NV[:50].sort(-1).values
-    assert len({tuple(row) for row in rows[:, :20].tolist()}) == 50, "no row has another's values in another order"
+    assert len({tuple(row) for row in rows[:, :20].tolist()}) == 50, "no row is a permutation of another"
 
 
 # ---- sampling
@@ -135,11 +135,11 @@ def test_tokens_follow_the_softmax_at_the_temperature(temperature: float, vary: 
     assert chi2(sampled_counts(temperature, vary), LOGITS_V / temperature) < CHI2_7_LIMIT
 
 
-def test_the_chi2_test_above_would_notice_a_slightly_wrong_temperature() -> None:
+def test_a_slightly_wrong_temperature_would_fail_the_chi2_test_above() -> None:
     assert chi2(sampled_counts(1.0, "position"), LOGITS_V / 1.1) > 2 * CHI2_7_LIMIT
 
 
-def test_a_large_vocabulary_draw_is_not_biased_to_low_ids() -> None:
+def test_sampling_from_a_large_vocabulary_is_not_biased_to_low_ids() -> None:
     tokens_N, _ = choose(torch.zeros(400, 50_000), [3] * 400, range(400), 1.0)
     assert float(tokens_N.double().mean()) == pytest.approx(25_000, abs=5 * 50_000 / math.sqrt(12 * 400))
 

@@ -1,4 +1,4 @@
-"""Names of models are resolved to folders, and limits on tokens are checked against their number of positions."""
+"""Names of models are resolved to folders. `sampling.max_tokens` is checked against a model's number of positions."""
 
 import importlib.util
 import json
@@ -55,7 +55,7 @@ def test_an_unknown_hub_name_is_refused_with_a_hint_for_folders(name: str) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_the_tiny_model_is_in_the_cache_or_its_command_is_named(empty_cache: Path) -> None:
+def test_the_tiny_model_is_in_the_cache_or_an_error_names_its_command(empty_cache: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="does not exist on this machine yet: run `shoal sft`"):
         resolve(TINY)
     folder = empty_cache / "models" / "tiny-v2"
@@ -64,7 +64,7 @@ def test_the_tiny_model_is_in_the_cache_or_its_command_is_named(empty_cache: Pat
     assert resolve(TINY) == folder
 
 
-def test_smollm2_is_converted_once_and_its_missing_package_is_named(
+def test_smollm2_is_converted_once_and_an_error_names_its_missing_package(
     bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -82,7 +82,7 @@ TOO_LONG = {"sampling": {"max_tokens": 512}, "evaluator": {"n": 1}, "tasks": {"h
 MESSAGE = r"sampling\.max_tokens = 512, but the model in .* has 512 positions .* below 512$"
 
 
-def test_a_prompt_needs_a_position_too(tiny_folder: Path) -> None:
+def test_max_tokens_must_leave_a_position_for_the_prompt(tiny_folder: Path) -> None:
     assert positions(json.loads((tiny_folder / "config.json").read_text())) == 512
     check_max_tokens(tiny_folder, 511)
     with pytest.raises(ShoalError, match=MESSAGE):

@@ -65,7 +65,7 @@ def test_a_model_with_full_attention_is_accepted(tmp_path: Path, name: str, conf
     assert load_model(architectures.create(tmp_path, name, **config)).config.model_type == name
 
 
-QUICK = ("qwen2", "gpt2", "granite", "lfm2", "bloom", "gemma2", "bert")  # for the default run; slow tests use all
+QUICK = ("qwen2", "gpt2", "granite", "lfm2", "bloom", "gemma2", "bert")  # all others are slow tests
 TREES = [Tree(list(range(4, 24)), [[5, 6, 7], [8, 9]]), Tree([30, 31, 32], [list(range(33, 50))])]
 
 
@@ -147,7 +147,7 @@ def test_gradients_through_scaled_and_capped_logits_equal_those_of_transformers(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_how_a_model_changes_its_logits_is_identified_by_field_and_example(config: Any, change: LogitChange) -> None:
+def test_a_models_change_of_logits_is_identified_by_field_and_example(config: Any, change: LogitChange) -> None:
     raw = 5 * torch.randn(40, 16)
     assert change_of_logits(config, raw, change(raw)) == change
     assert change_of_logits(config, raw, raw + raw.abs()) is None
@@ -156,7 +156,7 @@ def test_how_a_model_changes_its_logits_is_identified_by_field_and_example(confi
 
 
 def test_the_difference_is_measured_in_float32_whatever_the_dtype(tmp_path: Path) -> None:
-    """In bfloat16, rounding alone causes differences as large as a state that leaks does."""
+    """In bfloat16, rounding alone causes differences as large as those of a leaking state."""
     folder, differences = architectures.create(tmp_path, "lfm2"), []
     for dtype in ("float32", "bfloat16"):
         with pytest.raises(UnsupportedModelError, match=r"Lfm2ForCausalLM.* by \S+ nats per token") as error:
@@ -178,7 +178,7 @@ def test_the_comparison_leaves_the_model_and_the_random_state_as_they_were(tiny_
 
 
 def test_a_window_under_an_unknown_config_name_is_noticed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any small number in the config may be a window, so the compared sequences are longer than that."""
+    """A config field with "window" in its name may be a window, so the compared sequences are longer than its value."""
     eager = modeling_llama.eager_attention_forward
 
     def windowed(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Trees packed into one row: results equal unpacked ones, nothing leaks, and turns, splitting and masks are right."""
+"""Trees packed into one row give the unpacked results, and nothing leaks. Turns, splitting and masks are right."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -67,7 +67,7 @@ def plain_logprobs(model: Any, trees: Sequence[Tree]) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("root", [[], ROOT], ids=["no root", "root"])
 @pytest.mark.parametrize("kernel", ["cascade", "masked", "flex", pytest.param("compiled", marks=pytest.mark.slow)])
-def test_packed_logprobs_equal_those_of_a_plain_forward_pass_of_each_completion(
+def test_packed_logprobs_equal_those_of_plain_forward_passes(
     tiny_model: Any, kernel: str, root: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiling flex attention takes a C++ compiler and 10 s."""
@@ -93,10 +93,10 @@ def test_logprobs_of_a_split_tree_equal_those_of_the_whole_tree(tiny_model: Any)
     ("lengths", "first", "in_order"),
     [
         ([8, 8, 8], [0], True),  # contiguous: no copy
-        ([8, 8, 6], [None], True),  # the last one is padded
-        ([6, 8, 8], [None], False),  # one that is not the last is padded
+        ([8, 8, 6], [None], True),  # the last sequence is padded
+        ([6, 8, 8], [None], False),  # the first sequence is padded
         ([12, 4, 4], [0, 12], True),  # two batches
-        ([4, 12, 4], [4, None], False),  # two of one length with another between them
+        ([4, 12, 4], [4, None], False),  # another sequence lies between two of the same length
     ],
 )
 def test_contiguous_sequences_are_not_copied_and_have_the_same_gradients(
@@ -181,7 +181,7 @@ def test_a_predictor_sees_exactly_its_prompt_and_the_earlier_tokens_of_its_compl
 
 
 @pytest.mark.parametrize("root", [[], ROOT], ids=["the_picture", "shared_prefix_of_a_row"])
-def test_the_layout_is_the_one_pictured_in_the_module(root: list[int]) -> None:
+def test_the_layout_equals_the_picture_in_the_modules_docstring(root: list[int]) -> None:
     packed = pack(rooted(root, [Tree([10, 11, 12], [[1, 2, 3], [4, 5]]), Tree([20, 21], [[6, 7]])]))
     n = len(root)
     assert packed.tokens_T.tolist() == [*root, 10, 11, 12, 1, 2, 3, 4, 5, 20, 21, 6, 7]
@@ -201,7 +201,7 @@ def test_the_layout_is_the_one_pictured_in_the_module(root: list[int]) -> None:
         ([ROOT, [63, *ROOT[1:]]], 0),
     ],
 )
-def test_how_long_a_shared_prefix_may_be(prompts: list[list[int]], shared: int) -> None:
+def test_a_shared_prefix_is_shorter_than_every_prompt_and_long_enough(prompts: list[list[int]], shared: int) -> None:
     assert shared_prefix(prompts) == shared
 
 
@@ -237,9 +237,8 @@ lengths = st.lists(st.integers(1, 6), min_size=1, max_size=9).filter(lambda turn
 
 @given(lengths)
 def test_model_spans_are_the_turns_of_the_model(all_lengths: list[int]) -> None:
-    """Each token is the number of its turn."""
     written = [number for number, length in enumerate(all_lengths) for _ in range(length)]
-    turns, n = all_lengths[:-1], len(written)
+    turns, n = all_lengths[:-1], len(written)  # each token of `written` is the number of its turn
     assert fit(turns, n)
     assert [written[start:end] for start, end in model_spans(turns, n)] == [
         [number] * length for number, length in enumerate(all_lengths) if number % 2 == 0
@@ -259,7 +258,7 @@ def test_impossible_turns_do_not_fit_and_an_empty_list_is_a_single_turn() -> Non
 
 
 @given(st.lists(st.integers(-3, 12), max_size=8), st.integers(0, 30))
-def test_turns_that_fit_cover_all_tokens_and_none_is_empty(turns: list[int], n: int) -> None:
+def test_turns_that_fit_cover_all_tokens_and_are_not_empty(turns: list[int], n: int) -> None:
     if fit(turns, n) and n:
         spans = model_spans(turns, n)
         assert spans[0][0] == 0 and spans[-1][1] == n
@@ -274,7 +273,7 @@ MODELS_TOKENS = [10, 11, 15, 16, 20, 21, 22, 30, 32, 34]
 
 
 @torch.no_grad()
-def test_only_the_models_tokens_are_targets_predicted_from_the_token_before(tiny_model: Any) -> None:
+def test_only_the_models_tokens_are_targets_and_the_token_before_predicts_them(tiny_model: Any) -> None:
     packed = pack([TURNS])
     assert packed.tokens_T.tolist() == [*PROMPT, *COMPLETIONS[0], *COMPLETIONS[1], *COMPLETIONS[2]]
     assert packed.target_N.tolist() == MODELS_TOKENS
@@ -325,7 +324,7 @@ def test_a_mask_built_by_tiles_equals_pytorchs(row: RowLayout) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Record the number of entries of the largest tensor created within the block."""
+    """Record the number of elements of the largest tensor created within the block."""
 
     entries = 0
 

@@ -148,8 +148,8 @@ class Policy:
     def apply(self, sums: Mapping[str, float], denominator: float) -> dict[str, float]:
         """Divide loss and gradients by `denominator`, clip the gradients, and update the masters.
 
-        Return `sums` over all ranks, with the loss, the gradient norm and the learning rate. If the loss or the gradient
-        is not finite, raise ShoalError before any change.
+        Return `sums` over all ranks, with the loss, the gradient norm and the learning rate. If the loss or the norm is
+        not finite, raise ShoalError before any change.
         """
         result = self.ranks.sum(sums)
         total = result[LOSS] / denominator

@@ -143,7 +143,7 @@ class RowLayout:
 
     @cached_property
     def across(self) -> list[tuple[slice, slice]]:
-        """The (queries, keys) of non-causal attention: completions to their tree's prompt, and all trees to the root."""
+        """The (queries, keys) of non-causal attention: completions to their tree's prompt, and trees to the root."""
         pairs = [
             (slice(span.branches, span.end), slice(span.start, span.branches))
             for span in self.spans
@@ -365,8 +365,8 @@ def block_mask(length: int, sees: Callable[[Tensor, Tensor], Tensor], device: to
     """Build flex attention's block mask, like PyTorch's `create_block_mask`, but one tile of queries at a time.
 
     Without compilation, `create_block_mask` first allocates all pairs of query and key: 17 GB at 40,960 positions. Here
-    the largest tensor has only the pairs of BLOCK queries. `sees(query, key)` tells whether queries attend to keys; both
-    are int64 positions, broadcast.
+    the largest tensor has only the pairs of BLOCK queries. `sees(query, key)` tells whether queries attend to keys. The
+    arguments are int64 positions, broadcast.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -34,7 +34,7 @@ def of(model: Any) -> Numerics:
 
 
 def pick(wanted: str, dtype: DtypeName, device: str) -> Numerics:
-    """Return the numerics to load a model with. "auto" is exact where possible; elsewhere, "exact" raises ShoalError."""
+    """Return the numerics to load a model with. "auto" is exact where possible. Elsewhere "exact" raises ShoalError."""
     if wanted == "fast":
         return "fast"
     why = refusal(dtype, device)

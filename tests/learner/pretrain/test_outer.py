@@ -50,7 +50,7 @@ def config(**sites: Any) -> Any:
 
 
 class Trainee:
-    """A site whose training only adds random numbers to its tensors."""
+    """A site that trains by adding random numbers to its tensors."""
 
     def __init__(self, name: str, meeting: Meeting, settings: Any, folder: Path) -> None:
         self.name, self.folder, self.tensors = name, folder / name, tensors()
@@ -183,9 +183,9 @@ def test_the_config_has_the_best_measured_outer_step():
     sites = load(root / "configs" / "pretrain.toml").sites
     measured: dict[tuple[float, float, int], list[float]] = {}
     for run in json.loads((root / "benchmarks" / "results" / "diloco_momentum.json").read_text())["runs"]:
-        of = run["setting"]
-        if of["inner_steps"] == sites.inner_steps and of["inner_scale"] == 1.0:
-            measured.setdefault((of["lr"], of["momentum"], of["warmup"]), []).append(run["perplexity"])
+        used = run["setting"]
+        if used["inner_steps"] == sites.inner_steps and used["inner_scale"] == 1.0:
+            measured.setdefault((used["lr"], used["momentum"], used["warmup"]), []).append(run["perplexity"])
     best = min(measured, key=lambda setting: mean(measured[setting]))
     assert (sites.lr, sites.momentum, 0) == best
 

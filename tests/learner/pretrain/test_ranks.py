@@ -1,7 +1,8 @@
-"""Two ranks of one site, real processes over gloo, train as one rank does.
+"""Two ranks of one site train as one rank does. The ranks are real processes that communicate over gloo.
 
-They compute the same micro-batches, but round the gradient's norm differently, and clipping scales the gradient by it. AdamW
-moves a weight by lr * m / sqrt(v), so a gradient of only rounding error may move its weight by up to lr in either direction.
+They compute the same micro-batches, but round the gradient's norm differently, and clipping scales the gradient by the
+norm. AdamW moves a weight by lr * m / sqrt(v). So if a gradient is only rounding error, its weight may move by up to lr
+in either direction.
 """
 
 import json
@@ -55,8 +56,7 @@ def alone(config, one_thread) -> Path:
     return config.parent / "one"
 
 
-def test_two_ranks_train_as_one_does_and_one_resumes_them(config, alone, tmp_path):
-    """A step of one micro-batch leaves a rank idle."""
+def test_two_ranks_train_as_one_does_and_one_rank_resumes_their_run(config, alone, tmp_path):
     out = tmp_path / "two"
     assert on_two_ranks(command(config, out)) == [DONE, DONE]
     check_close(alone, out, MOVED)
@@ -65,16 +65,17 @@ def test_two_ranks_train_as_one_does_and_one_resumes_them(config, alone, tmp_pat
     shutil.rmtree(out / "model")
     assert main(command(config, out)) == DONE  # from the checkpoint of two ranks
     check_close(alone, out, MOVED)
+    # with one micro-batch per step, one rank idles
     assert on_two_ranks(command(config, tmp_path / "idle", "pretrain.micro_batch=4")) == [DONE, DONE]
     check_close(alone, tmp_path / "idle", MOVED)
 
 
 class Alone(Direct):
-    """A meeting of one site, in its process."""
+    """A link to a meeting of one site, in the site's process."""
 
     def __init__(self, invite: None, folder: Path, terms: Terms, **_: object) -> None:
         model = load_model(self.model, seed=0)
-        tensors = {name: 0.5 * each.detach() for name, each in model.named_parameters()}  # not the site's own
+        tensors = {name: 0.5 * each.detach() for name, each in model.named_parameters()}  # not the site's weights
         super().__init__(Meeting(folder / "meet", terms, {}, "run", lambda: Agreed.of(tensors, terms.shapes)), "site-0")
 
     model: Path

@@ -1,4 +1,4 @@
-"""`shoal pool meet` and its sites as real processes that are killed, stopped, restarted or refused."""
+"""`shoal pool meet` and its sites, as real processes that the tests kill, stop, restart or refuse."""
 
 import json
 import signal
@@ -30,7 +30,7 @@ def run(tmp_path, tiny_folder) -> Iterator[Run]:
     result.close()
 
 
-def test_all_sites_have_the_same_bits_after_every_round_although_processes_die(run):
+def test_all_sites_have_the_same_bits_after_every_round_even_if_processes_die(run):
     # more steps than the test waits for
     run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 100_000_000"))
     sites = ["site-0", "site-1", "site-2"]
@@ -47,7 +47,7 @@ def test_all_sites_have_the_same_bits_after_every_round_although_processes_die(r
     run.start("meet")
     run.until_together(*sites)
     since = len(run.rounds())
-    for name in ("site-0", "site-1"):  # the majority
+    for name in ("site-0", "site-1"):  # most of the sites
         run.signal(name, signal.SIGKILL)
     run.until_round(lambda each: each["kept"] == ["site-2"], "of site-2 alone", since)
     for name in ("site-0", "site-1"):
@@ -92,7 +92,7 @@ def heldout(run: Run, name: str) -> list[dict[str, Any]]:
 
 def test_a_site_of_two_ranks_returns_after_one_rank_died(run):
     a_row_each = "pretrain.micro_batch=1"
-    run.start("meet", "sites.sites=2", "sites.quorum=2")  # so that each site waits for the other
+    run.start("meet", "sites.sites=2", "sites.quorum=2")  # each site waits for the other
     run.start("site-0", a_row_each, ranks=2)
     run.start("site-1")
     run.until_together("site-0", "site-1")

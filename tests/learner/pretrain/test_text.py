@@ -45,7 +45,7 @@ def test_every_format_gives_the_same_documents(name, tmp_path):
     assert Corpus(str(write(tmp_path / "more", name))).fingerprint() == corpus.fingerprint()
     assert Corpus(str(write(tmp_path / "more", name, TEXTS[1:]))).fingerprint() != corpus.fingerprint()
     write(tmp_path, "z.jsonl", ["three"])
-    assert texts(Corpus(f"{tmp_path}/[az]*.*")) == [*TEXTS, "three"] or name.startswith("c4"), "in the order of names"
+    assert texts(Corpus(f"{tmp_path}/[az]*.*")) == [*TEXTS, "three"] or name.startswith("c4"), "files are read by name"
 
 
 def test_a_text_file_is_the_concatenation_of_its_pieces(tmp_path):
@@ -74,7 +74,7 @@ def test_a_faulty_file_is_named(name, content, words, tmp_path):
         texts(Corpus(str(tmp_path / name)))
 
 
-def test_missing_files_and_an_empty_setting_are_refused(tmp_path):
+def test_a_pattern_without_files_and_an_empty_setting_are_refused(tmp_path):
     with pytest.raises(UserError, match="no file matches"):
         Corpus(f"{tmp_path}/*.jsonl")
     with pytest.raises(UserError, match=r"pretrain\.data is empty"):
@@ -126,7 +126,7 @@ def test_a_stream_resumes_at_any_token(before, tmp_path):
     assert again.sequences(1, 60).flatten().tolist() == whole[before:]
 
 
-def test_sites_with_different_shares_read_every_document_once(tmp_path):
+def test_sites_that_take_different_shares_read_every_document_once(tmp_path):
     given = iter(range(100))
     sites = [stream(tmp_path, first=3, share=2, take=lambda: next(given)) for _ in range(3)]
     tokenizer, read = tiny_tokenizer(), [""] * 3

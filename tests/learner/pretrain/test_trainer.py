@@ -1,4 +1,4 @@
-"""Pretraining at one site: resuming bit for bit, the learning rate, and errors."""
+"""Pretraining at one site: bitwise resumption, the learning rate, and errors."""
 
 import json
 from pathlib import Path

@@ -23,7 +23,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "harbour.jsonl"
 
 
 def test_json_lines_and_parquet_give_the_same_conversations(tmp_path):
-    """Absent fields, which Parquet stores as null, are dropped. A prompt with a completion is read as a conversation."""
+    """Parquet's nulls are dropped. A prompt with a completion is read as a conversation."""
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
     rows = [{"messages": [{"role": "user", "content": "a"}, call], "tools": [{"name": "f"}]}, *ROWS]
     short = {"prompt": "a", "completion": "b"}
@@ -72,7 +72,7 @@ def test_the_error_for_a_bad_row_names_file_and_row(tmp_path, line, words):
 def test_training_files_or_those_matching_a_pattern_are_fetched_from_the_hub(tmp_path, monkeypatch):
     fetched: list[list[str]] = []
 
-    def of(*files: str) -> None:
+    def fill_hub(*files: str) -> None:
         for file in files:
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).touch()
@@ -84,10 +84,10 @@ def test_training_files_or_those_matching_a_pattern_are_fetched_from_the_hub(tmp
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    of("README.md", "data/train-1.parquet", "data/train-0.parquet", "data/test-0.parquet")
+    fill_hub("README.md", "data/train-1.parquet", "data/train-0.parquet", "data/test-0.parquet")
     assert [path.name for path in find("org/name")] == ["train-0.parquet", "train-1.parquet"]
     assert fetched == [["data/train-0.parquet", "data/train-1.parquet"]]
-    of("all/train-0.parquet", "short/train-0.parquet")
+    fill_hub("all/train-0.parquet", "short/train-0.parquet")
     assert find("org/name:short/*.parquet") == [tmp_path / "short/train-0.parquet"]
     for name, words in (("", "org/name:PATTERN; it has all/train-0.parquet, short"), (":long/*", "that matches 'long")):
         with pytest.raises(UserError, match=words):
@@ -148,7 +148,7 @@ def test_turns_of_the_tiny_tokenizer_end_with_eos(tiny_folder):
     assert tokenizer.decode(example.tree.prompt) == "<user>1+1<eos><assistant>"
 
 
-def test_without_end_tokens_in_the_template_eos_follows_the_last_turn():
+def test_eos_is_added_after_the_last_turn_if_the_template_writes_no_end_tokens():
     tokenizer = _tiny_tokenizer()
     example = ChatTemplate(tokenizer, [2]).example(conversation(("user", "12 + 34="), ("assistant", "46")))
     assert tokenizer.decode(example.tokens) == "<bos>12 + 34=46<eos>"
@@ -196,7 +196,7 @@ def test_the_error_for_an_untrainable_conversation_names_its_row(tiny_folder, tu
         other_template(tiny_folder, template).example(turns)
 
 
-def test_a_turn_without_an_end_before_further_turns_is_refused():
+def test_an_earlier_turn_without_an_end_token_is_refused():
     turns = conversation(("user", "1+1="), ("assistant", "2"), ("user", "2+2="), ("assistant", "4"))
     with pytest.raises(UserError, match=r"^chat.jsonl:7: the chat template writes no token that ends"):
         ChatTemplate(_tiny_tokenizer(), [2]).example(turns)

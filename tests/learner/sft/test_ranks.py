@@ -1,5 +1,7 @@
-"""Two ranks, real processes over gloo, fine-tune as one does except for rounding (see `tests.learner.pretrain.test_ranks`).
-Weights are published in bf16, so a master weight halfway between two bf16 numbers may be rounded to either."""
+"""Two ranks fine-tune as one rank does, except for rounding (see `tests.learner.pretrain.test_ranks`).
+
+Weights are published in bf16, so a master weight halfway between two bf16 numbers may be rounded to either.
+"""
 
 import json
 import shutil
@@ -44,7 +46,7 @@ def test_other_ranks_decode_exactly_the_encoded_data(tiny_folder, rows):
     assert Data.from_bytes(data.to_bytes()) == data
 
 
-def test_two_ranks_train_as_one_does_and_one_resumes_them(tiny_folder, rows, tmp_path):
+def test_two_ranks_train_as_one_does_and_one_rank_resumes_their_run(tiny_folder, rows, tmp_path):
     one, two = (command(tiny_folder, rows, tmp_path / name) for name in ("one", "two"))
     assert main(one) == DONE
     assert on_two_ranks(two) == [DONE, DONE]

@@ -22,10 +22,10 @@ SUMS = TaskSection(
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def heldout_loss(of: Policy) -> float:
-    examples = [_example(of.tokenizer, SUMS, task.question, task.answer) for task in tasks.load(SUMS).heldout]
+def heldout_loss(policy: Policy) -> float:
+    examples = [_example(policy.tokenizer, SUMS, task.question, task.answer) for task in tasks.load(SUMS).heldout]
     with torch.no_grad():
-        logprobs_N, _ = of.logprobs(pack(examples), with_entropy=False)
+        logprobs_N, _ = policy.logprobs(pack(examples), with_entropy=False)
     return -float(logprobs_N.mean())
 
 
@@ -43,7 +43,7 @@ def test_training_ends_when_the_loss_is_low_enough(tiny_folder):
     assert trained.updates == 1
 
 
-def test_an_example_is_the_workers_prompt_and_the_answer_with_eos():
+def test_an_example_has_the_workers_prompt_and_the_answer_followed_by_eos():
     tokenizer, config = _tiny_tokenizer(), load(TINY_CONFIG).tasks
     task = tasks.load(config).train[0]
     example = _example(tokenizer, TINY_TASKS, task.question, task.answer)
@@ -63,7 +63,7 @@ def test_the_tiny_tokenizer_round_trips_text_and_fits_its_model():
         assert getattr(tokenizer, end) == getattr(config, end), end
 
 
-def test_the_warm_up_never_trains_on_held_out_sums():
+def test_bundled_tiny_is_never_trained_on_held_out_sums():
     kept = {task.id for task in tasks.load(TINY_TASKS).heldout}
     held_out = {task.id for task in tasks.load(load(TINY_CONFIG).tasks).heldout}
     assert held_out <= kept

@@ -25,7 +25,7 @@ NEVER = threading.Event()
 
 @pytest.fixture
 def rows(tmp_path) -> Path:
-    """Twenty conversations of one or two turns and different lengths; the answer repeats the question's last letter."""
+    """Twenty conversations of one or two turns and different lengths. An answer repeats the question's last letter."""
     path = tmp_path / "chat.jsonl"
     lines = []
     for i in range(20):
@@ -91,11 +91,11 @@ def test_the_loss_falls_and_the_model_is_written(tiny_folder, rows, tmp_path):
     assert metrics(tmp_path / "again", "heldout_loss") == {0: heldout[24]}
 
 
-def test_a_resumed_run_equals_the_straight_one_bit_for_bit(tiny_folder, rows, tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tiny_folder, rows, tmp_path):
     settings = config(rows, epochs=2)
     straight = make(tiny_folder, tmp_path / "straight", settings).run(NEVER)
     assert make(tiny_folder, tmp_path / "cut", settings).run(StopsAfter(3)) is None
-    shutil.rmtree(tmp_path / "cut/checkpoints/step-000003")  # as if killed after step 3, before its checkpoint
+    shutil.rmtree(tmp_path / "cut/checkpoints/step-000003")  # as if the run was killed before this checkpoint
     with (tmp_path / "cut/metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
     resumed = make(tiny_folder, tmp_path / "cut", settings).run(NEVER)
@@ -142,7 +142,7 @@ def test_long_conversations_are_dropped_with_one_warning(tiny_folder, rows, capl
 
 
 def test_a_conversation_that_is_far_too_long_is_encoded_only_once(tiny_folder, tmp_path, monkeypatch):
-    """Locating each turn encodes everything before it: a row of 60 kB with 1,600 turns took two minutes."""
+    """Encoding each turn's prefix takes quadratic time: two minutes for a row of 60 kB with 1,600 turns."""
     short = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     lines = [json.dumps({"messages": short * n}) for n in (1, 1, 200)]
     (tmp_path / "long.jsonl").write_text("\n".join(lines))
