@@ -87,7 +87,7 @@ def test_writing_checkpoints_does_not_change_training_even_with_empty_updates(ti
     assert equal(state(resumed), state(without))
 
 
-def test_a_checkpoint_has_the_progress_from_when_it_was_begun(tiny_folder, tmp_path):
+def test_a_checkpoint_has_the_progress_at_the_call_of_begin(tiny_folder, tmp_path):
     policy = fresh(tiny_folder)
     fields = {"skipped_in_row": 2, "version_digest": "ab", "place": {"share": 3}}
     checkpoints, progress = Checkpoints(tmp_path, policy), LearnerProgress(step=1, trained=["a"], **fields)  # type: ignore[arg-type]
@@ -226,7 +226,7 @@ def test_the_optimizer_waits_for_the_checkpoint_being_written(tiny_folder, tmp_p
     assert equal(state(resumed), then)
 
 
-def test_a_full_disk_names_the_folder_and_keeps_older_checkpoints(tiny_folder, tmp_path, monkeypatch):
+def test_the_error_for_a_full_disk_names_the_folder_and_older_checkpoints_remain(tiny_folder, tmp_path, monkeypatch):
     policy = fresh(tiny_folder)
     save(policy, 1, tmp_path)
     train(policy, 0)

@@ -17,7 +17,7 @@ def test_a_named_dtype_is_used_without_measuring(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", ["float16", "fp32", "", "Auto"])
-def test_an_unknown_dtype_is_refused_by_name(name: str) -> None:
+def test_the_error_for_an_unknown_dtype_names_it(name: str) -> None:
     with pytest.raises(ValueError, match=f"unknown dtype '{name}'"):
         dtype.pick(name)
 

@@ -50,7 +50,9 @@ def edited(tiny_folder: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, T
 
 @pytest.mark.parametrize("config", ["{}", '{"model_type": "no-such-model"}', "not JSON"])
 @pytest.mark.parametrize(("load", "part"), [(load_model, "config"), (load_tokenizer, "tokenizer")])
-def test_a_folder_that_transformers_cannot_read_is_named(tmp_path: Path, load: Any, part: str, config: str) -> None:
+def test_the_error_for_a_folder_that_transformers_cannot_read_names_it(
+    tmp_path: Path, load: Any, part: str, config: str
+) -> None:
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(UnsupportedModelError, match=f"transformers cannot read the {part} in {tmp_path}: "):
         load(tmp_path)
@@ -203,7 +205,9 @@ def test_replaced_weights_equal_a_fresh_load_in_the_same_memory(tiny_folders: tu
     ],
     ids=["missing", "unknown", "shape"],
 )
-def test_a_tensor_that_does_not_fit_is_named(tiny_folder: Path, edited: Any, change: Any, problem: str) -> None:
+def test_the_error_for_a_tensor_that_does_not_fit_names_it(
+    tiny_folder: Path, edited: Any, change: Any, problem: str
+) -> None:
     with pytest.raises(ValueError, match=problem):
         load_weights_(load_model(tiny_folder), edited(change))
 

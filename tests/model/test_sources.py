@@ -34,7 +34,7 @@ def test_the_error_for_an_unknown_bundled_name_lists_the_known_names() -> None:
 
 
 @pytest.mark.parametrize("missing", ["absent", "empty"])
-def test_a_folder_without_a_model_is_named_in_full(tmp_path: Path, missing: str) -> None:
+def test_the_error_for_a_folder_without_a_model_names_its_full_path(tmp_path: Path, missing: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelNotFoundError, match=f"no model at {tmp_path / missing}"):
         resolve(str(tmp_path / missing))

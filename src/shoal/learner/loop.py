@@ -117,7 +117,7 @@ class Learner:
         return report.sync_metrics(final, time.monotonic() - started_s)
 
     def export_model(self, progress: LearnerProgress) -> None:
-        """Write the last version for the user: a plain model. With adapters, merge them, and also write them alone."""
+        """Write the trained model for the user, with any adapters merged. Also write the adapters alone, for peft."""
         if self.node is None:
             return
         version, base = self.versions / version_name(progress.step), self.config.model.name

@@ -6,7 +6,7 @@ Rank 0, the leader, is the only rank that talks to the pool. FSDP2 (`fully_shard
 and handles mixed precision. Without torchrun there is one rank, and torch.distributed is not used.
 Invariant: ranks exchange bytes and tensors, never pickled objects, and make the same calls in the same order. The
 leader reads config, dtype and everything else, and sends it to the other ranks (`start_ranks`, `from_leader`).
-CPU tensors use gloo, GPU tensors NCCL.
+CPU tensors use gloo, and GPU tensors use NCCL.
 Source: FSDP2, pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
 
@@ -92,7 +92,7 @@ class Ranks:
         return data.numpy().tobytes()
 
     def deal(self, messages: Sequence[bytes] | None, size_bytes: int) -> bytes:
-        """Return this rank's message, of `size_bytes`. The leader passes one message per rank, the others None."""
+        """Return this rank's message, which has `size_bytes`. The leader passes a message per rank, other ranks None."""
         if messages is None:
             data = torch.empty(size_bytes, dtype=torch.uint8)
             if size_bytes:
@@ -118,12 +118,12 @@ class Ranks:
         return dict(zip(names, totals.tolist(), strict=True))
 
     def scatter(self, items: Sequence[T]) -> list[T | None]:
-        """Return this rank's share of `items`, which all ranks pass. Shares are padded with None to equal length."""
+        """Return this rank's share of `items`, which are the same on all ranks. Pad shares with None to equal length."""
         rounds = -(-len(items) // self.size)
         return [items[i] if (i := turn * self.size + self.rank) < len(items) else None for turn in range(rounds)]
 
     def shard(self, root: Any, compute: torch.dtype) -> None:
-        """Shard the weights of `root.model` over the ranks. A block is gathered, in `compute`, only while it is used.
+        """Shard the weights of `root.model` over the ranks. FSDP gathers a block in `compute`, only while it is used.
 
         Weights on the meta device become shards without data, which are loaded later (`model/training`). Gradients are
         summed over the ranks, not averaged, in float32.

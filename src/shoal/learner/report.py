@@ -67,7 +67,7 @@ def shape_of(model: Any) -> Shape:
 
 
 def forward_flops(shape: Shape, prompt: int, completions: Sequence[int], trained: int | None = None) -> float:
-    """Return the floating-point operations of one forward pass over a tree of these lengths, in tokens (formula above).
+    """Return the floating-point operations of one forward pass over a tree of these token lengths (formula above).
 
     `trained`: how many completion tokens are trained on; None: all.
     """
@@ -87,10 +87,11 @@ def training_flops(shape: Shape, groups: Sequence[Group], *, extra_forwards: int
 
 
 def batch_metrics(fetched: Fetched, step: int, *, max_tokens: int) -> dict[str, float]:
-    """Return metrics of the groups that the step trained on, and counts of groups left out (alone for a skipped step).
+    """Return metrics of the groups that the step trained on, and counts of groups left out.
 
-    Lengths count the tokens that the model wrote. A completion of `max_tokens` or more counts as truncated. A group's age is
-    the number of policy versions between the one that sampled it and the one trained at `step`.
+    A skipped step has only the counts. Lengths count the tokens that the model wrote. A completion of `max_tokens` or
+    more counts as truncated. A group's age is the number of policy versions between the version that sampled it and the
+    version trained at `step`.
     """
     metrics = {
         "data/quarantined": float(fetched.quarantined),

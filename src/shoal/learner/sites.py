@@ -72,7 +72,7 @@ class PolicySite:
         return round, accepted
 
     def deal(self, stop: threading.Event) -> list[str]:
-        """Return the sites that share the open round, including this one. Raise RoundClosedError if it is too late."""
+        """Return the sites that share the open round, including this site. Raise RoundClosedError if it is too late."""
         started_s = time.monotonic()
 
         def ask(leader: Participant) -> list[str]:
@@ -138,7 +138,7 @@ class SiteLearner(Learner):
     def __init__(
         self, node: Node | None, config: Config, policy: Policy, folder: Path, name: str, link: Remote | None
     ) -> None:
-        """`name`: this site's. `link`: the leader's connection to the meeting; like `node`, None on other ranks."""
+        """`name`: the site's name. `link`: the leader's connection to the meeting; like `node`, None on other ranks."""
         super().__init__(node, config, policy, folder)
         settings, terms = config.sites, learner_terms(config, policy)
         self.place = PolicySite(name, policy, terms, link)

@@ -4,7 +4,7 @@
     checkpoints/   for resuming the run                            model/           the result
 
 Under torchrun every rank runs the loop; only the leader writes records and logs.
-Invariant: a folder holds one training run. Files of another one are never overwritten.
+Invariant: a folder holds one training run. Files of another run are never overwritten.
 """
 
 import json

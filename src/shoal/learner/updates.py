@@ -31,7 +31,7 @@ class OwnRow:
 
     row: Row | None  # None: the rank idles
     contents: Contents | None  # None: this rank has the groups, so `row` can make them
-    checked: bool  # a validator checked the behaviour logprobs of all ranks' rows in this turn
+    checked: bool  # whether a validator checked the behaviour logprobs of all ranks' rows in this turn
 
     def packed(self, *, normalize_std: bool) -> MicroBatch | None:
         """Pack the row; return None if this rank idles."""

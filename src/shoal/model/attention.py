@@ -8,7 +8,7 @@ Three kernels compute the same result; the device decides which one runs:
              tree attend to its prompt, and all trees to the root, whose keys are read once for all of them. Each query's
              results are merged by their log-sum-exps. No masked score is computed.
     flex     CUDA. PyTorch's flex_attention with a block mask, compiled. Masked blocks are skipped.
-    masked   other devices, and the tests' reference: one dense mask. Its cost grows with the square of the row's length.
+    masked   other devices, and the reference in tests. The mask is dense: the cost grows with the square of the length.
 
 The backward pass of a merged softmax needs no new formula: the flash backward of each part, given the *merged* output and
 log-sum-exp, yields that part's share of the gradients, as in ring attention (Liu et al. 2023, arXiv 2310.01889).

@@ -50,7 +50,7 @@ class KeyMask:
 
 
 def mask_after(last_SM: Tensor, start: int, keys: int) -> KeyMask:
-    """Mask the keys after the last one that each query sees. `keys`: their total number."""
+    """Mask the keys after the last key that each query sees. `keys`: the number of all keys."""
     masked_SMK = torch.arange(start, keys) > last_SM[..., None]
     return KeyMask(start, torch.zeros(masked_SMK.shape).masked_fill_(masked_SMK, float("-inf"))[:, :, None])
 
@@ -197,7 +197,7 @@ class QuerySpan:
     """The queries of one root, prompt or completion, as positions in the row of T."""
 
     queries: range
-    before: Sequence[range]  # the positions before them in their sequence, whose keys they see too
+    before: Sequence[range]  # the positions before them in their sequence; they see those keys, too
 
     @property
     def n_before(self) -> int:

@@ -52,7 +52,7 @@ def load_model(
 
 
 class Root(nn.Module):
-    """A model whose weights may be sharded. FSDP gathers them only while `forward` runs, so it runs `compute` there."""
+    """A model whose weights may be sharded. FSDP gathers them only while `forward` runs, so pass it what to compute."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

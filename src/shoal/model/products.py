@@ -3,9 +3,9 @@
 A product's bits depend on the order of the sum over its depth, and libraries choose that order by shape: with AMX, oneDNN
 splits the depth of some bf16 products in two, and MKL uses other float32 kernels for few rows. Small products are not
 split, so the reference here is a product of UNIT rows and the narrowest of COLUMNS on one thread. A larger product is
-computed in the first of several ways that gives the reference's bits: as a whole, in wide columns, or transposed
-(weights times rows, for which no library rearranges the weights). If no way does, the rows are halved. `_way` measures
-this once per process, shape, dtype and number of threads.
+computed in the first way that gives the reference's bits: as a whole, in wide columns, or transposed (weights times
+rows, for which no library rearranges the weights). If no way gives them, the rows are halved. `_way` measures this once
+per process, shape, dtype and number of threads.
 
 The measurement's data reveals every difference in order: the terms of each sum cancel in pairs, at random places, so that
 only rounding errors remain.
@@ -123,7 +123,7 @@ def _pieces(weight_NK: Tensor, y_RN: Tensor, columns: int) -> Iterable[tuple[Ten
 @cache
 def _way(rows: int, depth: int, width: int, dtype: torch.dtype, threads: int) -> Way | None:
     """Return the first way with the reference's bits, or None to halve the rows. Raise OrderError at UNIT rows."""
-    columns = COLUMNS[0] + width % COLUMNS[0] if width > COLUMNS[0] else width  # a full piece and the last one suffice
+    columns = COLUMNS[0] + width % COLUMNS[0] if width > COLUMNS[0] else width  # a full piece and the last one
     x_DK, weight_CK, expected_DC = _reference(depth, columns, dtype)
     x_RK = x_DK.repeat(-(-rows // DISTINCT), 1)[:rows]
     y_RC = x_RK.new_empty(rows, columns)

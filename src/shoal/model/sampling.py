@@ -49,7 +49,7 @@ def position_keys(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
 
 
 def gumbel(keys: np.ndarray, ids: np.ndarray) -> Tensor:
-    """Return the standard Gumbel noise of token ids under keys, broadcast together; float32, on the CPU.
+    """Return standard Gumbel noise, one float32 for each pair of a key and a token id, broadcast together, on the CPU.
 
     It is in [-2.9, LARGEST_NOISE]: uniforms have 23 bits, so a token of probability below about 6e-8 is never sampled.
     """
@@ -100,7 +100,7 @@ def replay_margins(scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], po
 def _outscore(
     scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], positions: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the margin of each row's best score (logit plus noise) over the given token's, and the best token.
+    """Return the margin of each row's best score (logit plus noise) over the given token's score, and the best token.
 
     Noise is computed only for tokens whose logit plus the largest possible noise reaches the given token's score.
     """

@@ -169,7 +169,7 @@ def skeleton(folder: Path, config: Any, numerics: Numerics) -> Any:
 
 @torch.no_grad()
 def allocate_(root: nn.Module, device: torch.device) -> None:
-    """Allocate memory for the parameters on the meta device. All others keep their values."""
+    """Allocate memory for the parameters on the meta device. Other parameters and buffers keep their values."""
     buffers = dict(root.named_buffers())
     real = {name: local(parameter) for name, parameter in root.named_parameters() if not local(parameter).is_meta}
 

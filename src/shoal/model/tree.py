@@ -3,8 +3,8 @@
 Trees are packed side by side into one row without padding. A token attends only to its own prompt and to earlier tokens
 of its own completion (`attention`), and keeps the position id of its own sequence. So packed and unpacked logprobs are
 equal. If all prompts of a row share a prefix, such as a system prompt, that prefix (the root) is also computed once.
-Targets are the completion tokens that the model wrote; `predictor` is the position that predicts each of them. Tokens of an
-environment (`turns`) are attended to, but are not targets.
+Targets are the completion tokens that the model wrote. `predictor_N` holds the position that predicts each target.
+Tokens of an environment (`turns`) are attended to, but are not targets.
 
     row:   p0 p1 p2 | a0 a1 a2 | b0 b1 || q0 q1 | c0 c1
     pos:    0  1  2    3  4  5    3  4     0  1    2  3       a and b are completions of prompt p, c of prompt q
@@ -74,7 +74,7 @@ def split(tree: Tree, row_tokens: int) -> list[Tree]:
 
 
 def split_lengths(prompt: int, completions: Sequence[int], row_tokens: int) -> list[range]:
-    """Divide completions into ranges that fit a row together with the prompt. Raise ValueError if one does not fit."""
+    """Divide completions into ranges that fit a row with the prompt. Raise ValueError if a completion does not fit."""
     parts: list[range] = []
     first, used = 0, prompt
     for number, length in enumerate(completions):

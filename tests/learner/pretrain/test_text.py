@@ -68,7 +68,7 @@ def test_a_text_file_is_the_concatenation_of_its_pieces(tmp_path):
         ("a.csv", b"", "ends in none of"),
     ],
 )
-def test_a_faulty_file_is_named(name, content, words, tmp_path):
+def test_the_error_for_a_faulty_file_names_it(name, content, words, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=words):
         texts(Corpus(str(tmp_path / name)))

@@ -69,7 +69,7 @@ def test_the_error_for_a_bad_row_names_file_and_row(tmp_path, line, words):
     assert str(raised.value).startswith(f"{path}, row 2") and words in str(raised.value)
 
 
-def test_training_files_or_those_matching_a_pattern_are_fetched_from_the_hub(tmp_path, monkeypatch):
+def test_training_files_or_files_that_match_a_pattern_are_fetched_from_the_hub(tmp_path, monkeypatch):
     fetched: list[list[str]] = []
 
     def fill_hub(*files: str) -> None:

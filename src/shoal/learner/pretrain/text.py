@@ -5,9 +5,9 @@
     notes.txt                  split at line ends into pieces of about 16 KiB
     allenai/c4:en/c4-train.0000*.json.gz    files of a Hugging Face data set, downloaded before reading starts
 
-Files are read in the order of their names, as streams. A document ends with the tokenizer's EOS token. A sequence may hold
-parts of several documents, which attend to each other, as in the papers. Documents are grouped into shares of SHARE
-documents; share numbers continue from one epoch to the next. `take` returns the next share for this site.
+Files are read in the order of their names, as streams. A document ends with the tokenizer's EOS token. A sequence may
+hold parts of several documents, which attend to each other. Documents are grouped into shares of SHARE documents. Share
+numbers continue from one epoch to the next. `take` returns the next share for this site.
 Invariant: the same files give the same documents with the same numbers. A `TextPlace` identifies the next token: a
 stream moved there continues with the same tokens. Within an epoch no two shares have a document in common.
 Left out: shuffling, masking between documents.
@@ -30,7 +30,7 @@ from shoal.model.sources import HubError, data_files
 from shoal.tasks.sources.rows import read_rows
 
 PIECE_BYTES = 16 << 10
-SHARE = 256  # documents in a share, which one site reads
+SHARE = 256  # documents in a share; one site reads a whole share
 HEAD_BYTES = 64 << 10  # how much of each file's beginning the fingerprint covers
 JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")  # ORGANISATION/NAME:PATTERN

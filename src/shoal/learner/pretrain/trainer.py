@@ -184,7 +184,7 @@ def decode(data: bytes, length: int) -> Tensor:
 
 
 def rate(step: int, settings: PretrainSection) -> float:
-    """Return the learning rate of step `step`, from 0: linear warm-up, then cosine decay from `lr` to 0."""
+    """Return the learning rate of `step` (from 0): linear warm-up, then cosine decay from `lr` to 0."""
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)

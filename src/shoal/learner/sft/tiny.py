@@ -1,4 +1,4 @@
-"""Train `bundled:tiny`, a character-level llama of about 3 M parameters that adds two-digit numbers correctly half the time.
+"""Train `bundled:tiny`, a character-level llama of about 3 M parameters that adds two-digit numbers, not always correctly.
 
 The loss covers only the answer's tokens. Training stops early, to leave room for reinforcement learning.
 Invariant: the model never sees a sum that `tasks` holds out.
@@ -100,7 +100,7 @@ def _tiny_model() -> Any:
 
 
 def _tiny_tokenizer() -> Any:
-    """One token per printable ASCII character. A conversation is the concatenation of its messages."""
+    """Make a tokenizer with one token per printable ASCII character. Its chat template concatenates the messages."""
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
     vocabulary = {text: i for i, text in enumerate([*special, "\n", *map(chr, range(32, 127))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -71,7 +71,7 @@ class Data:
 
 
 def load_data(tokenizer: Any, folder: Path, config: Config) -> Data:
-    """Read, encode and split the conversations of `sft.data`. `folder` is the model's. Raise UserError."""
+    """Read, encode and split the conversations of `sft.data`. `folder`: the model's folder. Raise UserError."""
     settings = config.sft
     if not settings.data:
         raise ConfigError(
