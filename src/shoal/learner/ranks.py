@@ -92,7 +92,7 @@ class Ranks:
         return data.numpy().tobytes()
 
     def deal(self, messages: Sequence[bytes] | None, size_bytes: int) -> bytes:
-        """Return this rank's message, which has `size_bytes`. The leader passes a message per rank, other ranks None."""
+        """Return this rank's message, of `size_bytes`. The leader passes a message per rank. Other ranks pass None."""
         if messages is None:
             data = torch.empty(size_bytes, dtype=torch.uint8)
             if size_bytes:
@@ -118,7 +118,7 @@ class Ranks:
         return dict(zip(names, totals.tolist(), strict=True))
 
     def scatter(self, items: Sequence[T]) -> list[T | None]:
-        """Return this rank's share of `items`, which are the same on all ranks. Pad shares with None to equal length."""
+        """Return this rank's share of `items`, which all ranks pass. Shares are padded with None to equal length."""
         rounds = -(-len(items) // self.size)
         return [items[i] if (i := turn * self.size + self.rank) < len(items) else None for turn in range(rounds)]
 

@@ -144,5 +144,5 @@ def decode(data: bytes, rows: Sequence[Row]) -> list[Contents]:
         at += behaviour_N.nbytes
         result.append(Contents(tokens_T, behaviour_N))
     if at != len(data):
-        raise ValueError(f"{len(data)} bytes for rows of {at}: the ranks planned different rows")
+        raise ValueError(f"got {len(data)} bytes for rows of {at} bytes: the ranks planned different rows")
     return result

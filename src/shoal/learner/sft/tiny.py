@@ -1,4 +1,4 @@
-"""Train `bundled:tiny`, a character-level llama of about 3 M parameters that adds two-digit numbers, not always correctly.
+"""Train `bundled:tiny`, a character-level llama of about 3 M parameters that adds two-digit numbers, often correctly.
 
 The loss covers only the answer's tokens. Training stops early, to leave room for reinforcement learning.
 Invariant: the model never sees a sum that `tasks` holds out.
