@@ -112,7 +112,7 @@ def test_an_error_in_the_prefetch_ends_the_wait_on_all_ranks(tmp_path):
     assert ranks.sent == [b""]
 
 
-# --- what the leader reads ---------------------------------------------------------------------------------------------
+# --- reading on the leader ---------------------------------------------------------------------------------------------
 
 
 def on_rank(rank: Any, read: Callable[[], int]) -> int:

@@ -260,7 +260,7 @@ def test_the_mean_of_k3_over_samples_is_the_kl_from_policy_to_reference():
     torch.testing.assert_close((policy_V.exp() * k3(policy_V, reference_V)).sum(), exact)
 
 
-# ---- what is reported
+# ---- reported figures
 
 
 def counted_terms(kind: LossKind) -> LossTerms:

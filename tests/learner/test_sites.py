@@ -14,7 +14,15 @@ from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import Figures, RoundOutcome, Terms
 from shoal.learner.groups import Fetched
 from shoal.learner.policy import Policy
-from shoal.learner.sites import Publisher, SiteLearner, about_of, counting, learner_terms, shares, site_metrics
+from shoal.learner.sites import (
+    Publisher,
+    SiteLearner,
+    about_of,
+    learner_terms,
+    shares,
+    site_metrics,
+    without_lost_sites,
+)
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import BatchGroup, StepRecord
 from tests.diloco.support import Clock
@@ -190,7 +198,7 @@ def test_only_groups_of_sites_in_the_rounds_average_count():
     outcome = RoundOutcome(
         round=0, kept=["b"], left_out={"a": "not finite"}, missing=[], dealt=["a", "b"], digest="0" * 64
     )
-    assert counting(members, Fetched(named), outcome).groups == [named[1]]
+    assert without_lost_sites(members, Fetched(named), outcome).groups == [named[1]]
 
 
 def test_more_sites_than_groups_are_refused():

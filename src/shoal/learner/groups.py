@@ -116,7 +116,7 @@ def encode(groups: Sequence[Group]) -> bytes:
 
 
 def decode(data: bytes) -> list[Outline]:
-    """Decode what `encode` returned."""
+    """Decode outlines that `encode` encoded."""
     return [Outline(**fields) for fields in json.loads(data)]
 
 
@@ -295,7 +295,7 @@ def _group(file: AcceptedFile, submission: str, number: int, size: int) -> Group
 # --- waiting for a batch -------------------------------------------------------------------------------------------------
 
 POLL_S = 0.1
-LOOK_S = 1.0  # between polls for the next step's batch while a step trains
+PREFETCH_POLL_S = 1.0  # between polls for the next step's batch while a step trains
 
 
 @dataclass(frozen=True)
@@ -377,7 +377,7 @@ class Prefetch(threading.Thread):
                 batch = self.node.get(f"/v1/batches/{self.step}", Batch)
                 if batch.ready:
                     return self._gathering.fetch(batch)
-                self._ended.wait(LOOK_S)
+                self._ended.wait(PREFETCH_POLL_S)
         except (ShoalError, OSError) as error:  # `take` raises it in the loop's thread
             self._error = error
 

@@ -129,7 +129,7 @@ class Learner:
         log.info("finished %d steps; the trained model is in %s", progress.step, self.folder / MODEL)
 
     def replace(self, name: str, write: Callable[[Path], None]) -> None:
-        """Replace the folder `name` with what `write` puts into a new folder."""
+        """Replace the folder `name` by a new folder that `write` creates."""
         temporary = self.folder / f".{name}"
         shutil.rmtree(temporary, ignore_errors=True)
         write(temporary)

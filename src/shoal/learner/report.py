@@ -173,7 +173,7 @@ def finite(figures: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in figures.items() if math.isfinite(value)}
 
 
-# --- what is signed ------------------------------------------------------------------------------------------------------
+# --- signed records ------------------------------------------------------------------------------------------------------
 
 DOMAIN, CHECKPOINT = "trained", "checkpoint"
 SIGNED = "signed.json"  # in a checkpoint's folder

@@ -166,7 +166,7 @@ class SiteLearner(Learner):
                     self.take_over(progress, str(error))
                     continue
                 before = progress.version_digest
-                counted = counting(batch.members, batch.fetched, outcome) if self.node else batch.fetched
+                counted = without_lost_sites(batch.members, batch.fetched, outcome) if self.node else batch.fetched
                 progress.advance(group.submission for group in counted.groups)
                 figures |= self.publish(progress) | site_metrics(outcome)
                 self.checkpoint(progress)
@@ -212,7 +212,7 @@ class SiteLearner(Learner):
         ended = self.place.leader.link.outcome(step)
         assert isinstance(ended, tuple)  # the round is over
         fetched = gathering(self.node, self.config, self.folder / "quarantine").gather(batch, validators(self.node))
-        counted = counting(batch.groups, fetched, ended[0])
+        counted = without_lost_sites(batch.groups, fetched, ended[0])
         figures = report.batch_metrics(counted, step, max_tokens=self.config.sampling.max_tokens)
         digest = blake3(max_threads=blake3.AUTO).update_mmap(before).hexdigest()
         self.post(self.node, progress, digest, counted, figures | site_metrics(ended[0]))
@@ -244,7 +244,7 @@ def shares(batch: Sequence[BatchGroup], sites: Sequence[str]) -> dict[tuple[str,
     return {(group.submission, group.group): sites[i % len(sites)] for i, group in enumerate(batch)}
 
 
-def counting(batch: Sequence[BatchGroup], fetched: Fetched, outcome: RoundOutcome) -> Fetched:
+def without_lost_sites(batch: Sequence[BatchGroup], fetched: Fetched, outcome: RoundOutcome) -> Fetched:
     """Drop the groups of sites that are not in the round's average."""
     owner = shares(batch, outcome.dealt)
     return replace(fetched, groups=[group for group in fetched.groups if owner[_id(group)] in outcome.kept])

@@ -135,7 +135,7 @@ def encode(contents: Sequence[Contents]) -> bytes:
 
 
 def decode(data: bytes, rows: Sequence[Row]) -> list[Contents]:
-    """Decode what `encode` returned for these rows. Raise ValueError if the sizes differ."""
+    """Decode the contents of these rows that `encode` encoded. Raise ValueError if the sizes differ."""
     result, at = [], 0
     for row in rows:
         tokens_T = np.frombuffer(data, np.int32, row.n_tokens, at)

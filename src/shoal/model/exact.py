@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from shoal.model.attention import RowLayout, cascade_backward, restore_index
 
 NAME = "shoal_exact"
-TILES = (256, 192, 128)  # numbers of keys that one product may sum; see `tile`
+TILES = (256, 192, 128)  # candidates for the number of keys that one product sums; see `tile`
 KEYS = 16  # a sequence's number of keys is rounded up to a multiple of this
 ROWS = 8  # a product's number of rows is rounded up to a multiple of this, because few rows use other kernels
 QUERIES = 128  # queries of one sequence that are computed together; keys that none of them sees are left out

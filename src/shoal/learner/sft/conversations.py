@@ -187,24 +187,24 @@ class ChatTemplate:
             raise UserError(f"{where}: it has no assistant message, so there is nothing to train on")
         if turns[0] == 0:
             raise UserError(f"{where}: it begins with an assistant message, so there is no prompt")
-        until = messages[: turns[-1] + 1]
+        messages = messages[: turns[-1] + 1]
         template = self.tokenizer.get_chat_template(tools=conversation.tools)
         if MARKED.search(template):
-            tokens, spans = self._marked(conversation, until)
+            tokens, spans = self._marked(conversation, messages)
         else:
-            tokens, spans = self._derived(conversation, until, turns)
-        ended = [self._end(where, tokens, start, stop, last=stop == spans[-1][1]) for start, stop in spans]
-        return Example(tokens[: ended[-1]], tuple((start, stop) for (start, _), stop in zip(spans, ended, strict=True)))
+            tokens, spans = self._derived(conversation, messages, turns)
+        stops = [self._end(where, tokens, start, stop, last=stop == spans[-1][1]) for start, stop in spans]
+        return Example(tokens[: stops[-1]], tuple((start, stop) for (start, _), stop in zip(spans, stops, strict=True)))
 
     def _derived(
-        self, conversation: Dialogue, until: list[dict[str, Any]], turns: list[int]
+        self, conversation: Dialogue, messages: list[dict[str, Any]], turns: list[int]
     ) -> tuple[array[int], list[tuple[int, int]]]:
         """Return the conversation's tokens and each turn's span, located by encoding the prefixes before and after it."""
-        whole = self._tokens(conversation, until)
+        whole = self._tokens(conversation, messages)
         spans = []
         for turn in turns:
-            before = self._tokens(conversation, until[:turn], prompt=True)
-            after = self._tokens(conversation, until[: turn + 1])
+            before = self._tokens(conversation, messages[:turn], prompt=True)
+            after = self._tokens(conversation, messages[: turn + 1])
             if whole[: len(before)] != before or whole[: len(after)] != after or len(after) <= len(before):
                 raise UserError(
                     f"{conversation.where}: the chat template changes message {turn} or earlier ones when more messages"
@@ -214,8 +214,10 @@ class ChatTemplate:
             spans.append((len(before), len(after)))
         return whole, spans
 
-    def _marked(self, conversation: Dialogue, until: list[dict[str, Any]]) -> tuple[array[int], list[tuple[int, int]]]:
-        encoded = self._encode(conversation, until, return_assistant_tokens_mask=True)
+    def _marked(
+        self, conversation: Dialogue, messages: list[dict[str, Any]]
+    ) -> tuple[array[int], list[tuple[int, int]]]:
+        encoded = self._encode(conversation, messages, return_assistant_tokens_mask=True)
         mask = [0, *encoded["assistant_masks"], 0]
         starts = [i for i in range(len(mask) - 1) if mask[i] < mask[i + 1]]
         stops = [i for i in range(len(mask) - 1) if mask[i] > mask[i + 1]]
