@@ -136,9 +136,9 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def restore(self) -> LearnerProgress:
-        """Load the newest complete checkpoint into the policy. Return its progress. If there is none, change nothing.
+        """Load the newest complete checkpoint into the policy and return its progress.
 
-        Raise ShoalError on every rank if the checkpoint is damaged.
+        Without a checkpoint, return a new progress. Raise ShoalError on every rank if the checkpoint is damaged.
         """
         complete = self._complete()
         for incomplete in sorted(self.folder.glob(".step-*")) if self.ranks.leads else []:
@@ -212,7 +212,7 @@ def _name(step: int) -> str:
 
 
 def _files(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Return the number of the file, from 1, that each tensor is written to."""
+    """Return the number (from 1) of the file that each tensor is written to."""
     numbers, number, used_bytes = {}, 1, 0
     for name, tensor in tensors.items():
         size_bytes = tensor.numel() * tensor.element_size()

@@ -236,7 +236,10 @@ class Policy:
 
     @torch.no_grad()
     def own_logprobs(self, micro: MicroBatch | None) -> Tensor:
-        """Return this policy's logprobs of the row's targets, on the CPU. All ranks must call it. Idle: pass None."""
+        """Return this policy's logprobs of the row's targets, on the CPU.
+
+        All ranks must call it. Idle ranks pass None.
+        """
         with explain_out_of_memory(self.config, self.memory_hint):
             return self.logprobs(IDLE if micro is None else micro.pack)[0].cpu()
 

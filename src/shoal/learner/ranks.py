@@ -123,10 +123,11 @@ class Ranks:
         return [items[i] if (i := turn * self.size + self.rank) < len(items) else None for turn in range(rounds)]
 
     def shard(self, root: Any, compute: torch.dtype) -> None:
-        """Shard the weights of `root.model` over the ranks. FSDP gathers a block in `compute`, only while it is used.
+        """Shard the weights of `root.model` over the ranks.
 
-        Weights on the meta device become shards without data, which are loaded later (`model/training`). Gradients are
-        summed over the ranks, not averaged, in float32.
+        FSDP gathers a block's weights only while the block is used, in the dtype `compute`. Weights on the meta device
+        become shards without data, which are loaded later (`model/training`). Gradients are summed over the ranks, not
+        averaged, in float32.
         """
         if self.size == 1:
             return

@@ -63,9 +63,9 @@ class Adapted(nn.Linear):
 
 
 def attach_(model: Any, section: Adapters, *, exact: bool) -> None:
-    """Add adapters that do not change the output yet, and record them in the model's config. Keep equal existing ones.
+    """Add adapters that do not change the output yet, and record them in the model's config.
 
-    Raise ShoalError if the model has other adapters, or no target layer.
+    Keep existing adapters with the same settings. Raise ShoalError if the model has other adapters, or no target layer.
     """
     stored = stored_in(model.config)
     if stored is not None and any(layers(model)):
