@@ -109,7 +109,9 @@ def test_policy_sums_become_means_per_token_and_norms_means_per_update():
     result = {"policy/entropy": 2.0, "optim/grad_norm": 2.0, "optim/lr": 2e-6, "optim/skipped": 0.0}
     assert update_metrics(updates) == result
     empty = [(0, {"policy/entropy": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1})]
-    assert update_metrics(empty) == {"optim/skipped": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1}, "no token"
+    assert update_metrics(empty) == {"optim/skipped": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1}, (
+        "no token was trained"
+    )
 
 
 def test_mfu_covers_only_the_training_and_tokens_per_second_the_whole_step():

@@ -114,7 +114,7 @@ def test_weights_are_stored_in_bfloat16_and_a_tied_output_head_once(
     assert "lm_head.weight" in load_file(tmp_path / "m" / WEIGHTS)
     with pytest.raises(FileExistsError):
         save_model(untied, tokenizer, tmp_path / "m")
-    assert {p.dtype for p in untied.parameters()} == {torch.float32}, "saving leaves the model's dtype alone"
+    assert {p.dtype for p in untied.parameters()} == {torch.float32}, "saving does not change the model's dtype"
 
 
 @pytest.mark.parametrize("refused", ["config.json", "tokenizer.json", "model.safetensors"])

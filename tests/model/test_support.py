@@ -152,7 +152,7 @@ def test_a_models_change_of_logits_is_identified_by_field_and_example(config: An
     assert change_of_logits(config, raw, change(raw)) == change
     assert change_of_logits(config, raw, raw + raw.abs()) is None
     small = change_of_logits(config, 1e-6 * raw, change(1e-6 * raw))
-    assert small is not None and small.cap == change.cap, "small logits hide no cap"
+    assert small is not None and small.cap == change.cap, "small logits do not hide the cap"
 
 
 def test_the_difference_is_measured_in_float32_whatever_the_dtype(tmp_path: Path) -> None:
