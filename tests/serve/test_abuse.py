@@ -1,4 +1,4 @@
-"""No client can block the others: clients take turns, slow work runs in threads, and everything is bounded."""
+"""No client can block the others: clients take turns, slow work runs in threads, and all sizes are bounded."""
 
 import json
 import os
@@ -74,7 +74,9 @@ def test_verifications_of_disconnected_clients_run_one_at_a_time_and_do_not_bloc
         disconnect(user, reply)
     assert at_once == [1, 1]
     assert users[0].enter("login").status_code == 200
-    assert users[0].say(users[0].begin())[-1]["event"] == "done"  # its proof is built while the other thread is stuck
+    assert (
+        users[0].say(users[0].begin())[-1]["event"] == "done"
+    )  # the proof is built although the verifying thread is stuck
     gate.set()
     monkeypatch.undo()
     assert users[1].post(f"{replies[1]}/verify").json()["passed"]
@@ -134,7 +136,7 @@ def test_a_process_obeys_sigterm_while_a_thread_is_stuck(tiny_folder: Path, tmp_
                 request = clients.submit(http.post, f"/chat/conversations/{id}/messages/{message}/verify", json={})
                 assert process.stdout.readline() == "stuck\n"
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(DEADLINE_S) == 0  # a fraction of the thread's 600 s
+                assert process.wait(DEADLINE_S) == 0  # long before the thread's 600 s are over
                 assert isinstance(request.exception(), httpx.TransportError)
     finally:
         process.kill()
@@ -201,7 +203,7 @@ def test_tokenizing_blocks_neither_the_event_loop_nor_another_caller(
         assert [request.result().status_code for request in requests] == [200] * 4
 
 
-def test_a_caller_has_few_large_bodies_in_memory_and_its_small_ones_do_not_wait(page: Running, ada: User) -> None:
+def test_a_caller_has_few_large_bodies_in_memory_and_small_bodies_do_not_wait(page: Running, ada: User) -> None:
     slots = page.service.bodies
     cookie = "; ".join(f"{name}={value}" for name, value in ada.http.cookies.items())
     head = (

@@ -78,7 +78,7 @@ class Visit:
 
 
 @pytest.mark.slow
-def test_register_chat_and_verify(browser: Any, run: Running) -> None:
+def test_a_user_can_register_chat_and_verify_a_reply(browser: Any, run: Running) -> None:
     visit = Visit(browser, run).enter("ada")
     visit.say("one and two")
     reply = visit.replies(1).first
@@ -123,11 +123,11 @@ def test_text_of_a_model_never_runs_as_code(browser: Any, run: Running) -> None:
         == 0
     )
     assert visit.page.locator("a[href^=javascript]").count() == 0
-    sync_api.expect(reply.locator("math")).to_have_count(2)  # rendered, the second without its link
+    sync_api.expect(reply.locator("math")).to_have_count(2)  # both are rendered; the second has lost its link
     visit.close()
 
 
-def test_the_browser_refuses_foreign_code(browser: Any, run: Running) -> None:
+def test_the_browser_refuses_injected_code(browser: Any, run: Running) -> None:
     visit = Visit(browser, run)
     visit.page.goto("/")
     refused = visit.page.evaluate(
@@ -150,7 +150,7 @@ def test_the_browser_refuses_foreign_code(browser: Any, run: Running) -> None:
 
 
 @pytest.mark.slow
-def test_stop_regenerate_edit_and_branch(browser: Any, run: Running) -> None:
+def test_a_user_can_regenerate_edit_switch_branches_and_export(browser: Any, run: Running) -> None:
     visit = Visit(browser, run).enter("brancher")
     page = visit.page
     visit.say("one")
@@ -192,7 +192,7 @@ def test_escape_stops_a_reply_and_keeps_its_text(browser: Any, tiny_folder: Path
 
 
 @pytest.mark.slow
-def test_two_versions_reply_within_a_budget_of_tokens(browser: Any, run: Running) -> None:
+def test_two_versions_reply_side_by_side_with_a_token_budget(browser: Any, run: Running) -> None:
     visit = Visit(browser, run).enter("comparer")
     page = visit.page
     page.get_by_role("button", name="Compare").click()
@@ -210,7 +210,7 @@ def test_two_versions_reply_within_a_budget_of_tokens(browser: Any, run: Running
 
 
 @pytest.mark.slow
-def test_expiry_and_logging_out_lead_to_the_login(browser: Any, run: Running) -> None:
+def test_an_expired_session_and_logging_out_lead_to_the_login(browser: Any, run: Running) -> None:
     visit = Visit(browser, run).enter("leaver")
     visit.context.clear_cookies(name="shoal_session")  # as if it had expired
     visit.say("hello")
@@ -220,7 +220,7 @@ def test_expiry_and_logging_out_lead_to_the_login(browser: Any, run: Running) ->
     visit.page.keyboard.press("Enter")
     visit.page.get_by_role("button", name="Log out").click()
     visit.page.get_by_role("heading", name="Welcome back").wait_for()
-    visit.context.close()  # not visit.close(), whose check would fail: the refused request is a console error
+    visit.context.close()  # `visit.close()` would fail, because the refused request is a console error
 
 
 @pytest.mark.slow

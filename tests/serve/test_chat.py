@@ -13,7 +13,7 @@ from shoal.serve import proof
 from .support import CHEAP, Running, User, serving, until
 
 
-def test_register_log_out_log_in(page: Running) -> None:
+def test_a_user_can_register_log_out_and_log_in_again(page: Running) -> None:
     user = User(page, "grace")
     assert user.enter().json()["name"] == "grace"
     assert User(page, "GRACE").enter().status_code == 409
@@ -28,7 +28,7 @@ def test_the_page_knows_whether_any_account_exists(tiny_folder: Path, tmp_path: 
         user = User(running, "grace")
         assert user.get("me").json()["first"] is True
         assert user.enter().status_code == 200
-        assert "first" not in user.get("me").json(), "only visitors without a session learn it"
+        assert "first" not in user.get("me").json(), "only visitors without a session get this field"
         assert User(running, "ada").get("me").json()["first"] is False
 
 
@@ -125,7 +125,7 @@ def test_two_versions_reply_side_by_side_with_the_runs_prompt_and_target(run_fol
         assert user.post(f"{at}/verify").json()["passed"]
 
 
-def test_requests_get_a_live_runs_new_version(
+def test_a_new_version_of_a_live_run_becomes_the_newest(
     run_folder: Path, tiny_folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "live"

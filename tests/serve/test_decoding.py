@@ -1,4 +1,4 @@
-"""Completions that join and leave a batch equal those of the engine alone; queues are bounded; tokens become text."""
+"""Completions in a changing batch equal those of the engine alone; queues are bounded; tokens become text."""
 
 import asyncio
 from pathlib import Path
@@ -49,7 +49,7 @@ def decode(loaded: LoadedModel, limits: ServeLimits) -> list[Generation]:
     return asyncio.run(main())
 
 
-def test_exact_completions_equal_those_of_the_engine_alone(tiny_folder: Path) -> None:
+def test_with_exact_numerics_completions_equal_those_of_the_engine_alone(tiny_folder: Path) -> None:
     if why := numerics.refusal("float32"):
         pytest.skip(f"exact numerics are not available here: {why}")
     loaded = load(Offer("tiny", None, tiny_folder), TorchEngine("float32", "cpu", "exact"))
@@ -60,7 +60,7 @@ def test_exact_completions_equal_those_of_the_engine_alone(tiny_folder: Path) ->
         assert torch.equal(torch.stack(each.states), alone.hidden_TH)
 
 
-def test_each_fast_completion_keeps_the_states_of_its_own_tokens(tiny: LoadedModel) -> None:
+def test_with_fast_numerics_a_completion_keeps_the_states_of_its_own_tokens(tiny: LoadedModel) -> None:
     for each in decode(tiny, ServeLimits(rows=4)):
         expected = tiny.engine.model.base_model(
             input_ids=torch.tensor([[*each.request.prompt, *each.tokens]]), use_cache=False
@@ -70,7 +70,7 @@ def test_each_fast_completion_keeps_the_states_of_its_own_tokens(tiny: LoadedMod
 
 def test_the_queue_is_bounded_for_each_caller_and_for_all_together(tiny: LoadedModel) -> None:
     async def main() -> None:
-        # not started, so nothing leaves the queue
+        # The scheduler is not started, so nothing leaves the queue.
         scheduler = ServeScheduler(ServeLimits(rows=2, waiting=3, per_caller=4))
         scheduler.submit([generation(tiny, range(5, 9), n, 4, caller="one") for n in range(4)])
         with pytest.raises(BusyError, match="one caller"):

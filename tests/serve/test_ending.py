@@ -15,7 +15,7 @@ from shoal.serve.scheduler import ServeLimits, ServeScheduler
 from shoal.serve.versions import LoadedModel
 
 MESSAGES = [{"role": "user", "content": "one"}]
-ENDING = "Does it end where it says?"
+ENDING = "Does the reply end where the file says?"
 
 
 def reply_of(loaded: LoadedModel, **params: Any) -> proof.Reply:
@@ -65,7 +65,7 @@ def failed(verdict: proof.ReplyVerdict) -> list[str]:
         {"finish": "length", "max_tokens": 31},
     ],
 )
-def test_a_cut_reply_cannot_claim_to_have_ended(tiny: LoadedModel, reply: proof.Reply, lies: dict[str, Any]) -> None:
+def test_a_cut_reply_cannot_claim_another_ending(tiny: LoadedModel, reply: proof.Reply, lies: dict[str, Any]) -> None:
     assert failed(proof.verify(cut(reply, tiny, **lies), tiny)) == [ENDING]
 
 
@@ -114,7 +114,7 @@ def test_a_verification_ends_when_the_client_disconnects(tiny: LoadedModel, repl
     with pytest.raises(ClientGoneError):
         proof.verify(reply, tiny, client_left=lambda: True)
     answers = iter([False] * 20 + [True])
-    with pytest.raises(ClientGoneError):  # disconnects between two tokens
+    with pytest.raises(ClientGoneError):  # it disconnects between two tokens
         proof.verify(reply, tiny, client_left=lambda: next(answers))
 
 
@@ -128,7 +128,7 @@ def test_a_reply_with_another_text_is_refused_without_a_forward_pass(
 
 
 class CountingDecoder:
-    """Decode each token as a character (999 as an incomplete one, those above 1000 as nothing) and count decoded tokens."""
+    """Decode a token to its character, 999 to an incomplete one, 1000 or more to nothing. Count decoded tokens."""
 
     decoded = 0
 
@@ -145,7 +145,7 @@ def test_tokens_without_text_cost_no_more_than_others(token: int) -> None:
 
 
 def before_first_stop(text: str, stops: list[str]) -> str:
-    """Return the text before the first stop string to be complete, or before the longest if several are complete at once."""
+    """Return the text before the stop string that ends first, or before the longest of those that end first."""
     for end in range(1, len(text) + 1):
         if complete := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end - len(max(complete, key=len))]

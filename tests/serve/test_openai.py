@@ -22,7 +22,7 @@ def text(running: Running, **params: Any) -> str:
     return str(running.chat(MESSAGES, **params).json()["choices"][0]["message"]["content"])
 
 
-def test_the_official_client_lists_chats_streams_and_completes(api: Running) -> None:
+def test_the_official_client_can_list_models_chat_stream_and_complete(api: Running) -> None:
     openai = pytest.importorskip("openai", reason=WHY)
     with openai.OpenAI(base_url=f"{api.url}/v1", api_key=KEY, max_retries=0) as client:
         assert [model.id for model in client.models.list()] == [api.model]
@@ -81,7 +81,7 @@ def test_logprobs_list_the_sampled_tokens_and_the_likeliest(api: Running) -> Non
 
 
 def test_a_tokens_logprob_has_the_same_bits_in_the_list_of_likeliest_tokens(api: Running) -> None:
-    """lm-eval compares them with == to see whether a continuation is greedy."""
+    """lm-eval compares the two with == to see whether a continuation is greedy."""
     prompt = [list(range(4, 50))]
     response = api.complete(prompt=prompt, max_tokens=40, echo=True, logprobs=20, seed=1).json()
     logprobs = response["choices"][0]["logprobs"]
@@ -95,7 +95,7 @@ def test_a_tokens_logprob_has_the_same_bits_in_the_list_of_likeliest_tokens(api:
         assert same in ([], [token["logprob"]])
 
 
-def test_among_tokens_with_equal_text_the_likeliest_gives_the_logprob() -> None:
+def test_a_text_gets_the_logprob_of_its_likeliest_token() -> None:
     tokens = [TokenLogprobs(7, -3.0, ((5, -0.5), (6, -1.0))), TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.0)))]
     logprobs = text_logprobs(lambda token: "x" if token in (5, 6) else "y", tokens)
     assert logprobs["top_logprobs"] == [{"x": -0.5, "y": -3.0}, {"x": -0.5}]
@@ -244,7 +244,7 @@ def test_health_is_503_until_the_model_is_loaded(tiny_folder: Path, tmp_path: Pa
         assert response.headers["Retry-After"]
 
 
-def test_a_request_beyond_rows_and_queue_is_told_when_to_retry(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_request_that_exceeds_rows_and_queue_is_told_when_to_retry(tiny_folder: Path, tmp_path: Path) -> None:
     with serving(tiny_folder, tmp_path, limits=ServeLimits(rows=1, waiting=0)) as running:
         response = running.chat(MESSAGES, n=2)
         assert response.status_code == 429

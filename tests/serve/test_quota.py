@@ -1,4 +1,4 @@
-"""How much one user may store. Every addition, with its proof and facts, is charged before it is stored."""
+"""Quotas of users. Every addition, with its proof and facts, is charged before it is stored."""
 
 import asyncio
 import sqlite3
@@ -57,7 +57,7 @@ def test_conversations_created_first_and_filled_later_stay_within_the_quota(
 
 
 @pytest.mark.parametrize(("content", "proof"), [("x", TEXT), ("\U0001f600" * 25_000, None)])
-def test_proofs_are_charged_and_text_by_its_bytes(
+def test_proofs_are_charged_and_text_is_charged_by_its_bytes(
     db: sqlite3.Connection, user: int, monkeypatch: pytest.MonkeyPatch, content: str, proof: str | None
 ) -> None:
     monkeypatch.setattr(module, "USER_BYTES", LIMIT)
@@ -102,7 +102,9 @@ def test_a_reply_whose_proof_does_not_fit_is_saved_without_it(ada: User, monkeyp
     assert ada.read(id)["messages"][-1]["content"] == done["message"]["content"]
 
 
-def test_without_quota_nothing_is_generated(page: Running, ada: User, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_generated_for_a_user_without_quota(
+    page: Running, ada: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
     id = ada.begin()
     question = ada.say(id)[0]["message"]
     monkeypatch.setattr(module, "USER_BYTES", 0)

@@ -25,7 +25,7 @@ from .support import CHEAP, PASSWORD, Running, User, serving
 def test_a_key_that_can_be_guessed_or_misread_is_refused(tmp_path: Path, line: str) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# names and keys\n\nlong 1234567890123456\n{line}\n")
-    with pytest.raises(UserError, match="line 4: write `NAME KEY`, a key of 16 characters or more"):
+    with pytest.raises(UserError, match="line 4: write `NAME KEY`, with a key of 16 characters or more"):
         Keys.read(file)
 
 
@@ -85,7 +85,7 @@ def test_a_login_replaces_a_planted_session(page: Running) -> None:
     assert stale.status_code == 401
 
 
-def test_another_users_conversation_looks_absent(ada: User, eve: User) -> None:
+def test_another_users_conversation_gives_the_same_response_as_an_absent_one(ada: User, eve: User) -> None:
     id = ada.begin()
     message = ada.say(id)[-1]["message"]["id"]
     absent = eve.get("conversations/0123456789ab")
@@ -105,13 +105,13 @@ def test_another_users_conversation_looks_absent(ada: User, eve: User) -> None:
     assert len(ada.read(id)["messages"]) == 2
 
 
-def test_guessing_passwords_is_rate_limited_and_locks_nobody_out_of_a_known_browser(page: Running) -> None:
+def test_guessing_passwords_is_rate_limited_and_does_not_lock_out_a_known_browser(page: Running) -> None:
     victim = User.registered(page, "victim")
     guesser = User(page, "victim")
     responses = [guesser.enter("login", f"wrong guess {n}") for n in range(22)]
     assert responses[0].status_code == 401 and responses[0].json()["error"] == "name or password is wrong"
     assert responses[-1].status_code == 429 and int(responses[-1].headers["Retry-After"]) > 0
-    assert victim.enter("login").status_code == 200  # from a browser that has logged in before
+    assert victim.enter("login").status_code == 200  # this browser has logged in before
 
 
 def test_forwarded_addresses_count_only_behind_a_proxy(page: Running, tiny_folder: Path, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_unknown_names_and_wrong_passwords_give_the_same_error(tmp_path: Path) -
     assert len(set(asyncio.run(main()))) == 1
 
 
-def test_a_session_ends_by_age_and_by_idling(tmp_path: Path) -> None:
+def test_a_session_ends_by_age_or_by_idling(tmp_path: Path) -> None:
     now_s = 1000.0
     accounts = Accounts(connect(tmp_path / "db"), clock=lambda: now_s, hasher=CHEAP)
     opened = asyncio.run(accounts.register("ada", PASSWORD, "here"))

@@ -95,7 +95,7 @@ def test_a_slot_becomes_free_when_the_thread_ends_not_when_the_client_disconnect
             task.cancel()
         last = asyncio.create_task(threads.run("two", lambda: 7))
         await until_idle()
-        assert version.users == 1 and not last.done()  # calls cancelled before their turn never run
+        assert version.users == 1 and not last.done()  # a call cancelled before its turn never runs
         go.set()
         result = await asyncio.wait_for(last, DEADLINE_S)
         assert version.users == 0

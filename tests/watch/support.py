@@ -1,4 +1,4 @@
-"""Statuses of a run at its start, half-way and at its end, and the screen drawn from them."""
+"""Statuses of a run at its start, midway and at its end, and the screen drawn from them."""
 
 import io
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ def step(number: int, reward: float) -> dict[str, float]:
 
 
 class Seen(NamedTuple):
-    """What a view draws."""
+    """A status and a history, as a view takes them."""
 
     status: Status
     history: RunHistory
@@ -88,7 +88,7 @@ def finished() -> Seen:
 
 
 def screen(shown: Seen, width: int, height: int | None = None) -> str:
-    """Draw the screen for a log of this width, or for a terminal if `height` is given."""
+    """Draw the screen for a terminal, or without `height` for a log."""
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=height is not None, record=True)
     console.print(Screen(*shown))
     return console.export_text()

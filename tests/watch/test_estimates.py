@@ -27,7 +27,7 @@ def test_pass_at_k_refuses_impossible_arguments(n: int, correct: int, k: int) ->
 @pytest.mark.parametrize(
     ("correct", "n", "low", "high"), [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662)]
 )
-def test_wilson_has_its_published_values(correct: int, n: int, low: float, high: float) -> None:
+def test_wilson_intervals_equal_the_published_ones(correct: int, n: int, low: float, high: float) -> None:
     estimate = wilson(correct, n)
     assert (round(estimate.low, 4), round(estimate.high, 4)) == (low, high)
     assert estimate.mean == correct / n
@@ -45,7 +45,7 @@ def test_the_same_scores_give_the_same_interval() -> None:
     assert mean_over_questions(values) == mean_over_questions(values)
 
 
-def test_equal_values_do_not_claim_certainty() -> None:
+def test_the_interval_of_equal_values_has_a_width() -> None:
     assert mean_over_questions([0.5] * 20).high > 0.6
     zeros, none_correct = mean_over_questions([0.0] * 20), wilson(0, 20)
     assert (zeros.low, zeros.high) == (none_correct.low, none_correct.high)

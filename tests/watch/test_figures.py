@@ -1,4 +1,4 @@
-"""Figures derived from a run, and their formats."""
+"""Figures derived from a run, and their text formats."""
 
 from shoal.protocol.history import Exactness, NodeStatus
 from shoal.watch.figures import (
@@ -16,7 +16,7 @@ from shoal.watch.figures import (
 from .support import Seen, node, status, step
 
 
-def test_a_nodes_speed_is_its_mean_since_its_start() -> None:
+def test_a_nodes_speed_is_the_mean_since_its_start() -> None:
     assert tokens_per_s(node("w", stats={"tokens": 1000, "busy_s": 40.0, "waiting_s": 10.0})) == 20
     assert tokens_per_s(node("idle")) is None
 

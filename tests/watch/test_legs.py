@@ -33,7 +33,7 @@ def test_legs_are_stored_in_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("steps", "finished"), [(2, False), (4, True)])
-def test_a_run_killed_before_its_summary_is_not_finished(
+def test_a_run_is_finished_only_if_its_summary_covers_all_steps(
     steps: int, finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(swarm, "summary_table", lambda summary, folder: "")
@@ -51,10 +51,10 @@ def test_the_command_that_resumes_a_run_is_valid_shell(tmp_path: Path) -> None:
     assert shlex.split(stopped._how_to_resume())[-3:] == ["run", "--resume", str(tmp_path / "my run")]
 
 
-def test_a_runs_time_is_that_of_its_legs_and_of_the_current_one(tmp_path: Path) -> None:
+def test_a_runs_time_is_the_sum_of_its_legs_including_the_current_one(tmp_path: Path) -> None:
     assert wall_s(tmp_path, 0.0, running=True) is None
     write_legs(tmp_path, [Leg(wall_s=40.0), Leg(wall_s=16.0)])
     os.utime(tmp_path / "legs.json", (1000.0, 1000.0))
     assert wall_s(tmp_path, 1007.0, running=True) == 63.0
     assert wall_s(tmp_path, 1007.0, running=False) == 56.0
-    assert wall_s(tmp_path, 9999.0, running=True) == 56.0, "the coordinator continues without it"
+    assert wall_s(tmp_path, 9999.0, running=True) == 56.0, "a leg that was not written for a minute has ended"

@@ -51,7 +51,7 @@ def test_the_line_of_a_step_is_not_wrapped() -> None:
     )
 
 
-def test_a_later_rejection_prints_only_the_difference() -> None:
+def test_a_later_rejection_reports_only_the_new_ones() -> None:
     nodes = [node("worker-1", seen_s=170.0, rejected=2)]
     lines = plain_lines(mid_run(), mid_run(nodes=nodes, reject_reasons={"proof": 2, "unreadable": 1, "bounds": 1}))
     assert lines[-1] == "rejected: 1 of worker-1; reason: 1 bounds"
@@ -119,7 +119,7 @@ def sample(n: int, completion: str = "four") -> WorkerSample:
     )  # fmt: skip
 
 
-def test_groups_with_equal_rewards_are_reported_with_completions_and_again_when_doubled() -> None:
+def test_groups_with_equal_rewards_are_reported_with_completions_and_again_when_their_number_doubles() -> None:
     def flat(n: int) -> Seen:
         signal = Signal(groups=n, useful=0, flat=n, lowest=0.0, highest=0.0)
         return status(signal=signal, samples=[sample(n) for n in range(9)])
@@ -148,7 +148,7 @@ def test_progress_of_the_current_step_is_logged_every_minute() -> None:
     assert lines == ["progress: step 1 of 30: 0 of 16 groups accepted, no group accepted yet, expected in –"]
 
 
-def test_a_step_with_length_targets_reports_their_penalty() -> None:
+def test_a_step_with_length_targets_reports_the_length_penalty() -> None:
     def line_of(**metrics: float) -> str:
         [line] = [line for line in plain_lines(status(metrics=[step(0, 0.5) | metrics])) if line.startswith("step 1 ")]
         return line
@@ -157,7 +157,7 @@ def test_a_step_with_length_targets_reports_their_penalty() -> None:
     assert "length" not in line_of()
 
 
-def test_grader_errors_are_reported_once_and_again_when_doubled() -> None:
+def test_grader_errors_are_reported_once_and_again_when_their_number_doubles() -> None:
     def graded(errors: int) -> Seen:
         return status(grading={"total": 99, "recent": 99, "errors": errors, "error": "no module named numpy"})
 

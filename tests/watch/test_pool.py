@@ -20,7 +20,7 @@ FINISHED = status(step=30, state="finished").status
 
 
 def pool(*responses: object, legs: Path | None = None) -> PoolRun:
-    """Return a run whose coordinator gives these responses in turn; `AWAY`: it is unreachable."""
+    """Return a run whose coordinator gives these responses in turn. For `AWAY`, it is unreachable."""
     states: Iterator[object] = iter(responses)
 
     def respond(request: httpx.Request) -> httpx.Response:
@@ -77,7 +77,7 @@ def test_watch_ends_when_the_run_finishes() -> None:
     assert clock.now_s == 2.0
 
 
-def test_watch_waits_for_a_restarting_coordinator_and_reports_it_once() -> None:
+def test_watch_waits_for_a_restarting_coordinator_and_logs_that_once() -> None:
     screen, clock = console(), Clock()
     watch(pool(RUNNING, AWAY, AWAY, AWAY, RUNNING, FINISHED), screen, sleep=clock.sleep, clock=clock)
     assert output(screen).count("no coordinator answers at http://pool:1") == 1

@@ -13,7 +13,7 @@ from shoal.watch.record import RunRecord
 
 
 class Memory:
-    """A tracker that keeps its calls in memory, and fails after `good` of them."""
+    """A tracker that keeps its calls in memory, and fails after `good` calls."""
 
     def __init__(self, good: int = 100) -> None:
         self.good = good

@@ -105,17 +105,17 @@ def test_a_short_terminal_shows_nodes_with_problems_and_counts_the_rest() -> Non
 
 
 @pytest.mark.parametrize("shown", [mid_run(), finished()], ids=["mid-run", "finished"])
-def test_a_terminal_of_80x24_shows_what_matters(shown: Seen) -> None:
+def test_a_terminal_of_80x24_shows_the_main_figures(shown: Seen) -> None:
     text = screen(shown, 80, 24)
     assert len(text.splitlines()) <= 24
     for words in ("step ", "reward", "held-out", "next batch", "nodes (8)", "verdicts  79 accepted, 3 rejected"):
         assert words in text
     assert shown.status.state == "finished" or "ETA 13m 20s" in text
-    assert "worker-0" in text, "the rest of the room is for nodes"
+    assert "worker-0" in text, "nodes fill the remaining lines"
 
 
 def busy(workers: int, **values: Any) -> Seen:
-    """Return a pool whose nodes report the longest texts of honest nodes, with two servers."""
+    """Return a pool with two servers, whose nodes report the longest activities that honest nodes report."""
     nodes = [
         node("evaluator", "evaluator", seen_s=170.0, stats={"doing": "a version to evaluate", "waiting": True}),
         node("learner", "learner", seen_s=170.0, stats={"doing": "the batch of step 25", "waiting": True}),
@@ -135,7 +135,7 @@ def test_every_node_has_a_row_in_80x24_or_is_counted(workers: int) -> None:
     shown = len(re.findall(r"│ (worker-|learner  +v|validator|evaluator|origin|relay)", text))
     assert shown >= min(workers + 5, 6) and (shown == workers + 5 or f" +{workers + 5 - shown} more ─╯" in text)
     for words in ("waiting for a version to evaluate", "waiting for the batch of step 25", "waiting for submissions"):
-        assert words in text, "the activity is not cut"
+        assert words in text, "the activity is shown whole"
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20), (40, 12)])
@@ -175,7 +175,7 @@ def test_groups_with_equal_rewards_are_reported() -> None:
     assert "no signal" not in screen(mid_run(signal=Signal(groups=20, useful=4, flat=16, lowest=0, highest=1)), 160)
 
 
-def test_sources_and_target_lengths_have_a_line_if_there_are_any() -> None:
+def test_sources_and_target_lengths_have_a_line_if_the_run_has_any() -> None:
     targets = {"length/100/mean": 90.4, "length/2000/mean": 800.0, "length_penalty/mean": 0.25}
     figures = step(0, 0.5) | {"reward/sums/mean": 0.25, "reward/code/mean": 0.5, "filtered/code": 3.0} | targets
     text = screen(status(metrics=[figures]), 100)

@@ -1,4 +1,4 @@
-"""The learner's sites on the screen and in the log: which ones count, and where their time goes."""
+"""The learner's sites on the screen and in the log: which ones count, and how they use their time."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_a_site_that_does_not_count_is_named_with_the_reason(last: dict[str, flo
     assert words in screen(run(BOTH, last), 120, 24), "even if the table does not fit"
 
 
-def test_a_missing_site_is_shown_with_the_step_since_which_it_is_away() -> None:
+def test_an_absent_site_is_shown_with_its_first_missed_step() -> None:
     metrics = run(BOTH, site("site-0") | site("site-1", kept=False), site("site-0")).history.metrics
     assert [row.state for row in site_rows(metrics)] == ["counts", "away since step 2"]
 
@@ -56,7 +56,7 @@ def test_text_and_numbers_of_a_site_cannot_break_the_screen() -> None:
     assert max(len(line) for line in text.splitlines()) <= 80 and "\x1b[2J" not in text
 
 
-def test_the_log_reports_once_which_sites_count() -> None:
+def test_the_log_reports_which_sites_count_only_when_that_changes() -> None:
     events, before, after = Events(), run(BOTH), run(BOTH, site("site-0"))
     lines = [line for shown in (before, before, after, after) for line in events.new(*shown) if "sites" in line]
     assert lines == ["sites: 2 of 2 count", "sites: 1 of 2 count, site-1 away since step 2"]

@@ -99,7 +99,9 @@ def test_a_missing_package_names_what_to_install(tmp_path: Path, kind: str, monk
     assert f"pip install 'shoal[{kind}]'" in str(refused.value)
 
 
-def test_a_tracker_that_is_not_set_up_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_tracker_that_does_not_start_contains_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def init(**arguments: Any) -> None:
         raise RuntimeError("no API key configured")
 

@@ -1,6 +1,6 @@
 """Turn one completion's tokens into text as they arrive, find stop strings, and decide why the completion ends.
 
-Invariant: the returned pieces, joined, are the text up to the first complete stop string, wherever token boundaries fall.
+Invariant: the joined pieces are the text up to the first complete stop string, wherever token boundaries fall.
 Text and finish reason depend only on the tokens and the request. Only whole characters are returned. Time is linear in the
 number of tokens.
 """
@@ -20,7 +20,7 @@ class StopMatcher:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.matched = 0  # length of the prefix of the stop string that the input ends with
+        self.matched = 0  # the input ends with this many first characters of the stop string
         self._fallback = [0]  # by matched length: the next shorter prefix that also matches
         for character in text[1:]:
             self._fallback.append(self._extend(self._fallback[-1], character))
@@ -50,13 +50,13 @@ class Detokenizer:
         self.stops = [StopMatcher(stop) for stop in stops if stop]
         self.finish: Finish | None = None
         self.count = 0  # tokens
-        self.stopped: str | None = None  # the stop string that ended it
+        self.stopped: str | None = None  # the stop string that ended the text
         self._tokens: list[int] = []  # a window: tokenizers need the preceding tokens to place spaces
         self._returned = 0  # tokens of the window whose text was returned
         self._pending = ""  # text that may be the start of a stop string
 
     def add(self, token: int) -> str:
-        """Add a token; return the text that is now certain."""
+        """Add a token; return the text that no later token can change."""
         self.count += 1
         if token in self.eos_ids:
             self.finish = "stop"
@@ -80,7 +80,7 @@ class Detokenizer:
         return self._release(now[len(before) :])
 
     def end(self) -> str:
-        """Return the remaining text; no token follows."""
+        """Return the remaining text. Call this after the last token."""
         rest = self._decode(self._tokens)[len(self._decode(self._tokens[: self._returned])) :]
         self._tokens, self._returned = [], 0
         released = self._release(rest)

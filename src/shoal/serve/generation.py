@@ -1,7 +1,7 @@
 """One completion in progress: its request, its tokens so far, and the queue of its pieces.
 
-Invariant: only the scheduler's thread writes it, except for `cancelled`. The client gets the pieces in order, and the last
-one alone has `finish` set.
+Invariant: only the scheduler's thread changes a generation, except for `cancelled`. The client gets the pieces in
+order, and only the last one has `finish` set.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Piece:
-    """The text that one step adds, and that step's tokens."""
+    """The text and tokens that one step adds."""
 
     text: str
     tokens: tuple[TokenLogprobs, ...] = ()
@@ -48,7 +48,7 @@ class ServeRequest(DecodeRequest):
     top: int | None = None
     proof: bool = False  # keep hidden states
     prompt_only: bool = False  # return the prompt's logprobs and generate nothing
-    caller: str = ""  # whose quota it counts against
+    caller: str = ""  # the caller whose quota is charged
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Generation:
     submitted_s: float = field(default_factory=time.monotonic)
     last_piece_s: float = 0.0  # when the newest piece was made; 0: none yet
     tokens: list[int] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)  # bfloat16; the hidden state each token was sampled from
+    states: list[Tensor] = field(default_factory=list)  # bfloat16; the hidden state from which each token was sampled
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the prompt's second token on
     # The completions of one streamed request share a queue.
     queue: "asyncio.Queue[tuple[Generation, Piece]]" = field(default_factory=asyncio.Queue)
@@ -106,7 +106,7 @@ class Generation:
         return piece or Piece(self.text.end(), finish="cancelled")
 
     def final_piece(self) -> Piece:
-        """Return all undelivered text as the final piece, when no step will follow."""
+        """Return all undelivered text as the final piece. Call this if no step will follow."""
         piece, self.ready = self.ready or Piece(""), None
         return Piece(piece.text + self.text.end(), piece.tokens, piece.finish or "cancelled")
 

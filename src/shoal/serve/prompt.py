@@ -44,7 +44,7 @@ def check_length(loaded: LoadedModel, count: int) -> None:
 
 
 def as_trained(config: Config, messages: Sequence[Message], target: int) -> list[Message]:
-    """Add the run's system prompt, put user messages into its template, and add the target length to the last one."""
+    """Add the run's system prompt, put user messages into its template, and append the target length to the last."""
     section = config.tasks
     rendered: list[Message] = []
     if section.system and not any(message["role"] == "system" for message in messages):

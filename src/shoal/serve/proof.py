@@ -1,13 +1,13 @@
 """The reply file, which anyone with the same weights can recompute: prompt, seed, tokens, TOPLOC proofs.
 
     build    a finished generation -> a Reply, which is one JSON file
-    verify   a Reply and a loaded model -> one finding per question
+    verify   a Reply and a loaded model -> a ReplyVerdict with one finding per question
 
 A verified reply is what these weights, this prompt and this seed yield. Verification does not show that the text is true,
 that the server did not try several seeds and pick one, or that the run published these weights under this version.
 To check against weights that you trust, name them with `shoal audit --model`.
-Invariant: nothing in a Reply is trusted; everything is recomputed from messages, seed and weights. Within one exactness
-class the results must be bitwise equal; across classes they must agree within the validator's limits.
+Invariant: nothing in a Reply is trusted; its contents are recomputed from messages, seed and weights. Results agree
+bitwise within one exactness class, and must agree within the validator's limits across classes.
 Left out: a signature; a reply file does not show who served it.
 """
 
@@ -34,11 +34,11 @@ from shoal.watch.page.guard import json_size_error
 CHUNK_TOKENS = 32
 MAX_BYTES = 16 << 20
 MAX_TOKENS = 1 << 20
-FAR_FACTOR = 4.0  # a difference of this many margins is more than numerics can explain
+FAR_FACTOR = 4.0  # numerics cannot explain a difference larger than this many margins
 VOCABULARY_ROWS = 256  # tokens whose logits are in memory at once
 CAVEAT = "that does not show who chose the seed, or whether the text is true."
 EXACT = f"These weights, this prompt and this seed give exactly this text; {CAVEAT}"
-CLOSE = f"These weights, this prompt and this seed give this text, except for a choice between near ties; {CAVEAT}"
+CLOSE = f"These weights, this prompt and this seed give this text, up to differences in rounding; {CAVEAT}"
 REFUSED = "This is not what these weights, this prompt and this seed give."
 
 ENDINGS = {
@@ -107,7 +107,7 @@ class ReplyFinding:
 @dataclass(frozen=True)
 class ReplyVerdict:
     findings: tuple[ReplyFinding, ...]
-    exact: bool  # everything is bitwise equal
+    exact: bool  # all recomputed values are bitwise equal
     ending: str = ""  # why the text ends, as recomputed
 
     @property
@@ -116,7 +116,7 @@ class ReplyVerdict:
 
     @property
     def sentence(self) -> str:
-        """Say what was verified and what was not."""
+        """Summarize what was verified and what cannot be."""
         if not self.passed:
             return REFUSED
         return f"{EXACT if self.exact else CLOSE} How it ends: {self.ending}."
@@ -224,7 +224,7 @@ def _check_text(reply: Reply, loaded: LoadedModel, check: Callable[[], None]) ->
         detail = f"it was cut before {decoder.stopped!r}, one of its stop strings"
     if not fits:
         detail = f"the file says {reply.finish!r} after {len(reply.tokens)} tokens; after {decoder.count}, {detail}"
-    return text, ReplyFinding("Does it end where it says?", fits, detail)
+    return text, ReplyFinding("Does the reply end where the file says?", fits, detail)
 
 
 @torch.inference_mode()

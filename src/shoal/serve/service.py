@@ -89,7 +89,7 @@ class Metrics:
         return web.Response(body=generate_latest(self.registry), headers={"Content-Type": "text/plain; version=0.0.4"})
 
 
-PATIENCE = Patience(slowest_Bps=1.0)  # replies stream slowly: disconnect only a client that reads nothing
+PATIENCE = Patience(slowest_Bps=1.0)  # replies stream slowly, so disconnect only clients that read nothing
 PER_ADDRESS, CONNECTIONS = 256, 2000
 POLL_S = 0.2
 JOIN_S = 1.0  # how long to wait for threads to end
@@ -122,7 +122,7 @@ def engine_of(source: ModelSource) -> Callable[[], TorchEngine]:
 
 
 class Service:
-    """The state behind the routes, which `app` builds."""
+    """The state behind the routes. `app` builds the routes."""
 
     def __init__(self, source: ModelSource, settings: Settings, new_engine: Callable[[], TorchEngine]) -> None:
         self.source, self.settings = source, settings
@@ -214,7 +214,7 @@ async def _mark_active(request: web.Request, handler: Any) -> web.StreamResponse
 def serve_forever(source: ModelSource, settings: Settings, stop: threading.Event, say: Callable[[str], None]) -> bool:
     """Serve until `stop` is set. Raise the error that ended the server, or OSError if the port is taken.
 
-    Return whether all the server's threads have ended; one may still be in a forward pass, but all data is stored.
+    Return whether all of the server's threads have ended. If not, one is still in a forward pass; all data is stored.
     """
     before = set(threading.enumerate())
     service = Service(source, settings, engine_of(source))
@@ -230,7 +230,7 @@ async def _serve(service: Service, stop: threading.Event, say: Callable[[str], N
     settings = service.settings
     settings.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     listener = Listener(settings.host, settings.port, PATIENCE, per_address=PER_ADDRESS, total=CONNECTIONS)
-    # With `handler_cancellation`, a client's rows are freed when it disconnects.
+    # `handler_cancellation` frees the rows of a client that disconnects.
     runner = await started(service.app(), listener, logger=log, handler_cancellation=True)
     try:
         url = f"http://{settings.host}:{listener.getsockname()[1]}"

@@ -2,11 +2,11 @@
 
     FairSemaphore     gives slots to callers in turn; each caller holds at most `per_caller` of them
     FairThreadPool    a thread pool; the calls of one caller run one after another
-    read_body         reads a request's body, limiting how many large bodies are in memory
+    read_body         reads a request's body, and limits the number of large bodies in memory
 
 Invariant: a call keeps its slot until its thread ends, even if its client disconnects. A call whose client disconnected
 before its turn never runs.
-Left out: interrupting a running call. A long call must itself poll whether to stop.
+Left out: interrupting a running call. A long call must poll for itself whether to stop.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class FairSemaphore:
         """Wait for a slot; free it with `release`. Raise BusyError."""
         queue = self._queues.setdefault(caller, deque())
         if len(queue) >= MAX_WAITING:
-            raise BusyError(f"{MAX_WAITING} requests of one caller are waiting already", RETRY_S)
+            raise BusyError(f"{MAX_WAITING} requests of this caller are waiting already", RETRY_S)
         turn = asyncio.get_running_loop().create_future()
         queue.append(turn)
         self._grant()

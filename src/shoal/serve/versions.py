@@ -5,7 +5,7 @@
 A source is a model, the folder of a run (live or finished), or a folder of fetched versions:
 
     runs/quickstart     learner/versions/v000016 and the base model (version 0)
-    weights             v000003, v000004, ...: what `shoal fetch URL --out weights --follow` keeps
+    weights             v000003, v000004, ...: the versions that `shoal fetch URL --out weights --follow` keeps
     bundled:tiny, PATH  one model
 
 Invariant: a version in use is never evicted or overwritten. When an offer is listed, its folder holds complete weights;
@@ -70,8 +70,10 @@ class ModelSource:
 
 
 def source_of(what: str) -> ModelSource:
-    """Resolve a run's folder, a folder of versions, or a model to its source. Raise UserError,
-    ModelNotFoundError or ConfigError."""
+    """Return the source for a run's folder, a folder of versions, or a model.
+
+    Raise UserError, ModelNotFoundError or ConfigError.
+    """
     path, name = Path(what).expanduser(), label_of(what, [what])
     if path.is_dir() and (path / CONFIG).is_file():
         config = config_module.load(path / CONFIG)
@@ -107,7 +109,7 @@ def label_of(name: str, names: Sequence[str]) -> str:
 
 
 def digest(folder: Path) -> str:
-    """Return the BLAKE3 digest over names and contents of a model's files."""
+    """Return the BLAKE3 digest of the names and contents of a model's files."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in MODEL_SUFFIXES)
     combined = blake3()
     for path in files:
@@ -192,7 +194,7 @@ class Versions:
         except (OSError, UnknownVersionError) as error:
             if not self.newest:
                 raise
-            self.failure = str(error)  # the folder was removed in the meantime; the next poll tries again
+            self.failure = str(error)  # the folder was removed before it was read; the next poll tries again
 
     @asynccontextmanager
     async def borrow(self, id: str) -> AsyncIterator[LoadedModel]:
@@ -218,7 +220,7 @@ class Versions:
             raise NoSlotError(f"{self.source.name} is being loaded; try again")
         offer = next((offer for offer in self._offers if offer.id == id), None)
         if offer is None:
-            raise UnknownVersionError(f"there is no model {id[:100]!r}; GET /v1/models lists them")
+            raise UnknownVersionError(f"there is no model {id[:100]!r}; GET /v1/models lists the models")
         if self._waiting >= MAX_WAITING:
             raise NoSlotError("too many requests wait for other versions to load; try again")
         self._waiting += 1

@@ -60,7 +60,8 @@ def mean_over_questions(values: Sequence[float], lowest: float = 0.0) -> Estimat
     """Return the mean of one value per question, each in [lowest, 1], with its interval.
 
     If all values are 0 or 1, the interval is Wilson's; otherwise it is the percentile bootstrap over questions (Efron 1979).
-    Resampling equal values shows no spread, so they get ± z²/(n + z²), as in Wilson's interval for a share of 0 or 1.
+    The bootstrap of equal values has no spread. Their interval is the mean ± z²/(n + z²), which is the upper limit of
+    Wilson's interval for a share of 0.
     """
     n = len(values)
     mean = math.fsum(values) / n
@@ -74,7 +75,7 @@ def mean_over_questions(values: Sequence[float], lowest: float = 0.0) -> Estimat
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> Estimate:
-    """Return the mean of after - before over the same questions in the same order, with the bootstrap interval.
+    """Return the mean of `after - before` over the same questions in the same order, with the bootstrap interval.
 
     Pairing removes the questions' difficulty from the comparison (Miller 2024, section 4). Raise ValueError if the
     lengths differ.

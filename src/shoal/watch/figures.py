@@ -1,6 +1,6 @@
-"""The figures that terminal, page and pictures derive from a run, and their formats, each defined once.
+"""Figures derived from a run, and their text formats. The terminal, the page and the pictures share them.
 
-Invariant: any number that a node reports formats to a short text, and text from other machines loses its control characters.
+Invariant: every reported number is formatted as a short text, and control characters in reported text are replaced.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Literal
 from shoal.protocol.history import Exactness, Grading, NodeStatus, Signal, Status
 from shoal.protocol.messages import HARD, Reason, Role
 
-SILENT_S = 30.0  # a node counts as silent after this long without a heartbeat; only the coordinator reassigns tasks
+SILENT_S = 30.0  # a node is shown as silent after this long without a heartbeat
 ETA_STEPS = 10  # newest steps from which the ETA is extrapolated
 NO_SIGNAL_GROUPS = 32  # warn after this many accepted groups in a row with equal rewards
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -41,19 +41,19 @@ REASONS: dict[Reason, str] = {
     Reason.TERMINATION: "Completions stop earlier than the model would have stopped.",
     Reason.DISTRIBUTION: "The tokens are too likely, or too unlikely, to be samples at the stated temperature.",
     Reason.SPECIAL_TOKENS: "The text contains tokens that only templates use and that the seeds do not yield.",
-    Reason.INEXACT: "Within the limits, but not bitwise what this exactness class computes; the machine may be faulty.",
-    Reason.SPENDING: "Over all its submissions, the worker exploited the tolerance of the checks as no honest machine does.",
+    Reason.INEXACT: "Within the limits, but not bitwise equal to this exactness class; the machine may be faulty.",
+    Reason.SPENDING: "Over all submissions, the worker exploited the tolerance of the checks; no honest machine does.",
 }
 
 
 def is_silent(node: NodeStatus, status: Status, *, running: bool) -> bool:
-    """Return whether a node sends no heartbeats although it should. After the last step, nodes exit as they finish."""
+    """Return whether a node's heartbeats are overdue. Return False after the last version, when nodes exit."""
     away = status.now_s - node.seen_s > SILENT_S
     return running and away and not node.evicted and node.state != "left" and status.newest_version != status.steps
 
 
 def node_condition(node: NodeStatus, status: Status, *, running: bool) -> tuple[str, Tone]:
-    """Return a node's condition in a word, and how serious it is."""
+    """Return a node's condition as one word, and its severity."""
     if node.evicted:
         return ("slashed" if node.name in status.slashed and node.role == "worker" else "evicted"), "bad"
     if is_silent(node, status, running=running):
@@ -66,7 +66,7 @@ def node_condition(node: NodeStatus, status: Status, *, running: bool) -> tuple[
 
 
 def activity(node: NodeStatus) -> str:
-    """Return what a node reports that it is doing. The caller cleans the text."""
+    """Return a node's report of its current activity. The caller must clean the text."""
     doing = node.stats.doing
     return f"waiting for {doing}" if node.stats.waiting and doing else doing
 
@@ -77,7 +77,7 @@ def verdict_totals(status: Status) -> tuple[int, int]:
 
 
 def eta_s(status: Status, metrics: Sequence[dict[str, float]]) -> float | None:
-    """Return the seconds left at the pace of the last trained steps; None before the first."""
+    """Return the seconds left at the pace of the newest trained steps; None if no step is trained."""
     times_s = [step["time_s"] for step in metrics if "time_s" in step][-ETA_STEPS - 1 :]
     left = status.steps - len(metrics)
     if not times_s:
@@ -90,7 +90,7 @@ def eta_s(status: Status, metrics: Sequence[dict[str, float]]) -> float | None:
 
 
 def no_signal_warning(signal: Signal) -> str:
-    """Return text like `39 of the newest 39 groups had equal rewards, all 0.0`; "" below NO_SIGNAL_GROUPS."""
+    """Return text like `39 of the newest 39 groups had equal rewards, all 0.0`, or "" for few groups."""
     if signal.flat < NO_SIGNAL_GROUPS or signal.lowest is None or signal.highest is None:
         return ""
     low, high = f"{signal.lowest:.4g}", f"{signal.highest:.4g}"
@@ -107,7 +107,7 @@ def grader_warning(grading: Grading) -> str:
 
 
 def format_exactness(exact: Exactness) -> str:
-    """Return text like `exact  80 of these, 12.3k tokens`: accepted submissions whose tokens are all bitwise equal."""
+    """Return text like `exact  80 of these, 12.3k tokens`. "These" are the accepted submissions, shown before."""
     unequal = f", {count(exact.mismatched_tokens)} unequal tokens rejected" if exact.mismatched_tokens else ""
     return f"exact  {exact.submissions} of these, {count(exact.tokens)} tokens{unequal}"
 
@@ -121,7 +121,7 @@ def metrics_by_name(metrics: dict[str, float], kind: str, last: str) -> dict[str
 
 
 def useful_share(signal: Signal) -> str:
-    """Return text like `63 % of 40 useful`: the useful share of groups accepted for the open step; "" before any."""
+    """Return text like `63 % of 40 useful`, counting the groups accepted for the open step; "" if there are none."""
     share = ratio(signal.useful, signal.groups)
     return "" if share is None else f"{percent(share, 0)} of {signal.groups} useful"
 
@@ -150,7 +150,7 @@ def clamp(value: int) -> int:
 
 
 def sparkline(values: Sequence[float], cells: int) -> str:
-    """Draw `values` as block characters scaled to their range; average if there are more values than `cells`."""
+    """Draw `values` as block characters scaled to their range. If they do not fit in `cells`, average neighbours."""
     cells = min(max(cells, 4), len(values))
     edges = [index * len(values) // cells for index in range(cells + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
@@ -161,7 +161,7 @@ def sparkline(values: Sequence[float], cells: int) -> str:
 
 
 def clean(text: str) -> str:
-    """Replace characters that move the cursor or change the writing direction, in text from another machine."""
+    """Replace unprintable characters of untrusted text: they could move the cursor or change the writing direction."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -239,7 +239,7 @@ def explain_reason(reason: str) -> str:
 
 
 def is_hard(reason: str) -> bool:
-    """Return whether the worker's own signature proves this fault."""
+    """Return whether the worker's own signature proves a fault of this kind."""
     return reason in set(HARD)
 
 

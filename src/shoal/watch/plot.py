@@ -1,7 +1,7 @@
 """The curve of one run as a picture: reward per step, and held-out accuracy by version.
 
 Every measured value is a point; lines between points only guide the eye.
-Left out: several runs, which the dashboard draws (`--compare`), and other metrics, which trackers draw.
+Left out: comparisons of runs, which the dashboard draws (`--compare`), and other metrics, which trackers draw.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""The files that a run writes as it goes, and its tracker. Views of a folder read only these files.
+"""The files that a run writes, and the tracker that gets its metrics. Views of a folder read only these files.
 
     metrics.jsonl       one line per trained step (docs/pages.md lists the names)
     evaluations.jsonl   one line per held-out evaluation
@@ -6,8 +6,8 @@
     work.jsonl          one line per settled submission, published version and download of weights
     state.json          the response of `GET /v1/status`, the config, the work in progress
 
-Invariant: metrics and evaluations always hold the whole run so far, so neither a restart nor a reader sees a gap. If a
-tracker fails, this is reported once and the tracker is not used again; training and the files continue.
+Invariant: the files of metrics and evaluations always cover the whole run so far, also after a restart. If the tracker
+fails, its error is reported once and it is not used again. Training and the files continue.
 Only the coordinator writes these files.
 """
 
@@ -27,12 +27,12 @@ from shoal.watch.trackers import Tracker
 MAX_SAMPLES = 8  # sent to a tracker at once
 METRICS, EVALUATIONS, ROLLOUTS = "metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl"
 WORK, STATE = "work.jsonl", "state.json"
-NOT_TRACKED = ("step", "time_s")  # trackers record their own
+NOT_TRACKED = ("step", "time_s")  # trackers record their own step and time
 Line = dict[str, Any]
 
 
 class RunState(BaseModel):
-    """`state.json`."""
+    """The contents of `state.json`."""
 
     status: Status
     config: str  # as TOML, without private fields
@@ -118,7 +118,7 @@ class RunRecord:
         return True
 
     def work(self) -> Iterator[Line]:
-        """Return the lines of `work.jsonl`. Cut an incomplete last line, left by a kill, from the file."""
+        """Return the lines of `work.jsonl`. First cut off an incomplete last line, which a killed process leaves."""
         path = self.folder / WORK
         data = path.read_bytes()
         if len(whole := data[: data.rfind(b"\n") + 1]) < len(data):

@@ -1,8 +1,7 @@
-"""A run as the views read it: state, history and work, from its folder or its coordinator's public routes.
+"""Read a run for the views: state, history and work, from its folder or its coordinator's public routes.
 
 Invariant: reading changes nothing. A folder can be read during the run and after it; `record` lists its files. A
-coordinator's URL gives only state, curves, nodes and samples. Terminal, page and picture read a run through this
-module.
+coordinator's URL gives only state, curves, nodes and samples.
 """
 
 import time
@@ -29,7 +28,9 @@ class FolderRun:
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         """Open a run's folder. Raise UserError, or ConfigError for a config of another version."""
         if not (folder / STATE).is_file():
-            raise UserError(f"no {STATE} in {folder}: name the folder of a run, of a coordinator, or its URL")
+            raise UserError(
+                f"no {STATE} in {folder}: name the folder of a run or of a coordinator, or a coordinator's URL"
+            )
         self.folder: Path | None = folder
         self.path, self.clock = folder, clock
         self.history = RunHistory()
@@ -77,7 +78,7 @@ class PoolRun:
     folder: Path | None = None
 
     def __init__(self, url: str, client: httpx.Client, legs: Path | None = None) -> None:
-        """`legs`: the folder in which `shoal run` records its measurements, if it runs on this machine."""
+        """`legs`: the folder where `shoal run` records its legs, if it runs on this machine."""
         self.pool = PoolWatch(server_url(url), client)
         self.legs = legs
         self.history = self.pool.history

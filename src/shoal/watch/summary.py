@@ -1,8 +1,8 @@
 """The final report of a run: `summary.json`, `reward.png` and the table printed at the end; and the run's legs.
 
-A leg is one execution of `shoal run`, from start to stop. `legs.json` holds what only `shoal run` can measure: time,
-restarts, memory.
-Invariant: every other figure comes from the coordinator. Files are written atomically.
+A leg is one execution of `shoal run`, from start to stop. `legs.json` holds the measurements that only `shoal run` can
+make: time, restarts, memory.
+Invariant: all other figures come from the coordinator. Files are written atomically.
 Left out: error bars over runs; the intervals shown are over held-out tasks.
 """
 
@@ -159,7 +159,7 @@ def _accuracy(figures: dict[str, Any], kind: str) -> str:
 
 
 def _waste(status: Status) -> dict[str, Any]:
-    """Return the wasted groups: useful ones that grew too old, and those that came too late to be judged."""
+    """Count the wasted groups: useful groups that grew too old, and groups that came too late to be judged."""
     old, late = status.stale_groups, status.late_groups
     groups = status.useful_groups + late
     return {"too_old": old, "too_late": late, "of": groups, "share": ratio(old + late, groups)}

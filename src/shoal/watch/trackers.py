@@ -2,7 +2,7 @@
 
 Invariant: a package is imported only if its tracker is chosen. Opening a tracker succeeds or raises TrackerError,
 which says what to install or set; `record` handles later failures.
-Left out: system metrics and pictures; resuming a remote run: a restart creates a new one and sends all steps again.
+Left out: system metrics, pictures, resuming a remote run. A restart creates a new remote run and sends all steps again.
 
     wandb         project and account come from its own settings (`wandb login`, WANDB_PROJECT, WANDB_MODE=offline)
     tensorboard   writes curves to `tensorboard/` in the run's folder; needs neither torch nor TensorFlow
@@ -26,7 +26,7 @@ COLUMNS = ("policy_version", "worker", "task", "prompt", "completion", "reward",
 class TrackerError(ShoalError):
     """A tracker cannot be used; the message says which, why, and what to do."""
 
-    restart_helps = True  # its server may be briefly unreachable
+    restart_helps = True  # the tracker's server may be briefly unreachable
 
 
 class Tracker(Protocol):
@@ -99,7 +99,7 @@ def open_tracker(name: str, folder: Path, config: Config) -> Tracker | None:
         raise
     except Exception as error:  # noqa: BLE001 - third-party code may raise anything
         raise TrackerError(
-            f'run.tracker = "{kind}" does not start: {type(error).__name__}: {error}; set it up, or run.tracker = "none"'
+            f'run.tracker = "{kind}" does not start: {type(error).__name__}: {error}; set it up, or choose "none"'
         ) from error
 
 

@@ -26,13 +26,13 @@ test("only web and mail addresses become links", () => {
   assert.equal(inline("see https://a.example/b.")[1].href, "https://a.example/b");
 });
 
-test("emphasis needs delimiters next to its text", () => {
+test("emphasis requires delimiters next to its text", () => {
   assert.equal(flat(inline("**a** *b* ~~c~~ snake_case_name 2 * 3 * 4")), "strong(a) em(b) del(c) snake_case_name 2 * 3 * 4");
   assert.equal(flat(inline("\\*no\\*")), "*no*");
   assert.deepEqual(inline("`a*b*`"), [{ kind: "code", text: "a*b*" }]);
 });
 
-test("an unclosed fence is already code", () => {
+test("an unclosed fence is code", () => {
   assert.deepEqual(parse("```js\nlet a"), [{ kind: "code", lang: "js", text: "let a", open: true }]);
   assert.equal(parse("```\n``\n```")[0].text, "``");
 });
@@ -44,7 +44,7 @@ test("lists nest and keep their numbers", () => {
   assert.equal(parse("- a\n\n- b").length, 1);
 });
 
-test("formulas are recognized, but not prices and shell variables", () => {
+test("formulas are recognized; prices and shell variables stay text", () => {
   assert.deepEqual(inline("so \\(a_1 * b_2\\) and $x^2$.").filter((part) => part.kind === "math").map((part) => part.text), ["a_1 * b_2", "x^2"]);
   for (const plain of ["it costs $5 and $6", "$HOME", "a $ b $ c", "\\$5", "\\( open"]) assert.ok(!inline(plain).some((part) => part.kind === "math"), plain);
   assert.deepEqual(parse("so\n$$\na\n+b\n$$\nthen"), [

@@ -5,7 +5,7 @@ import { test } from "node:test";
 import * as figures from "../../../src/shoal/watch/page/static/figures.js";
 import { Run } from "../../../src/shoal/watch/page/static/run.js";
 
-test("figures have the terminal's formats", () => {
+test("figures have the same formats as in the terminal", () => {
   assert.equal(figures.count(812), "812");
   assert.equal(figures.count(81234), "81.2k");
   assert.equal(figures.count(999960), "1.0M");
@@ -53,18 +53,18 @@ test("a path leaves a gap where a value is missing", () => {
   assert.equal(figures.path([1, 2], [1, 2], same, same), "M1.0 1.0L2.0 2.0");
 });
 
-test("smoothing keeps the length and the mean of a constant", () => {
+test("smoothing keeps the length of the list and does not change a constant", () => {
   assert.deepEqual(figures.smooth([2, 2, 2, 2]), [2, 2, 2, 2]);
   assert.equal(figures.smooth([null, null, null]).every((value) => value === null), true);
 });
 
-test("the nearest value is found at both ends and in between", () => {
+test("the nearest value is returned at both ends and in between", () => {
   const xs = [1, 4, 9];
   assert.deepEqual([0, 2, 3, 7, 100].map((x) => figures.nearest(xs, x)), [0, 0, 1, 2, 2]);
   assert.equal(figures.nearest([], 3), -1);
 });
 
-test("curves are fetched when there are new ones, and kept otherwise", async () => {
+test("curves are fetched only when there are new ones", async () => {
   const paths = [];
   const responses = { "/api/overview": { revision: "1.0", overview: { trained: 1 } }, "/api/curves": { curves: { x: [1] } } };
   const run = new Run(async (path) => {

@@ -23,7 +23,7 @@ def test_the_first_screen_holds_three_answers_and_six_charts(chromium: Any, fini
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_text_of_others_never_becomes_markup(chromium: Any, finished: Path, serving: Serving, view: str) -> None:
+def test_reported_text_never_becomes_markup(chromium: Any, finished: Path, serving: Serving, view: str) -> None:
     watched = Watched(chromium, serving(finished))
     page = watched.open(view)
     page.wait_for_load_state("domcontentloaded")
@@ -95,7 +95,7 @@ def test_no_view_is_wider_than_the_screen(
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_the_theme_is_kept(chromium: Any, finished: Path, serving: Serving) -> None:
+def test_the_theme_is_kept_after_a_reload(chromium: Any, finished: Path, serving: Serving) -> None:
     page = Watched(chromium, serving(finished)).open()
     page.locator("#theme").click()
     page.reload()
@@ -108,7 +108,7 @@ def test_a_lost_connection_is_shown_until_it_is_back(chromium: Any, finished: Pa
     page = watched.open()
     page.route("**/api/overview", lambda route: route.abort())
     page.wait_for_selector("#notice:visible")
-    assert page.locator(".answer").count() == 3  # the page keeps what it has
+    assert page.locator(".answer").count() == 3  # the page keeps its data
     page.unroute("**/api/overview")
     page.wait_for_selector("#notice", state="hidden")
 

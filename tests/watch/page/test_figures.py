@@ -1,4 +1,4 @@
-"""What the dashboard computes from a run: curves, answers, sites, work."""
+"""Curves, answers, sites and work that the dashboard computes from a run."""
 
 import json
 import shutil
@@ -74,7 +74,7 @@ def test_the_trend_of_the_reward_answers_whether_the_run_learns(rewards: list[fl
     assert answers(status(), RunHistory(metrics=steps(rewards)))["Is it learning?"][0] == answer
 
 
-def test_held_out_accuracy_outweighs_the_reward() -> None:
+def test_held_out_accuracy_has_priority_over_the_reward() -> None:
     evaluations = [Evaluation(version=v, greedy=g, sampled=None, n=256, final=False) for v, g in ((0, 0.8), (9, 0.4))]
     history = RunHistory(metrics=steps([0.1 + 0.05 * n for n in range(12)]), evaluations=evaluations)
     assert answers(status(), history)["Is it learning?"] == ("No, it got worse", "bad")
@@ -109,11 +109,11 @@ def test_a_silent_node_is_a_problem() -> None:
     assert answers(status(nodes=nodes), RunHistory())["Is it healthy?"][1] == "good"
 
 
-def two_sites(rewards: list[float], **of_1: float) -> list[dict[str, float]]:
-    """Return the metrics of two sites that count; `of_1` are figures of site-1 in the last step."""
+def two_sites(rewards: list[float], **site_1: float) -> list[dict[str, float]]:
+    """Return the metrics of two sites that count. `site_1` holds figures of site-1 in the last step."""
     both = {f"sites/site-{n}/{key}": 1.0 for n in (0, 1) for key in ("kept", "loss")} | {"sites/kept": 2.0}
     metrics = [step | both for step in steps(rewards)]
-    metrics[-1] |= {f"sites/site-1/{key}": value for key, value in of_1.items()}
+    metrics[-1] |= {f"sites/site-1/{key}": value for key, value in site_1.items()}
     return metrics
 
 
@@ -140,7 +140,7 @@ def test_every_reason_is_explained() -> None:
     assert is_hard("proof") and not is_hard("inexact") and explain_reason("unknown") == "unknown"
 
 
-def test_keys_addresses_and_control_characters_are_removed_from_text_of_others() -> None:
+def test_keys_addresses_and_control_characters_are_removed_from_reported_text() -> None:
     text = redact(f"{'0f' * 32} at https://10.0.0.1:80/x?k=1 and 10.0.0.7:9\x1b[2J")
     assert text == "[key] at [address] and [address]?[2J"
     assert display_name("quickstart-0-7715741485d6412d") == "quickstart-0"
@@ -173,7 +173,7 @@ def test_a_run_has_stopped_when_its_coordinator_writes_nothing(finished: Path, t
     assert not running(True, 0.0), "it was stopped"
 
 
-def test_a_finished_run_shows_the_time_that_its_legs_took() -> None:
+def test_a_finished_run_shows_the_total_time_of_its_legs() -> None:
     shown = overview_of(status(state="finished", trained=10), RunHistory(), running=False, wall_s=63.0)
     assert shown["elapsed_s"] == 63.0 and "10 steps in 1m 03s" in shown["answers"][1]["detail"]
 

@@ -1,4 +1,4 @@
-"""The page during a real run with a cheating worker: it shows the slashing, and killing processes loses no step."""
+"""The page during a real run with a cheating worker. It shows the slashing, and no killed process costs a step."""
 
 import os
 import re
@@ -49,7 +49,7 @@ def responds(url: str) -> bool:
 
 
 def process_of(out: Path, name: str) -> int:
-    """Return the newest process that writes this log of the run."""
+    """Return the id of the newest process that writes the log NAME.log of the run."""
     log = out / "logs" / f"{name}.log"
     pids = []
     for pid in psutil.pids():
@@ -85,7 +85,7 @@ def trained(page: Any) -> int:
 
 
 def drawn(page: Any) -> int:
-    """Return the number of points of the reward's line."""
+    """Return the number of points in the line of the reward."""
     line = page.locator(".card", has_text="Reward and held-out").locator("path.line.c-accent").first
     return len(re.findall("[ML]", line.get_attribute("d") or ""))
 
@@ -120,8 +120,8 @@ def test_the_page_shows_a_slashed_cheater_and_no_kill_loses_a_step(chromium: Any
     at = trained(page)
     until(lambda: trained(page) >= min(at + LATER, STEPS), "steps after the dashboard's server was killed")
     notes = page.evaluate("globalThis.notes")
-    assert any("does not respond" in note for note in notes), "the page said that it lost its server"
-    assert notes[-1] == "", "and that it is back"
+    assert any("does not respond" in note for note in notes), "the page reports that its server is gone"
+    assert notes[-1] == "", "the notice disappears when the server is back"
     until(lambda: trained(page) == STEPS, "the last step")
     until(lambda: drawn(page) == STEPS, "one point per step")
 

@@ -1,4 +1,4 @@
-"""The pages' own logic under Node, the files they refer to, and their size."""
+"""The pages' JavaScript tests under Node, the files that the pages refer to, and their size."""
 
 import gzip
 import re
@@ -17,7 +17,7 @@ MIN_NODE = (20, 19)  # the first version that loads modules without a package.js
 
 
 @pytest.mark.parametrize("path", JAVASCRIPT_TESTS, ids=lambda path: path.name)
-def test_the_logic_of_the_pages(path: Path) -> None:
+def test_the_javascript_tests_pass(path: Path) -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")

@@ -44,7 +44,7 @@ def embedded(folder: Path) -> Any:
     return json.loads(text)
 
 
-def test_it_uses_no_network_and_its_policy_allows_only_its_own_scripts(finished: Path) -> None:
+def test_a_report_uses_no_network_and_its_policy_allows_only_its_own_scripts(finished: Path) -> None:
     elements = report(finished)
     urls = [v for _, attributes in elements.tags for k, v in attributes.items() if k in ("src", "href")]
     assert all(url and url.startswith(("data:image/", "#")) for url in urls)
@@ -56,7 +56,7 @@ def test_it_uses_no_network_and_its_policy_allows_only_its_own_scripts(finished:
             assert f"sha256-{digest}" in policy
 
 
-def test_it_holds_the_run_as_data(finished: Path) -> None:
+def test_a_report_holds_the_run_as_data(finished: Path) -> None:
     data = embedded(finished)
     assert data["/api/overview"]["overview"]["trained"] == 3 and len(data["/api/nodes"]["nodes"]) == 6
     assert {row["reason"] for row in data["/api/validation"]["rejected"]} == {"proof", "bounds"}
@@ -65,7 +65,7 @@ def test_it_holds_the_run_as_data(finished: Path) -> None:
     assert MARKUP not in page(responses(FolderRun(finished)))
 
 
-def test_it_contains_no_key_and_no_address(finished: Path) -> None:
+def test_a_report_contains_no_key_and_no_address(finished: Path) -> None:
     database = sqlite3.connect(f"file:{finished / 'coordinator' / 'pool.sqlite'}?mode=ro", uri=True)
     text = json.dumps(embedded(finished))
     for (key,) in database.execute("SELECT key FROM nodes"):
@@ -74,7 +74,7 @@ def test_it_contains_no_key_and_no_address(finished: Path) -> None:
     assert not re.search(r"\b[0-9a-f]{40}\b", re.sub(r"digest = [^ ]+", "", text))
 
 
-def test_it_contains_the_audit_in_the_runs_folder(finished: Path) -> None:
+def test_a_report_contains_the_audit_in_the_runs_folder(finished: Path) -> None:
     (finished / "audit.txt").write_text("no broken link <b>\n")
     try:
         assert embedded(finished)["/api/about"]["audit"] == "no broken link <b>"
@@ -95,14 +95,14 @@ def test_the_command_refuses_a_folder_without_a_run(tmp_path: Path, capsys: pyte
     assert f"no state.json in {tmp_path}" in capsys.readouterr().err
 
 
-def test_its_script_has_no_import_and_no_export() -> None:
+def test_the_script_of_a_report_has_no_import_and_no_export() -> None:
     script = bundle()
     assert not re.search(r"^(import|export)\b", script, re.MULTILINE) and "</script" not in script
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("view", ["overview", "timeline", "nodes", "validation", "about"])
-def test_it_opens_from_disk(chromium: Any, finished: Path, tmp_path: Path, view: str) -> None:
+def test_a_report_opens_from_disk(chromium: Any, finished: Path, tmp_path: Path, view: str) -> None:
     write_page(finished, [finished], tmp_path / "report.html")
     watched = Watched(chromium, f"file://{tmp_path / 'report.html'}")
     opened = watched.page

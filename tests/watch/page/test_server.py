@@ -1,4 +1,4 @@
-"""The dashboard over HTTP: how it responds, and what it never reveals or changes."""
+"""The dashboard over HTTP: its responses, and the secrets and files that it must not reveal or change."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ def test_the_timeline_has_a_lane_for_each_node_and_its_downloads(finished: Path,
     assert (download["version"], download["bytes"], download["to_s"] - download["from_s"]) == (1, 700, 2)
 
 
-def test_other_runs_come_with_their_reward_and_accuracy(finished: Path, serving: Serving) -> None:
+def test_compared_runs_are_sent_with_their_reward_and_accuracy(finished: Path, serving: Serving) -> None:
     url = serving(finished, compare=[finished, finished])
     curves = httpx.get(f"{url}/api/curves").json()
     name = httpx.get(f"{url}/api/overview").json()["overview"]["name"]
@@ -83,7 +83,7 @@ def test_no_response_contains_a_key_an_address_or_an_invite(finished: Path, serv
     assert str(finished) not in text
 
 
-def test_markup_of_others_arrives_as_text_under_a_strict_policy(finished: Path, serving: Serving) -> None:
+def test_reported_markup_arrives_as_text_under_a_strict_policy(finished: Path, serving: Serving) -> None:
     responses = get_all(serving(finished))
     assert MARKUP[:40] in responses["/api/about"].json()["samples"][0]["completion"]
     for response in responses.values():
@@ -119,7 +119,7 @@ def test_invalid_queries_are_refused(finished: Path, serving: Serving, path: str
     assert response.status_code == 400 and response.json()["error"]
 
 
-def test_other_methods_and_host_names_are_refused(finished: Path, serving: Serving) -> None:
+def test_methods_other_than_get_and_foreign_host_names_are_refused(finished: Path, serving: Serving) -> None:
     url = serving(finished)
     assert httpx.post(f"{url}/api/overview").status_code == 405
     assert httpx.get(f"{url}/api/overview", headers={"Host": "evil.example"}).status_code == 421
@@ -134,7 +134,7 @@ async def get_at_once(url: str, count: int) -> list[int]:
         return await asyncio.gather(*(get(session) for _ in range(count)))
 
 
-def test_concurrent_clients_share_one_read_of_the_run_and_none_is_refused(
+def test_concurrent_clients_share_one_read_of_the_run_and_all_are_served(
     finished: Path, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, reads, refresh = serving(finished), [0], FolderRun.refresh

@@ -1,6 +1,6 @@
 """Users, passwords and sessions, and the SQLite database that holds them and the conversations.
 
-    register or log in -> a new session: a random token in a cookie, its digest and a CSRF token in the database
+    register or log in -> a new session: a random token in a cookie; its digest and a CSRF token in the database
 
 Invariant: the database holds only hashes of passwords and tokens. Each login creates a new token; a session ends by logout,
 age, or idleness. Wrong passwords are rate-limited by address and by name. A browser that has logged in before has a device
@@ -48,7 +48,7 @@ CREATE INDEX IF NOT EXISTS message_conversation ON message(conversation, created
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open the database, creating the file readable by its owner alone. Raise ShoalError."""
+    """Open the database. Create its file if needed, readable only by its owner. Raise ShoalError."""
     if str(path) != ":memory:":
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(mode=0o600)
@@ -60,9 +60,7 @@ def connect(path: Path) -> sqlite3.Connection:
     [version] = db.execute("PRAGMA user_version").fetchone()
     if version != FORMAT and db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
         db.close()
-        raise ShoalError(
-            f"{path} has format {version}, and this version reads {FORMAT}; move it away to start with an empty one"
-        )
+        raise ShoalError(f"{path} has format {version}, not {FORMAT}; move it away to start with an empty database")
     db.executescript(SCHEMA)
     return db
 
@@ -110,7 +108,7 @@ class Accounts:
     ) -> None:
         self.db, self.clock = db, clock
         self.hasher = hasher or PasswordHasher()
-        self._dummy_hash = self.hasher.hash(secrets.token_hex(16))  # so that checking an unknown name takes as long
+        self._dummy_hash = self.hasher.hash(secrets.token_hex(16))  # so that an unknown name takes as long to check
         self.hashing = FairThreadPool("passwords", 2)  # each hash takes 64 MiB and 0.1 s of a core
         self._by_address = RateLimit(20, 600, monotonic)
         self._by_name = RateLimit(30, 3600, monotonic)
@@ -147,7 +145,7 @@ class Accounts:
         limits = (
             [(self._by_device, device)] if is_known else [(self._by_address, address), (self._by_name, name.lower())]
         )
-        for limit, key in limits:  # charge before checking: parallel attempts get no free guesses
+        for limit, key in limits:  # charge before checking, so that parallel attempts are charged too
             limit.take(key, "attempts")
         hashed = row["password"] if row else self._dummy_hash
         correct = await self.hashing.run(
@@ -185,7 +183,7 @@ class Accounts:
         return self.db.execute("SELECT 1 FROM user WHERE name != ? LIMIT 1", (LOCAL,)).fetchone() is None
 
     def local(self) -> NewSession:
-        """Open a session for the single user of `--open`."""
+        """Open a session for the user of `--open`."""
         self.db.execute("INSERT OR IGNORE INTO user(name, password, created_s) VALUES(?, '', ?)", (LOCAL, self.clock()))
         return self._new_session(
             self.db.execute("SELECT id FROM user WHERE name = ?", (LOCAL,)).fetchone()["id"], LOCAL

@@ -1,4 +1,4 @@
-"""Conversations as trees of messages: editing or regenerating adds a sibling, so no message is lost.
+"""Conversations as trees of messages. Editing or regenerating a message adds a sibling, so no message is lost.
 
 Invariant: every method takes the user and raises 404 for another user's conversation. A conversation's row holds the total
 size of its messages, and each addition is checked against the user's quota, so one user cannot fill the disk.
@@ -41,7 +41,7 @@ class Conversations:
         return id
 
     def check_quota(self, user: int, size_bytes: int = ROW_BYTES) -> None:
-        """Raise HttpError if the user's quota has no room for `size_bytes`."""
+        """Raise HttpError if `size_bytes` more exceed the user's quota."""
         check_disk_space(self.db)
         used = self.db.execute("SELECT sum(size_bytes) FROM conversation WHERE user = ?", (user,)).fetchone()[0] or 0
         if used + size_bytes > USER_BYTES:
@@ -91,7 +91,7 @@ class Conversations:
         facts: dict[str, Any] | None = None,
         proof: str | None = None,
     ) -> str:
-        """Add a message, make it the leaf, and return its id. Raise HttpError and store nothing if it does not fit."""
+        """Add a message, make it the leaf, and return its id. If it does not fit, store nothing and raise HttpError."""
         conversation = self._owned(user, id)
         if len(content) > MESSAGE_CHARACTERS and role == "user":
             raise HttpError(413, f"a message has at most {MESSAGE_CHARACTERS} characters")

@@ -2,7 +2,7 @@
 
     submit -> relay pieces to the client -> build the proof -> save the message
 
-Invariant: a reply is saved once, complete or up to where it was stopped, with the seed and proof of exactly that text.
+Invariant: a reply is saved once, with the seed and proof of exactly its text, even if it was stopped.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from shoal.watch.page.guard import HttpError
 
 
 class ReplyForm(BaseModel):
-    """The page's request: a new message (`content`) or another reply to `parent`; one reply per entry of `models`."""
+    """The page's request: a new message (`content`), or another reply to `parent`. Each of `models` replies once."""
 
     model_config = ConfigDict(extra="forbid")
     content: Annotated[str, Field(min_length=1, max_length=MESSAGE_CHARACTERS)] | None = None
@@ -44,7 +44,7 @@ class ReplyForm(BaseModel):
 
 @dataclass
 class ReplyInProgress:
-    """One reply in progress. `events` go to the client; None ends them."""
+    """One reply in progress. `events` go to the client, and None is the last."""
 
     lane: int
     generation: Generation

@@ -1,7 +1,7 @@
 """Request schemas of the API: OpenAI's parameters, with size limits.
 
-Invariant: a parameter that could change the reply takes effect or is refused by name. The unsupported ones in
-`NEUTRAL_ONLY` are accepted only with their neutral value, which some clients send.
+Invariant: a parameter that could change the reply takes effect or is refused by name. Some clients send neutral values
+of unsupported parameters; those in `NEUTRAL_ONLY` are accepted with that value only.
 Left out: images, `top_p` and penalties (only samples from the full distribution can be replayed from a seed), tools,
 structured output.
 """
@@ -44,7 +44,7 @@ class TextPart(RequestFields):
 class ChatMessage(RequestFields):
     role: Literal["system", "developer", "user", "assistant"]
     content: LongText | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)]
-    # Clients send these null fields of a reply back.
+    # Clients that send a reply back include these null fields.
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -57,7 +57,7 @@ class ChatMessage(RequestFields):
         for part in content if isinstance(content, list) else []:
             kind = part.get("type") if isinstance(part, dict) else "text"
             if kind != "text":
-                raise ValueError(f"a part of type {str(kind)[:40]!r}: models here read only text; leave it out")
+                raise ValueError(f"a part of type {str(kind)[:40]!r}: the models here read only text; remove the part")
         return content
 
     def as_template_message(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class StreamOptions(RequestFields):
 
 
 class CommonParams(RequestFields):
-    """Parameters of both routes. Those typed Any do not affect the reply and are ignored."""
+    """Parameters of both routes. Those of type Any do not affect the reply and are ignored."""
 
     model: Annotated[str, Field(max_length=300)]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -122,7 +122,7 @@ class ChatRequest(CommonParams):
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     functions: None = None
     function_call: None = None
-    # Shoal's own fields: use the run's system prompt and template; a length target; include the reply file.
+    # Shoal's own fields: use the run's system prompt and template; set a length target; include the reply file.
     as_trained: bool = False
     target_length: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     proof: bool = False
@@ -130,7 +130,7 @@ class ChatRequest(CommonParams):
     @model_validator(mode="after")
     def _consistent(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs goes with logprobs: true", param="top_logprobs")
+            raise RequestError("top_logprobs requires logprobs: true", param="top_logprobs")
         return self
 
     @property
@@ -158,7 +158,7 @@ class CompletionRequest(CommonParams):
     @model_validator(mode="after")
     def _consistent(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
-            raise RequestError("max_tokens: 0 goes with echo: true", param="max_tokens")
+            raise RequestError("max_tokens: 0 requires echo: true", param="max_tokens")
         return self
 
 

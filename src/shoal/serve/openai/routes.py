@@ -57,7 +57,7 @@ class Keys:
             words = line.split()
             if len(words) != 2 or len(words[1]) < MIN_KEY_CHARACTERS:
                 raise UserError(
-                    f"{path}, line {number}: write `NAME KEY`, a key of {MIN_KEY_CHARACTERS} characters or more"
+                    f"{path}, line {number}: write `NAME KEY`, with a key of {MIN_KEY_CHARACTERS} characters or more"
                 )
             names[words[1]] = words[0]
         return cls(names)
@@ -96,7 +96,7 @@ Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the seed of choice `index`: the request's seed for the first, hashes of it for the others."""
+    """Return the seed of choice `index`: the request's seed for choice 0, a hash of seed and index for others."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"shoal/serve\n{seed}\n{index}".encode()).digest()[:8], "big") >> 1
@@ -230,8 +230,8 @@ class OpenAI:
             length = sum(0 if params.stream else limit for limit in token_limits) + sum(map(len, prompts)) * echo
             if n * length * (1 + top) > MAX_LOGPROBS:
                 raise RequestError(
-                    f"{n * length * (1 + top)} logprobs exceed the {MAX_LOGPROBS} of one response; ask for fewer "
-                    "completions, tokens or top logprobs, or for a stream",
+                    f"{n * length * (1 + top)} logprobs exceed the limit of {MAX_LOGPROBS} per response; ask for fewer "
+                    "completions, tokens or top logprobs, or stream the response",
                     param="logprobs",
                 )
         generations = []
@@ -278,7 +278,7 @@ async def unknown_route(request: web.Request, handler: Route) -> web.StreamRespo
     try:
         return await handler(request)
     except web.HTTPNotFound:
-        message = f"Unknown request URL: {target}; there are /v1/models, /v1/chat/completions, /v1/completions"
+        message = f"Unknown request URL: {target}; the API has /v1/models, /v1/chat/completions, /v1/completions"
         return error_response(RequestError(message, status=404, code="unknown_url"))
     except web.HTTPMethodNotAllowed as error:
         allowed = error.headers["Allow"]

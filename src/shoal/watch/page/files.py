@@ -1,8 +1,8 @@
 """Static files and security headers of every page.
 
-Invariant: only files present at the start are served, by exact name, so no request path leads elsewhere. A page runs only
-scripts that this server sent as files. Text is never markup: `require-trusted-types-for` makes the browser refuse
-`innerHTML` and similar. Browsers revalidate each file and mostly get 304.
+Invariant: only files present at the start are served, by exact name, so no request can reach another file. A page
+runs only scripts that this server sent as files. Text is never markup: `require-trusted-types-for` makes the browser
+refuse `innerHTML` and similar. Browsers revalidate each file and mostly get 304.
 """
 
 import gzip
@@ -96,9 +96,9 @@ class Files:
 
 
 def secure(application: web.Application, hosts: Collection[str] = ()) -> None:
-    """Add the headers to every response. `hosts`: accepted Host headers; empty: any.
+    """Add the headers to every response. Refuse requests whose Host header is not in `hosts`, unless that is empty.
 
-    On a server without a login, this check prevents DNS rebinding: another site may point its own name here.
+    The Host check protects a server without a login from DNS rebinding: another site may point its own name here.
     """
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:
@@ -109,7 +109,7 @@ def secure(application: web.Application, hosts: Collection[str] = ()) -> None:
     @web.middleware
     async def named(request: web.Request, handler: object) -> web.StreamResponse:
         if hosts and host_name(request.headers.get("Host", "")) not in hosts:
-            return web.json_response({"error": "this server has another name"}, status=421)
+            return web.json_response({"error": "this server is not available under this host name"}, status=421)
         answer: web.StreamResponse = await handler(request)  # type: ignore[operator]
         return answer
 

@@ -1,7 +1,7 @@
-"""Checks on a request before its body is parsed: origin, content type, size, deadline; and rate limits.
+"""Rate limits, and checks on a request before its body is parsed: origin, content type, size, deadline.
 
 Invariant: requests that another site makes a browser send are refused (CSRF). A body is read only up to its size limit and
-deadline. The routes of every page use this.
+deadline. The routes of all pages use this module.
 """
 
 import asyncio
@@ -60,9 +60,9 @@ async def json_body(request: web.Request, max_bytes: int, within_s: float = BODY
 
 
 def json_size_error(data: bytes | bytearray) -> str:
-    """Return why this JSON would need too much memory to parse, or "". Takes milliseconds.
+    """Return why this JSON would need too much memory to parse, or "". This takes milliseconds.
 
-    A parser allocates an object per string and list, and an error per unknown field: gigabytes for a few MiB of JSON.
+    A parser allocates an object per string and list, and an error per unknown field: gigabytes for a few MiB.
     """
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # leaves only the quotes that delimit strings
     if unescaped.count(b'"') > 2 * STRINGS:

@@ -1,7 +1,8 @@
-"""The dashboard's overview: nodes and curves, and the answers to three questions. Is the run learning? Is it healthy?
-Is anyone cheating?
+"""The dashboard's overview: nodes, curves, and answers to three questions.
 
-Invariant: each answer follows from figures shown beside it, and says when they do not suffice. No key, fingerprint or
+Is the run learning? Is it healthy? Is anyone cheating?
+
+Invariant: each answer follows from the figures shown with it, or says that they do not suffice. No key, fingerprint or
 address appears. The page marks what a node reports about itself.
 A curve of more than MAX_POINTS points is bucketed by steps: a point is the mean of its bucket, and `low` and `high` are its
 extremes, so no spike disappears.
@@ -78,7 +79,7 @@ def run_state(run: Run, status: Status) -> str:
 
 
 def overview(run: Run, status: Status, *, reachable: bool = True) -> dict[str, Any]:
-    """Return the overview. `reachable`: whether the run can still be read."""
+    """Return the overview. `reachable` is false if the run can no longer be read."""
     history, config = run.history, run.config
     state, wall_s = run_state(run, status), run.wall_s(status)
     if state == "running" and not reachable:
@@ -129,12 +130,12 @@ def _site(site: SiteRow) -> dict[str, Any]:
 
 
 def _round_s(seconds: float | None, grain_s: float) -> float | None:
-    """Round, so that the passing of time alone does not change the response."""
+    """Round, so that the response does not change only because time passes."""
     return None if seconds is None else round(round(seconds / grain_s) * grain_s, 1)
 
 
 def display_name(run: str) -> str:
-    """Return the run's name without the suffix from its coordinator's key.
+    """Return the run's name without its suffix, which is part of the coordinator's key.
 
     >>> display_name("quickstart-0-7715741485d6412d")
     'quickstart-0'
@@ -253,7 +254,7 @@ def _first_and_last_third(rewards: Sequence[float]) -> tuple[float, float, float
 
 
 def node_table(run: Run, status: Status, checks: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
-    """Return one row per node, problems first. `checks`: per worker, full checks passed in a row and in all."""
+    """Return one row per node, problems first. `checks`: the result of `count_checks`."""
     state = run_state(run, status)
     limit = finite(math.log(1 / ALPHA)) if run.config else None  # a worker is dismissed at this log evidence
     rows = [_row(node, status, checks, state, limit) for node in status.nodes]
@@ -318,7 +319,7 @@ def broadcast(status: Status) -> dict[str, Any]:
 
 
 def about(run: Run) -> dict[str, Any]:
-    """Return sample completions, the run's config, its memory, and its audit."""
+    """Return sample completions, the run's config, its peak memory, and its audit."""
     assert run.folder is not None and run.config is not None
     samples = run.history.samples
     stride = max(len(samples) // MAX_SAMPLES, 1)
@@ -343,7 +344,7 @@ def _by_line(cleaner: Callable[[str], str], text: str) -> str:
 
 
 def finite(value: float | None) -> float | None:
-    """Round to five digits, enough for a chart in half the bytes; None if JSON cannot represent the number."""
+    """Round to five digits, which suffice for a chart and halve the bytes; None if the number is not finite."""
     return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
 
 
@@ -351,7 +352,7 @@ def finite(value: float | None) -> float | None:
 
 
 def select_metrics(keys: Collection[str]) -> dict[str, str]:
-    """Return the metrics that the page draws, by display name: those of NAMES, and the loss at each site."""
+    """Return the keys of the metrics that the page draws, by display name: NAMES, and the loss at each site."""
     losses = {f"loss {clean(site[1])}": key for key in sorted(keys) if (site := SITE_LOSS.match(key))}
     return {name: key for name, key in NAMES.items() if key in keys} | losses
 

@@ -2,7 +2,7 @@
 
 Invariant: the file opens from disk and makes no network request. Its content security policy allows only its own scripts
 and styles, by digest. All text of the run is embedded as data. The file contains no key, address or invite.
-Left out: views that only a live run has, such as the queue.
+Left out: live updates.
 """
 
 import base64

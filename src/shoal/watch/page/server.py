@@ -1,8 +1,9 @@
 """The dashboard's server: the page, and the routes it polls while it is visible.
 
 Invariant: it answers GET only and changes nothing. No response contains a key, an invite, a signature or an address.
-Responses are computed in the one thread that reads the run, and only on request. All clients share them: each is cached for
-FRESH_S, or longer, so that computing it costs at most SHARE of one core. ETags make unchanged responses cheap.
+Responses are computed on request, in the one thread that reads the run. All clients share them. A response is cached
+for FRESH_S; one that is slow to compute is cached for longer, so that it uses at most SHARE of one core. A client that
+has the current response gets a 304.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ Query = Mapping[str, str]
 
 class Dashboard:
     def __init__(self, run: Run, others: Sequence[Run] = ()) -> None:
-        """`others`: runs to compare with, as they are now."""
+        """`others`: runs to compare with; they are not read again."""
         self.run, self.others = run, others
         self.problem = ""  # why the run could not be read
         self.files = Files([SHARED, STATIC])
@@ -51,7 +52,7 @@ class Dashboard:
         self._pending: dict[str, asyncio.Task[File]] = {}
 
     def app(self, hosts: tuple[str, ...] = LOOPBACK) -> web.Application:
-        """Build the application. `hosts`: accepted Host headers; () for any."""
+        """Build the application. It accepts only the Host headers in `hosts`, or any if that is empty."""
         application = web.Application(client_max_size=1024)
         secure(application, hosts)
         application.router.add_get("/", self._page)
@@ -73,7 +74,7 @@ class Dashboard:
     # --- responses, computed in the run's thread ------------------------------------------------------------------------
 
     def routes(self) -> dict[str, Callable[[Query], Body]]:
-        """Return the computation of each response, by path."""
+        """Return the function that computes each response, by path."""
         return {
             "/api/overview": lambda _: self.overview(),
             "/api/curves": lambda _: self.curves(),
@@ -85,7 +86,7 @@ class Dashboard:
         }
 
     def status(self) -> Status:
-        """Return the current status, or the last known one. Raise ShoalError if the run was never reached."""
+        """Return the current status, or the last known one after an error. Raise ShoalError if there is none."""
         if self._status is None or time.monotonic() - self._refreshed_s >= REFRESH_S:
             try:
                 self._status, self.problem = self.run.refresh(), ""
@@ -138,7 +139,7 @@ class Dashboard:
     # --- HTTP ----------------------------------------------------------------------------------------------------------
 
     def _handler(self, compute: Callable[[Query], Body]) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """Compute in the run's thread, once for all concurrent requests of one path."""
+        """Return a route that computes in the run's thread, once for all concurrent requests of one path."""
 
         async def respond(request: web.Request) -> web.Response:
             name = request.path_qs

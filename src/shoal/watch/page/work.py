@@ -1,4 +1,4 @@
-"""The pool's work, from `work.jsonl`: a timeline of nodes, what became of submissions, why some were rejected.
+"""Views of `work.jsonl`: a timeline of the nodes, the outcomes of submissions, and the reasons of rejections.
 
 The timeline is the paper's figure of asynchrony (INTELLECT-2, section 2): workers generate with one version while the
 learner trains the next.
@@ -31,7 +31,7 @@ def submissions(work: Sequence[Line]) -> list[Line]:
 
 
 def count_checks(work: Sequence[Line]) -> dict[str, tuple[int, int]]:
-    """Return for each worker the full checks passed since its last rejection, and all its full checks."""
+    """Return two counts for each worker: full checks passed since its last rejection, and all its full checks."""
     counts: dict[str, tuple[int, int]] = {}
     for line in work:
         if line["kind"] == "submission" and line["state"] in ("accepted", "rejected"):
@@ -42,7 +42,7 @@ def count_checks(work: Sequence[Line]) -> dict[str, tuple[int, int]]:
 
 
 def flow(work: Sequence[Line], max_points: int = MAX_POINTS // 4) -> dict[str, Any]:
-    """Return what became of groups, and verdicts by reason, per step or bucket of steps."""
+    """Count groups by outcome, and verdicts by reason, for each step or bucket of steps."""
     settled = [line for line in submissions(work) if line["state"] in ("accepted", "rejected", "stale")]
     spans = buckets(max((line["step"] for line in settled), default=-1) + 1, max_points)
     size = spans[0][1] - spans[0][0] if spans else 1
@@ -98,14 +98,14 @@ def _quantile(ordered: list[float], share: float) -> float | None:
 
 
 def timeline(run: Run, from_s: float, to_s: float) -> dict[str, Any]:
-    """Return lanes of bars between two unix times, in seconds. `cut_s`: bars before it are left out."""
+    """Return lanes of bars between two Unix times, in seconds. Bars before `cut_s` are left out."""
     work = run.work()
     all_work = [*submissions(work), *run.under_way()]
     during = [line for line in all_work if line["assigned_s"] <= to_s and (_ended_s(line) or to_s) >= from_s]
     shown = sorted(during, key=lambda line: int(line["submission"]))[-MAX_BARS:]
     lanes: dict[tuple[str, str], list[Bar]] = {("learner", "learner"): _learner(run.history.metrics, from_s, to_s)}
     for line in shown:
-        if line["uploaded_s"] is not None or line["state"] == "open":  # otherwise its end was not recorded
+        if line["uploaded_s"] is not None or line["state"] == "open":  # otherwise the end is unknown
             bar = {"kind": "generate", "from_s": line["assigned_s"], "to_s": line["uploaded_s"] or to_s}
             lanes.setdefault(("worker", clean(line["worker"])), []).append(bar | _submission_fields(line))
         if line["validator"] is not None and line["lease_s"] is not None:

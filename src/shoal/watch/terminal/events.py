@@ -1,4 +1,4 @@
-"""Events between successive statuses, as lines for a log or a pipe.
+"""Turn the differences between successive statuses into lines for a log or a pipe.
 
 Invariant: each event is reported once. While a step is open, a progress line appears at least once a minute, by the
 coordinator's clock.
@@ -34,7 +34,7 @@ MAX_TEXT = 160  # characters of a prompt or completion in a log line
 
 @dataclass
 class OpenStep:
-    """The open step as first seen, to measure its pace."""
+    """The open step when it was first seen, to measure its pace."""
 
     step: int
     have: int
@@ -49,10 +49,10 @@ class Events:
         self._reported: set[str] = set()  # lines to report only once
         self._rejected: dict[str, int] = {}
         self._reasons: dict[str, int] = {}
-        self._sites: list[str] = []  # as last reported
+        self._sites: list[str] = []  # in the last report
         self._suspended: set[str] = set()
-        self._flat = 0  # groups with equal rewards, as last reported
-        self._grader_errors = 0  # as last reported
+        self._flat = 0  # groups with equal rewards in the last report
+        self._grader_errors = 0  # in the last report
         self._open: OpenStep | None = None
         self._progress_s: float | None = None  # when progress was last reported
         self._nodes: dict[str, tuple[int, str]] = {}  # by name: (pid, here | silent | left | evicted)

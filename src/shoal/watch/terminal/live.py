@@ -1,6 +1,6 @@
 """The live view of a run: a screen in a terminal, log lines elsewhere.
 
-Invariant: it draws only in `update`, so it needs no thread. It waits for an unreachable coordinator up to a deadline.
+Invariant: it draws only in `update`, so it needs no thread. It waits up to PATIENCE_S for an unreachable coordinator.
 Left out: keyboard input; completions, which the dashboard shows under About.
 """
 
@@ -53,7 +53,7 @@ class LiveView:
             self._live.stop()
 
     def update(self, status: Status, history: RunHistory, wall_s: float | None = None) -> None:
-        """Show a status. `wall_s`: how long the run has taken; None: since its coordinator first started."""
+        """Show a status. `wall_s`: the run's time so far; None: the time since its coordinator first started."""
         if self._live is not None:
             self._live.update(Screen(status, history, wall_s), refresh=True)
             return

@@ -1,9 +1,9 @@
 """The whole run on one screen: progress, training, nodes, verdicts.
 
 Invariant: no line is wider than the console, whatever a node reports, and progress, training and verdicts are shown on any
-terminal of at least 80x24. Nodes with a problem are shown first; a line counts those that do not fit. The table of sites
-needs a taller terminal.
-Left out: scrolling, and the spread of weights, which the dashboard shows.
+terminal of at least 80x24. Nodes with a problem have priority; a line counts the nodes that do not fit. The table of
+sites needs a taller terminal.
+Left out: scrolling, and the weights tree, which the dashboard shows.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ ORDER: tuple[Role, ...] = ("learner", "worker", "validator", "evaluator", "origi
 
 @dataclass(frozen=True)
 class Screen:
-    """The screen, laid out for the console's size. `elapsed_s`: the run's time so far; None: since its start."""
+    """The screen, laid out for the console's size. `elapsed_s`: the run's time so far; None: time since its start."""
 
     status: Status
     history: RunHistory

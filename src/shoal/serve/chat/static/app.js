@@ -110,7 +110,7 @@ async function showBranch(leaf) {
   await post(`conversations/${conversation.id}`, { leaf });
 }
 
-// Send a message, or without `content` ask for another reply to `parent`, and show the replies as they are written.
+// Send a message and show the replies as they are written. Without `content`, request another reply to `parent`.
 async function write(params) {
   if (writing) return;
   const body = { ...field.options(), ...params };
@@ -154,7 +154,7 @@ async function write(params) {
 
 const nameOf = (id) => versionName(models.versions.find((version) => version.id === (id === models.name ? models.newest : id))?.version, id);
 
-// Show what the server saved. It saves a stopped reply a moment after it was stopped.
+// Show the saved conversation. The server saves a stopped reply a moment after it was stopped.
 async function showSaved() {
   const { id } = conversation;
   for (let tries = 0; tries < SAVE_TRIES && id; tries += 1) {

@@ -1,4 +1,4 @@
-// Server-sent events of a response: `data:` lines to objects, wherever the chunks are cut.
+// Parse the server-sent events of a response, wherever the chunks are cut.
 
 export class EventParser {
   #rest = "";

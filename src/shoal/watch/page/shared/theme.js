@@ -1,4 +1,4 @@
-// Set the theme before the first paint: the user's choice on this site, or the system's preference. A classic script in <head>.
+// Set the theme before the first paint: the user's choice on this site, or the system's preference. This is a classic script in <head>.
 (() => {
   const chosen = () => {
     try { return localStorage.getItem("theme"); } catch { return null; }

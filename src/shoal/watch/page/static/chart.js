@@ -17,7 +17,7 @@ export class Chart {
     this.svg = svg("svg", { role: "img", "aria-label": label, tabindex: "0" });
     this.host.append(this.svg, this.tip);
     this.label = label;
-    this.index = null; // of the values that are shown
+    this.index = null; // of the point whose values are shown; null: none
     new ResizeObserver(() => this.draw()).observe(this.host);
     this.svg.addEventListener("pointermove", (event) => this.point(event.clientX - this.host.getBoundingClientRect().left));
     this.svg.addEventListener("pointerleave", () => this.show(null));

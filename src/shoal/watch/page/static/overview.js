@@ -16,7 +16,7 @@ export class Overview {
     this.answers = h("section", { class: "answers", "aria-label": "Three questions" });
     this.reward = card("Reward and held-out accuracy", "Reward per step, and accuracy on held-out tasks by version");
     this.policy = rowsCard("Policy", [["entropy", "Entropy"], ["mismatch", "Mismatch KL"], ["clip", "Clipped"], ["grad_norm", "Gradient norm"]]);
-    this.waste = card("What became of the groups", "Groups per step by what became of them");
+    this.waste = card("Outcomes of the groups", "Groups per step by outcome");
     this.age = card("Age of trained rollouts", "Rollout age in versions, mean and maximum");
     this.verdicts = card("Verdicts", "Submissions per step by verdict");
     this.nodes = { root: h("section", { class: "card" }), title: h("h2", {}, "Nodes"), figure: h("span", { class: "figure" }), body: h("div") };

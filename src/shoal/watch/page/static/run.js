@@ -1,4 +1,4 @@
-// The page's copy of the run. While the page is visible, it polls the server; it fetches curves only when there are new ones.
+// The page's copy of the run. It polls the server while the page is visible, and fetches curves only when they are new.
 //
 // The page of a report has all responses embedded and makes no requests.
 

@@ -1,4 +1,4 @@
-// The learner's sites: which ones count, the loss at each, where its time goes, and how much it sends.
+// The learner's sites: which ones count, and each site's loss, use of time and traffic.
 
 import { Chart, legend } from "./chart.js";
 import { h, replace } from "./dom.js";

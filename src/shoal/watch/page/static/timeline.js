@@ -1,4 +1,4 @@
-// Who did what and when: a lane each for the learner, relays, workers and validators. The number in a bar is its version.
+// The activity of each node over time, one lane for each node. The number in a bar is its policy version.
 // A download is a bar in a relay's lane, and a thin bar below the work of other nodes.
 
 import { h, replace, svg } from "./dom.js";
@@ -7,10 +7,10 @@ import { fetchJson, isReport } from "./run.js";
 
 const EVERY_MS = 2500;
 const LANE_PX = 32, TALL_LANE_PX = 48;
-const MAX_TALL = 8; // with more lanes, each is lower
+const MAX_TALL = 8; // with more lanes than this, each lane is lower
 const LEFT_PX = 104, NARROW_LEFT_PX = 74, RIGHT_PX = 8;
 const NARROW_PX = 500;
-const VERSION_PX = 26; // minimum distance of two version labels
+const VERSION_PX = 26; // minimum distance between two version labels
 const SPANS_S = [30, 60, 120, 300, 900, 3600];
 
 export class Timeline {
@@ -24,7 +24,7 @@ export class Timeline {
     const move = (text, share, label) => h("button", { type: "button", class: "quiet", "aria-label": label, onclick: () => this.move(share) }, text);
     this.root = h("div", { class: "page" }, h("h1", { class: "visually-hidden" }, "Timeline"), h("section", { class: "card" },
       h("header", {}, h("h2", {}, "Who does what while the learner trains")),
-      h("p", { class: "muted" }, "Workers generate with one version while the learner trains the next; validators check in between. The number in a bar is a policy version; the thin bars below are its downloads."),
+      h("p", { class: "muted" }, "Workers generate with one version while the learner trains the next; validators check in between. The number in a bar is a policy version. The thin bars below show downloads of versions."),
       h("div", { class: "bar" }, move("‹", -0.5, "Earlier"), move("›", 0.5, "Later"), h("button", { type: "button", class: "quiet", onclick: () => { this.end_s = null; this.refresh(true); } }, "Newest"), this.spanButtons, legend()),
       this.plot, this.caption));
     new ResizeObserver(() => this.draw()).observe(this.plot);
@@ -82,7 +82,7 @@ export class Timeline {
     const height = data.lanes.length * laneHeight + 48;
     const x = linear([data.from_s, data.to_s], [left, right]);
     const parts = [];
-    let lastLabel = Infinity; // versions are listed from the newest on
+    let lastLabel = Infinity; // versions are listed newest first
     for (const { version, at_s } of data.published) {
       const at = x(at_s);
       if (at < left || at > right) continue;
