@@ -74,9 +74,8 @@ def test_verifications_of_disconnected_clients_run_one_at_a_time_and_do_not_bloc
         disconnect(user, reply)
     assert at_once == [1, 1]
     assert users[0].enter("login").status_code == 200
-    assert (
-        users[0].say(users[0].begin())[-1]["event"] == "done"
-    )  # the proof is built although the verifying thread is stuck
+    # The proof of this reply is built although the verifying thread is stuck.
+    assert users[0].say(users[0].begin())[-1]["event"] == "done"
     gate.set()
     monkeypatch.undo()
     assert users[1].post(f"{replies[1]}/verify").json()["passed"]

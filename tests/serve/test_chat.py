@@ -72,7 +72,7 @@ def test_stopping_saves_the_text_so_far_with_its_proof(page: Running, ada: User)
     assert verdict["passed"], verdict
 
 
-def test_a_reply_can_be_verified_here_and_elsewhere_and_a_changed_one_is_refused(
+def test_a_reply_can_be_verified_on_the_server_and_elsewhere_and_a_changed_one_is_refused(
     page: Running, ada: User, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     id = ada.begin()

@@ -117,7 +117,7 @@ def test_generation_is_greedy_and_ends_before_the_stop_string(completions: Any, 
     assert cut == whole[: whole.index(stop)]
 
 
-def test_chats_are_generated(completions: Any, api: Running) -> None:
+def test_chat_completions_equal_those_of_the_api(completions: Any, api: Running) -> None:
     from lm_eval.models.api_models import JsonChatStr
     from lm_eval.models.openai_completions import LocalChatCompletion
 

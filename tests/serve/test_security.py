@@ -117,7 +117,7 @@ def test_guessing_passwords_is_rate_limited_and_does_not_lock_out_a_known_browse
 def test_forwarded_addresses_count_only_behind_a_proxy(page: Running, tiny_folder: Path, tmp_path: Path) -> None:
     def last_status(running: Running) -> int:
         user = User(running)
-        for n in range(22):  # each with another name and another claimed address
+        for n in range(22):  # each with a new name and a new claimed address
             user.name = f"somebody-{n}"
             user.http.headers["X-Forwarded-For"] = f"1.2.3.4, 10.0.{n}.1"
             status = user.enter("login").status_code

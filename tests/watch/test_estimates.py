@@ -11,7 +11,7 @@ from shoal.watch.estimates import Estimate, mean_over_questions, paired_differen
 
 
 @pytest.mark.parametrize(("n", "correct"), [(1, 0), (1, 1), (4, 0), (4, 1), (5, 3), (6, 6)])
-def test_pass_at_k_is_the_share_of_k_subsets_with_a_correct_one(n: int, correct: int) -> None:
+def test_pass_at_k_is_the_share_of_subsets_of_k_with_a_correct_completion(n: int, correct: int) -> None:
     outcomes = [True] * correct + [False] * (n - correct)
     for k in range(1, n + 1):
         drawn = [any(subset) for subset in itertools.combinations(outcomes, k)]
@@ -45,7 +45,7 @@ def test_the_same_scores_give_the_same_interval() -> None:
     assert mean_over_questions(values) == mean_over_questions(values)
 
 
-def test_the_interval_of_equal_values_has_a_width() -> None:
+def test_equal_values_get_an_interval_of_nonzero_width() -> None:
     assert mean_over_questions([0.5] * 20).high > 0.6
     zeros, none_correct = mean_over_questions([0.0] * 20), wilson(0, 20)
     assert (zeros.low, zeros.high) == (none_correct.low, none_correct.high)

@@ -51,7 +51,7 @@ def test_the_line_of_a_step_is_not_wrapped() -> None:
     )
 
 
-def test_a_later_rejection_reports_only_the_new_ones() -> None:
+def test_later_rejections_are_logged_without_the_earlier_ones() -> None:
     nodes = [node("worker-1", seen_s=170.0, rejected=2)]
     lines = plain_lines(mid_run(), mid_run(nodes=nodes, reject_reasons={"proof": 2, "unreadable": 1, "bounds": 1}))
     assert lines[-1] == "rejected: 1 of worker-1; reason: 1 bounds"

@@ -83,7 +83,7 @@ def test_watch_waits_for_a_restarting_coordinator_and_logs_that_once() -> None:
     assert output(screen).count("no coordinator answers at http://pool:1") == 1
 
 
-def test_watch_ends_when_the_coordinator_stays_away() -> None:
+def test_watch_ends_when_the_coordinator_stays_unreachable() -> None:
     clock = Clock()
     with pytest.raises(UnreachableError, match="http://pool:1"):
         watch(pool(RUNNING, *[AWAY] * 1000), console(), sleep=clock.sleep, clock=clock)

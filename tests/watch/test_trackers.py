@@ -91,7 +91,9 @@ def test_tensorboard_can_read_the_written_curves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["wandb", "tensorboard"])
-def test_a_missing_package_names_what_to_install(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_package_names_the_package_to_install(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (kind, "tensorboard.summary.writer.event_file_writer"):
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     with pytest.raises(TrackerError) as refused:

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser, on a finished run with hostile texts. `make browser` installs what it needs."""
+"""The dashboard in a real browser, on a finished run with hostile texts. `make browser` installs Chromium."""
 
 from pathlib import Path
 from typing import Any

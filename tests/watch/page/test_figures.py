@@ -96,7 +96,9 @@ def test_held_out_accuracy_has_priority_over_the_reward() -> None:
         ),
     ],
 )
-def test_hard_reasons_answer_whether_anyone_cheats(changes: dict[str, object], answer: str, detail: str) -> None:
+def test_the_answer_about_cheating_counts_only_hard_reasons(
+    changes: dict[str, object], answer: str, detail: str
+) -> None:
     cheating = overview_of(status(**changes), RunHistory())["answers"][2]
     assert (cheating["answer"], cheating["detail"]) == (answer, detail)
 

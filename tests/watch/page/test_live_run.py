@@ -1,4 +1,4 @@
-"""The page during a real run with a cheating worker. It shows the slashing, and no killed process costs a step."""
+"""The page during a real run with a cheating worker. It shows the slashing and every step, even after kills."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The dashboard over HTTP: its responses, and the secrets and files that it must not reveal or change."""
+"""The dashboard over HTTP: its responses are complete, reveal no secret and change no file."""
 
 import asyncio
 import json
