@@ -21,8 +21,8 @@ PROMPTS = [range(5, 9), range(4, 60), range(7, 8), range(5, 30), range(10, 40), 
 
 
 def generation(loaded: LoadedModel, prompt: range, seed: int, max_tokens: int, **params: Any) -> Generation:
-    ask = ServeRequest(tuple(prompt), seed, 1.0, max_tokens, **params)
-    return Generation(ask, loaded, asyncio.get_running_loop())
+    request = ServeRequest(tuple(prompt), seed, 1.0, max_tokens, **params)
+    return Generation(request, loaded, asyncio.get_running_loop())
 
 
 async def finish(generations: list[Generation]) -> None:

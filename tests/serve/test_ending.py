@@ -25,8 +25,8 @@ def reply_of(loaded: LoadedModel, **params: Any) -> proof.Reply:
         scheduler = ServeScheduler(ServeLimits())
         scheduler.start()
         params_with_defaults: dict[str, Any] = {"seed": 1, "temperature": 1.0, "max_tokens": 100} | params
-        ask = ServeRequest(encode(loaded, MESSAGES), proof=True, **params_with_defaults)
-        generation = Generation(ask, loaded, asyncio.get_running_loop())
+        request = ServeRequest(encode(loaded, MESSAGES), proof=True, **params_with_defaults)
+        generation = Generation(request, loaded, asyncio.get_running_loop())
         scheduler.submit([generation])
         pieces = [piece async for piece in generation.pieces()]
         await asyncio.to_thread(scheduler.stop)

@@ -30,14 +30,14 @@ def step(number: int, reward: float) -> dict[str, float]:
     }
 
 
-class Seen(NamedTuple):
-    """A status and a history, as a view takes them."""
+class Snapshot(NamedTuple):
+    """The status and history of a run at one moment."""
 
     status: Status
     history: RunHistory
 
 
-def status(**values: Any) -> Seen:
+def status(**values: Any) -> Snapshot:
     defaults: dict[str, Any] = {
         "run": "sums", "state": "running", "step": 0, "steps": 30, "have": 0, "need": 16, "newest_version": None,
         "started_s": 70.0, "now_s": 70.0, "nodes": [], "notices": [], "reject_reasons": {}, "slashed": [],
@@ -46,10 +46,10 @@ def status(**values: Any) -> Seen:
     samples = values.pop("samples", [])
     history = RunHistory(samples=samples, metrics=values.pop("metrics", []), evaluations=values.pop("evaluations", []))
     trained = {"trained": len(history.metrics)}
-    return Seen(Status.model_validate(defaults | trained | values), history)
+    return Snapshot(Status.model_validate(defaults | trained | values), history)
 
 
-def mid_run(**values: Any) -> Seen:
+def mid_run(**values: Any) -> Snapshot:
     nodes = [
         node("origin", "origin", seen_s=170.0, stats={"doing": "serving v3"}),
         node("relay-0", "relay", seen_s=165.0, policy_version=2, stats={"doing": "fetching v3"}),
@@ -80,14 +80,14 @@ def mid_run(**values: Any) -> Seen:
     return status(**(defaults | values))
 
 
-def finished() -> Seen:
+def finished() -> Snapshot:
     metrics = [step(i, 0.1 + 0.015 * i) for i in range(30)]
     last = Evaluation(version=30, greedy=0.61, sampled=0.58, n=256, final=True)
     evaluations = [*mid_run().history.evaluations, last]
     return mid_run(state="finished", step=30, metrics=metrics, evaluations=evaluations, now_s=1010.0)
 
 
-def screen(shown: Seen, width: int, height: int | None = None) -> str:
+def screen(shown: Snapshot, width: int, height: int | None = None) -> str:
     """Draw the screen for a terminal, or without `height` for a log."""
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=height is not None, record=True)
     console.print(Screen(*shown))

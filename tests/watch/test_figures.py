@@ -13,7 +13,7 @@ from shoal.watch.figures import (
     weights_tree,
 )
 
-from .support import Seen, node, status, step
+from .support import Snapshot, node, status, step
 
 
 def test_a_nodes_speed_is_the_mean_since_its_start() -> None:
@@ -21,8 +21,8 @@ def test_a_nodes_speed_is_the_mean_since_its_start() -> None:
     assert tokens_per_s(node("idle")) is None
 
 
-def eta(seen: Seen) -> float | None:
-    return eta_s(seen.status, seen.history.metrics)
+def eta(shown: Snapshot) -> float | None:
+    return eta_s(shown.status, shown.history.metrics)
 
 
 def test_the_eta_follows_the_last_steps_and_ignores_a_wrong_clock() -> None:

@@ -10,10 +10,10 @@ from shoal.protocol.history import Signal, WorkerSample
 from shoal.watch.terminal.live import LiveView
 from shoal.watch.terminal.progress import CommandProgress, FetchBar
 
-from .support import Seen, finished, mid_run, node, status, step
+from .support import Snapshot, finished, mid_run, node, status, step
 
 
-def plain_lines(*shown: Seen) -> list[str]:
+def plain_lines(*shown: Snapshot) -> list[str]:
     out = io.StringIO()
     with LiveView(Console(file=out, width=70)) as view:
         for each in shown:
@@ -58,7 +58,7 @@ def test_later_rejections_are_logged_without_the_earlier_ones() -> None:
 
 
 def test_nodes_that_join_and_leave_are_logged() -> None:
-    def at(now_s: float, seen_s: float, pid: int, evicted: bool = False) -> Seen:
+    def at(now_s: float, seen_s: float, pid: int, evicted: bool = False) -> Snapshot:
         return status(now_s=now_s, nodes=[node("w", seen_s=seen_s, evicted=evicted, stats={"pid": pid})])
 
     lines = plain_lines(
@@ -79,7 +79,7 @@ def test_nodes_that_join_and_leave_are_logged() -> None:
 
 
 def test_a_suspension_is_logged_once() -> None:
-    def at(now_s: float, left_s: float) -> Seen:
+    def at(now_s: float, left_s: float) -> Snapshot:
         why = "3 tasks expired" if left_s else ""
         return status(now_s=now_s, nodes=[node("w", seen_s=now_s, suspended_s=left_s, suspension=why)])
 
@@ -92,7 +92,7 @@ def test_a_suspension_is_logged_once() -> None:
 
 
 def test_a_drained_worker_has_left_and_is_not_silent() -> None:
-    def at(now_s: float, seen_s: float, state: str) -> Seen:
+    def at(now_s: float, seen_s: float, state: str) -> Snapshot:
         return status(now_s=now_s, nodes=[node("w", seen_s=seen_s, state=state, reason="it asked to leave")])
 
     lines = plain_lines(at(100, 100, "active"), at(101, 101, "draining"), at(102, 102, "left"), at(140, 102, "left"))
@@ -120,7 +120,7 @@ def sample(n: int, completion: str = "four") -> WorkerSample:
 
 
 def test_groups_with_equal_rewards_are_reported_with_completions_and_again_when_their_number_doubles() -> None:
-    def flat(n: int) -> Seen:
+    def flat(n: int) -> Snapshot:
         signal = Signal(groups=n, useful=0, flat=n, lowest=0.0, highest=0.0)
         return status(signal=signal, samples=[sample(n) for n in range(9)])
 
@@ -135,7 +135,7 @@ def test_groups_with_equal_rewards_are_reported_with_completions_and_again_when_
 
 
 def test_progress_of_the_current_step_is_logged_every_minute() -> None:
-    def at(now_s: float, have: int) -> Seen:
+    def at(now_s: float, have: int) -> Snapshot:
         signal = Signal(groups=2 * have, useful=have)
         return status(now_s=now_s, have=have, step=3, nodes=[], signal=signal)
 
@@ -158,7 +158,7 @@ def test_a_step_with_length_targets_reports_the_length_penalty() -> None:
 
 
 def test_grader_errors_are_reported_once_and_again_when_their_number_doubles() -> None:
-    def graded(errors: int) -> Seen:
+    def graded(errors: int) -> Snapshot:
         return status(grading={"total": 99, "recent": 99, "errors": errors, "error": "no module named numpy"})
 
     lines = plain_lines(*(graded(n) for n in (0, 1, 1, 2, 3, 4)))

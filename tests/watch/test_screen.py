@@ -8,7 +8,7 @@ import pytest
 from shoal.protocol.history import Signal
 from shoal.protocol.messages import LARGEST
 
-from .support import Seen, finished, mid_run, node, screen, status, step
+from .support import Snapshot, finished, mid_run, node, screen, status, step
 
 WIDTHS = [40, 70, 100, 160]
 
@@ -19,7 +19,7 @@ def row(text: str, name: str) -> str:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("shown", [status(), mid_run(), finished()], ids=["empty", "mid-run", "finished"])
-def test_no_line_is_wider_than_the_console(shown: Seen, width: int) -> None:
+def test_no_line_is_wider_than_the_console(shown: Snapshot, width: int) -> None:
     assert max(len(line) for line in screen(shown, width).splitlines()) <= width
 
 
@@ -105,7 +105,7 @@ def test_a_short_terminal_shows_nodes_with_problems_and_counts_the_rest() -> Non
 
 
 @pytest.mark.parametrize("shown", [mid_run(), finished()], ids=["mid-run", "finished"])
-def test_a_terminal_of_80x24_shows_the_main_figures(shown: Seen) -> None:
+def test_a_terminal_of_80x24_shows_the_main_figures(shown: Snapshot) -> None:
     text = screen(shown, 80, 24)
     assert len(text.splitlines()) <= 24
     for words in ("step ", "reward", "held-out", "next batch", "nodes (8)", "verdicts  79 accepted, 3 rejected"):
@@ -114,7 +114,7 @@ def test_a_terminal_of_80x24_shows_the_main_figures(shown: Seen) -> None:
     assert "worker-0" in text, "nodes fill the remaining lines"
 
 
-def busy(workers: int, **values: Any) -> Seen:
+def busy(workers: int, **values: Any) -> Snapshot:
     """Return a pool with two servers, whose nodes report the longest activities that honest nodes report."""
     nodes = [
         node("evaluator", "evaluator", seen_s=170.0, stats={"doing": "a version to evaluate", "waiting": True}),

@@ -5,7 +5,7 @@ import pytest
 from shoal.watch.figures import site_rows, sites_summary
 from shoal.watch.terminal.events import Events
 
-from .support import Seen, mid_run, screen, step
+from .support import Snapshot, mid_run, screen, step
 
 
 def site(name: str, *, kept: bool = True, left_out: bool = False, **figures: float) -> dict[str, float]:
@@ -17,7 +17,7 @@ TIMES = {"computed_s": 60.0, "waited_s": 30.0, "synced_s": 10.0, "sent_bytes": 6
 BOTH = site("site-0", loss=0.125, **TIMES) | site("site-1", loss=0.25, **TIMES)
 
 
-def run(*sites: dict[str, float]) -> Seen:
+def run(*sites: dict[str, float]) -> Snapshot:
     return mid_run(metrics=[step(number, 0.1) | each for number, each in enumerate(sites)])
 
 

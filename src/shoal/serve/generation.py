@@ -68,8 +68,8 @@ class Generation:
     queue: "asyncio.Queue[tuple[Generation, Piece]]" = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
-        ask, loaded = self.request, self.loaded
-        self.text = Detokenizer(loaded.tokenizer, ask.stops, loaded.eos_ids, ask.max_tokens)
+        request, loaded = self.request, self.loaded
+        self.text = Detokenizer(loaded.tokenizer, request.stops, loaded.eos_ids, request.max_tokens)
 
     @property
     def model(self) -> Any:

@@ -130,7 +130,7 @@ class ReplyVerdict:
 
 def build(generation: Generation, finish: str, text: str, messages: Sequence[Any]) -> Reply:
     """Build the reply file of a finished generation that kept its states; takes milliseconds. Raise ReplyError."""
-    ask, loaded = generation.request, generation.loaded
+    request, loaded = generation.request, generation.loaded
     if not generation.states:
         raise ReplyError("nothing was generated, so there is nothing to prove")
     hidden_TH = torch.stack(generation.states)
@@ -143,11 +143,11 @@ def build(generation: Generation, finish: str, text: str, messages: Sequence[Any
         version=loaded.offer.version,
         weights=loaded.digest,
         messages=tuple(messages),
-        prompt=ask.prompt,
-        seed=str(ask.seed),
-        temperature=ask.temperature,
-        max_tokens=ask.max_tokens,
-        stops=ask.stops,
+        prompt=request.prompt,
+        seed=str(request.seed),
+        temperature=request.temperature,
+        max_tokens=request.max_tokens,
+        stops=request.stops,
         tokens=tuple(generation.tokens),
         finish=finish,  # type: ignore[arg-type]  # pydantic checks it
         text=text,

@@ -1,4 +1,4 @@
-"""The server: listens, loads the model in the background, and follows the run's new versions.
+"""Run the server: listen, load the model in the background, and follow the run's new versions.
 
     /health  /metrics  /v1/...  and, if enabled, the chat page
 

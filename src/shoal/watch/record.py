@@ -6,7 +6,7 @@
     work.jsonl          one line per settled submission, published version and download of weights
     state.json          the response of `GET /v1/status`, the config, the work in progress
 
-Invariant: the files of metrics and evaluations always cover the whole run so far, also after a restart. If the tracker
+Invariant: the files of metrics and evaluations always cover the whole run so far, even after a restart. If the tracker
 fails, its error is reported once and it is not used again. Training and the files continue.
 Only the coordinator writes these files.
 """

@@ -4,7 +4,7 @@ Invariant: a package is imported only if its tracker is chosen. Opening a tracke
 which says what to install or set; `record` handles later failures.
 Left out: system metrics, pictures, resuming a remote run. A restart creates a new remote run and sends all steps again.
 
-    wandb         project and account come from its own settings (`wandb login`, WANDB_PROJECT, WANDB_MODE=offline)
+    wandb         project and account come from wandb's settings (`wandb login`, WANDB_PROJECT, WANDB_MODE=offline)
     tensorboard   writes curves to `tensorboard/` in the run's folder; needs neither torch nor TensorFlow
 """
 

@@ -2,9 +2,9 @@
 
     register or log in -> a new session: a random token in a cookie; its digest and a CSRF token in the database
 
-Invariant: the database holds only hashes of passwords and tokens. Each login creates a new token; a session ends by logout,
-age, or idleness. Wrong passwords are rate-limited by address and by name. A browser that has logged in before has a device
-token with its own limit, so that an attacker cannot lock its user out.
+Invariant: the database holds passwords, and the tokens of sessions and devices, only as hashes. Each login opens a new
+session. A session ends by logout, age, or idleness. Wrong passwords are rate-limited by address and by name. A browser
+that has logged in before has a device token with its own limit, so that an attacker cannot lock its user out.
 Left out: email, password recovery, second factors, deleting an account.
 """
 

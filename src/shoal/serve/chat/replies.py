@@ -109,7 +109,7 @@ class Replies:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _generation(self, user: int, loaded: LoadedModel, prompt: tuple[int, ...], form: ReplyForm) -> Generation:
-        ask = ServeRequest(
+        request = ServeRequest(
             prompt=prompt,
             seed=new_seed(),
             temperature=form.temperature,
@@ -117,7 +117,7 @@ class Replies:
             proof=True,
             caller=f"user {user}",
         )
-        return Generation(ask, loaded, asyncio.get_running_loop())
+        return Generation(request, loaded, asyncio.get_running_loop())
 
     async def _finish(
         self,
@@ -140,15 +140,15 @@ class Replies:
 
     async def _save(self, user: int, id: str, parent: str, form: ReplyForm, reply: ReplyInProgress) -> dict[str, Any]:
         generation, text = reply.generation, "".join(reply.text)
-        loaded, ask = generation.loaded, generation.request
+        loaded, request = generation.loaded, generation.request
         facts: dict[str, Any] = {
             "model": loaded.id,
             "version": loaded.offer.version,
             "weights": loaded.digest,
-            "seed": str(ask.seed),
-            "temperature": ask.temperature,
+            "seed": str(request.seed),
+            "temperature": request.temperature,
             "finish": reply.finish,
-            "prompt_tokens": len(ask.prompt),
+            "prompt_tokens": len(request.prompt),
             "tokens": len(generation.tokens),
             "seconds": round(reply.duration_s, 3),
             "target": form.target,
@@ -159,7 +159,7 @@ class Replies:
         if generation.tokens:
             try:
                 file = await self.threads.run(
-                    ask.caller,
+                    request.caller,
                     lambda: proof.build(generation, reply.finish, text, reply.messages).model_dump_json(),
                 )
             except (ReplyError, BusyError) as error:

@@ -238,7 +238,7 @@ class OpenAI:
         for prompt, limit in zip(prompts, token_limits, strict=True):
             seed = new_seed() if params.seed is None else params.seed % SEEDS
             for index in range(n):
-                ask = ServeRequest(
+                serve_request = ServeRequest(
                     prompt=prompt,
                     seed=choice_seed(seed, index),
                     temperature=1.0 if params.temperature is None else params.temperature,
@@ -250,7 +250,7 @@ class OpenAI:
                     caller=request[CALLER],
                     prompt_only=limit == 0,
                 )
-                generations.append(Generation(ask, loaded, loop))
+                generations.append(Generation(serve_request, loaded, loop))
         return generations
 
 

@@ -3,9 +3,10 @@
 Is the run learning? Is it healthy? Is anyone cheating?
 
 Invariant: each answer follows from the figures shown with it, or says that they do not suffice. No key, fingerprint or
-address appears. The page marks what a node reports about itself.
-A curve of more than MAX_POINTS points is bucketed by steps: a point is the mean of its bucket, and `low` and `high` are its
-extremes, so no spike disappears.
+address appears. The page marks text that a node reports about itself.
+
+A curve of more than MAX_POINTS steps is bucketed. A point is then the mean of its bucket, and `low` and `high` are the
+bucket's extremes, so no spike disappears.
 """
 
 import math

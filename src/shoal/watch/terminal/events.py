@@ -1,6 +1,6 @@
 """Turn the differences between successive statuses into lines for a log or a pipe.
 
-Invariant: each event is reported once. While a step is open, a progress line appears at least once a minute, by the
+Invariant: each event is reported once. While a step is open, a progress line appears at least once per minute of the
 coordinator's clock.
 """
 

@@ -176,7 +176,7 @@ export function splitThinking(text) {
   return { thinking: rest.slice(0, end.index), answer: rest.slice(end.index + end[0].length), open: false };
 }
 
-// `h` is that of dom.js; `code(lang, text)` makes a code block, `math(text, display)` a formula.
+// `h` is the function in dom.js. `code(lang, text)` makes a code block, and `math(text, display)` makes a formula.
 export function render(blocks, h, code, math) {
   const spans = (parts) =>
     parts.map((part) => {

@@ -160,7 +160,7 @@ export function nearest(xs, x) {
   return Math.abs(xs[high] - x) < Math.abs(xs[low] - x) ? high : low;
 }
 
-// The last value that is known.
+// The last known value; null if there is none.
 export function last(values) {
   for (let index = (values || []).length - 1; index >= 0; index -= 1) {
     if (values[index] !== null && values[index] !== undefined) return values[index];

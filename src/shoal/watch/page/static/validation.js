@@ -6,7 +6,7 @@ import { fetchJson } from "./run.js";
 
 const EVERY_MS = 3000;
 const STATES = [["open", "being generated"], ["uploaded", "waiting"], ["validating", "being checked"], ["accepted", "accepted"], ["rejected", "rejected"], ["expired", "missed"], ["stale", "too late"]];
-const HEADINGS = ["Submission", "Worker", "Groups", "Version", "State", "By", "Uploaded"];
+const HEADINGS = ["Submission", "Worker", "Groups", "Version", "State", "Validator", "Uploaded"];
 
 export class Validation {
   constructor(run) {
