@@ -149,7 +149,7 @@ class Store:
 
 # --- a run without a pool ---------------------------------------------------------------------------------------------
 
-GROUPS, SIZE = 5, 4  # in a step's only file
+GROUPS, SIZE = 5, 4  # groups in a step's only file, and completions in a group
 RUN = {
     "sites": {"kind": "fp64", "wait_s": 10.0},  # used if learner.sites is set
     "run": {"steps": 3},

@@ -14,7 +14,7 @@ from shoal.config.recipe import LossKind, LossSection
 from shoal.learner.loss import LossTerms, denominator, k3, policy_loss
 
 KINDS: list[LossKind] = ["grpo", "dr_grpo", "gspo", "cispo", "dppo"]
-LENGTHS = [1, 2, 5, 32, 60, 100, 100, 100]  # of the rollouts; 400 tokens in total
+LENGTHS = [1, 2, 5, 32, 60, 100, 100, 100]  # tokens of each rollout; 400 in total
 N = sum(LENGTHS)
 D = 200.0
 

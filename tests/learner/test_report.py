@@ -65,7 +65,7 @@ def test_flops_equal_those_that_pytorch_counts(kv_heads):
 
 def test_each_completion_attends_to_its_prompt_and_to_itself():
     shape = Shape(body=0, head=0, layers=2, width=8)
-    pairs = (1 + 2) + 3 + (3 + 4 + 5)  # in the prompt of 2 tokens, the completion of 1, and the completion of 3
+    pairs = (1 + 2) + 3 + (3 + 4 + 5)  # a prompt of 2 tokens, a completion of 1, and a completion of 3
     assert forward_flops(shape, 2, [1, 3]) == 4 * 2 * 8 * pairs
 
 

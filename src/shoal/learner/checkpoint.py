@@ -35,10 +35,10 @@ from shoal.learner.ranks import from_leader
 
 PROGRESS = "progress.json"
 FILES = "files.json"  # BLAKE3 of every other file
-RNG = "rng_state"  # of torch's CPU generator
+RNG = "rng_state"  # state of torch's CPU generator
 STEP = "step"  # AdamW's key in a master's optimizer state
 STEPS = "steps"  # AdamW's update count for each master; updates without a gradient do not count
-FILE_BYTES = 24 << 20  # per file; DCP copies a whole file in memory before writing it, and small copies reuse memory
+FILE_BYTES = 24 << 20  # largest file; DCP copies a whole file in memory to write it, and small copies reuse memory
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")

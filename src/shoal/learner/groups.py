@@ -53,7 +53,7 @@ class Outline:
     prompt_tokens: int
     lengths: list[int]  # tokens of each completion
     rewards: list[float]
-    turns: list[list[int]] = field(default_factory=list)  # of each completion (`model/turns`); []: all single-turn
+    turns: list[list[int]] = field(default_factory=list)  # each completion's turns (`model/turns`); []: all single-turn
     checked: bool = True  # false: the behaviour logprobs are the worker's own and are not used
 
     @cached_property
@@ -74,7 +74,7 @@ class Group:
     submission: str
     policy_version: int
     prompt: Array | Sequence[int]  # int32 (P,)
-    completions: Sequence[Array | Sequence[int]]  # int32, of each completion
+    completions: Sequence[Array | Sequence[int]]  # int32 tokens of each completion
     behaviour: Sequence[Array | Sequence[float]]  # float32 logprobs of trained tokens under the sampling version
     rewards: list[float]
     turns: list[list[int]] = field(default_factory=list)
@@ -148,10 +148,10 @@ class Fetched:
 
     groups: list[Group]
     contents: dict[str, str] = field(default_factory=dict)  # digest of the accepted file's rows, by submission
-    refused: int = 0  # older than the async level allows
-    quarantined: int = 0  # in files that break the schema
-    foreign: int = 0  # not signed by a current validator, of another run, of a future version, or incomplete
-    implausible: int = 0  # with an impossible logprob or reward
+    refused: int = 0  # groups older than the async level allows
+    quarantined: int = 0  # groups in files that break the schema
+    foreign: int = 0  # groups not signed by a current validator, of another run or a future version, or incomplete
+    implausible: int = 0  # groups with an impossible logprob or reward
 
     @property
     def left_out(self) -> str:
@@ -245,7 +245,7 @@ def implausible_value(group: Group) -> str:
 
 def _parsed(data: bytes, submission: str, config: Config, quarantine: Path) -> AcceptedFile | None:
     max_rows = max_rollouts(config)
-    longest = max(config.sampling.max_tokens, LONGEST_PROMPT)  # of a prompt or a completion
+    longest = max(config.sampling.max_tokens, LONGEST_PROMPT)  # length of a prompt or a completion
     try:
         return AcceptedFile(*accepted_columns(data, max_rows=max_rows, max_tokens=longest))
     except RolloutFileError as error:
@@ -304,8 +304,8 @@ class StepBatch:
 
     step: int
     groups: Sequence[AnyGroup]
-    fetched: Fetched = field(default_factory=lambda: Fetched([]))  # on the leader alone
-    members: Sequence[BatchGroup] = ()  # the whole batch, including groups left out; on the leader alone
+    fetched: Fetched = field(default_factory=lambda: Fetched([]))  # filled on the leader alone
+    members: Sequence[BatchGroup] = ()  # the whole batch, including groups left out; filled on the leader alone
     waited_s: float = 0.0  # time until the batch was full
     full_s: float = 0.0  # `time.monotonic()` when the batch was full
 

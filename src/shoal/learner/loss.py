@@ -40,7 +40,7 @@ class LossTerms:
     clip_low: float  # tokens without gradient because of the kind's lower clip or mask (A < 0)
     clip_high: float  # tokens without gradient because of the kind's upper clip or mask (A > 0)
     clip_delta: float  # tokens whose ratio is cut at delta (grpo, dr_grpo, gspo: where A < 0)
-    mismatch_kl: float  # sum of k3 from the behaviour policy to the current one
+    mismatch_kl: float  # k3 estimate of KL(behaviour policy, current policy)
     entropy: float  # exact if it was computed; otherwise the unbiased estimate -logp of the sampled tokens
     kl: float
 

@@ -6,7 +6,8 @@ With `learner.lora` (LoRA, arXiv 2106.09685; `model/adapters`) low-rank adapters
 published version holds the base weights, which never change, and the adapters in bf16. Workers and validators apply the
 adapters as the learner does, so all compute the same policy, and only adapters are transferred. After the last step the
 adapters are merged into the base weights, and also written for peft.
-Invariant: the learner computes with exactly what it publishes. No function here changes a weight that is its own master.
+Invariant: the learner computes with exactly the weights that it publishes. Nothing here changes a weight that is itself
+a master.
 """
 
 import json

@@ -44,7 +44,7 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.checkpoint_group = checkpoint_group  # separate: checkpoints are written while gradients are reduced
-        self.waiting_group = waiting_group  # for the leader's messages alone: the leader may wait days for a batch
+        self.waiting_group = waiting_group  # carries only the leader's messages: the leader may wait days for a batch
 
     @classmethod
     def start(cls, timeout_s: float, leader_timeout_s: float) -> "Ranks":
@@ -180,7 +180,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-RANKS_TIMEOUT_S = 1800.0  # for each collective: longer than any step or checkpoint takes
+RANKS_TIMEOUT_S = 1800.0  # limit for each collective: longer than any step or checkpoint takes
 
 
 def start_ranks(config: Config) -> tuple[Ranks, Config, DtypeName]:

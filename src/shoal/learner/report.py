@@ -176,7 +176,7 @@ def finite(figures: Mapping[str, float]) -> dict[str, float]:
 # --- signed records ------------------------------------------------------------------------------------------------------
 
 DOMAIN, CHECKPOINT = "trained", "checkpoint"
-SIGNED = "signed.json"  # in a checkpoint's folder
+SIGNED = "signed.json"  # a file in a checkpoint's folder
 CPUINFO = Path("/proc/cpuinfo")
 
 

@@ -45,7 +45,7 @@ class UpdateRows:
     """This rank's rows of one update, and totals over all ranks."""
 
     own: list[OwnRow]
-    costs: list[float]  # of all ranks' rows, in dealing order
+    costs: list[float]  # costs of all ranks' rows, in dealing order
     n_trained: int  # trained tokens of all ranks' rows
     denominator: float
 

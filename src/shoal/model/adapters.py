@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shoal.errors import ShoalError
 from shoal.model import products
 
-FIELD = "shoal_lora"  # in the model's config
+FIELD = "shoal_lora"  # a field of the model's config
 NAMES = ("lora_A", "lora_B")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

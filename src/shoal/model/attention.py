@@ -43,7 +43,7 @@ class Span:
 
     start: int
     prompt: int  # tokens, without the root
-    completions: tuple[int, ...]  # tokens of each
+    completions: tuple[int, ...]  # tokens of each completion
 
     @property
     def branches(self) -> int:

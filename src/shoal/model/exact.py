@@ -131,7 +131,7 @@ class Part:
     """Queries computed together, and the keys that they see."""
 
     queries: slice  # sequences of a decoding step, or queries of each sequence in a `QueryBatch`
-    keys: int  # how many, from the start of each sequence
+    keys: int  # number of keys, from the start of each sequence
     mask: KeyMask
 
 

@@ -251,7 +251,7 @@ class _Gradients:
         self.inputs = (hidden_NH, head_VH, bias_V)
         wants_hidden, wants_head, wants_bias, *_ = wanted
         self.hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
-        self.head_VH: Tensor | None = None  # until the first slice
+        self.head_VH: Tensor | None = None  # None until the first slice is added
         self.wants_head = wants_head
         self.bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias and bias_V is not None else None
 

@@ -74,7 +74,7 @@ class Weights:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.read_bytes = 0  # of tensor data, so far
+        self.read_bytes = 0  # bytes of tensor data read so far
         if (folder / INDEX).exists():
             self.files: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
         else:

@@ -41,7 +41,7 @@ class Tree:
 
     prompt: Ids
     completions: Sequence[Ids]
-    turns: Sequence[Turns] = ()  # of each completion; () if all are single turns
+    turns: Sequence[Turns] = ()  # each completion's turns; () if all completions are single turns
 
     def branches(self) -> Iterator[tuple[Ids, Turns]]:
         """Yield each completion with its turns."""
@@ -58,7 +58,7 @@ class Pack:
 
     tokens_T: Tensor  # int64
     positions_T: Tensor  # int64
-    predictor_N: Tensor  # int64, the position whose output predicts the token
+    predictor_N: Tensor  # int64, the position whose output predicts each target
     target_N: Tensor  # int64, the completion tokens that the model wrote
     layout: RowLayout
 

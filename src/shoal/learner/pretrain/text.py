@@ -151,7 +151,7 @@ class TokenStream:
         self.corpus, self.tokenizer, self.take = corpus, tokenizer, take or self._following
         self.first, self.share = first, share
         self.place: TextPlace | None = None  # None: before the first token of the next share
-        self.shares: int | None = None  # per epoch; None until the end of an epoch is reached
+        self.shares: int | None = None  # number of shares per epoch; None until the end of an epoch is reached
         self._tokens: list[int] | None = None  # tokens of the document at `place`
 
     def sequences(self, count: int, length: int) -> Tensor:
