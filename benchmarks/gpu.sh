@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in under ten minutes; writes benchmarks/results/gpu.json.
+# Run everything that needs a GPU, in under ten minutes. Write benchmarks/results/gpu.json.
 #
 #   make setup TORCH=cuda && benchmarks/gpu.sh
-#   benchmarks/gpu.sh --dry-run OUT    # the same steps on a CPU with the tiny model; the tests run it
+#   benchmarks/gpu.sh --dry-run OUT    # the same steps on a CPU with the tiny model; a test runs this
 #
 # SHOAL_VLLM_PYTHON=PYTHON also measures a vLLM worker. With two GPUs or more, the learner also runs on all of them.
-# A step that fails or takes too long is recorded with the end of its log; the exit status is then 1.
+# If a step fails or takes too long, the end of its log is recorded and the exit status is 1.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 BIN=${BIN:-.venv/bin}

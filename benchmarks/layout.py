@@ -1,16 +1,15 @@
-"""The package's layout in numbers: rooms, floors, imports, files, lines, fields, commands, for one tree or several.
+"""Print the package's layout in numbers: rooms, floors, imports, files, lines, fields and commands.
 
     python -m benchmarks.layout                                     this checkout
     python -m benchmarks.layout ../before/src/shoal src/shoal       two trees side by side, as a Markdown table
 
-A room is a folder or a module at the root of the package; `__init__.py` and `__main__.py` at the root are neither. Imports
-are read from the source, wherever they stand in a file. Rooms that import each other, directly or through others, have no
-order without an upward import; within such a cycle the order with the fewest is taken. A floor is a room's height: one more
-than the highest room it imports, where a cycle counts as one room.
+A room is a folder or a module at the root of the package, except `__init__.py` and `__main__.py`. Imports are read from the
+source, wherever they are in a file. A room's floor is one more than the highest floor that it imports. Rooms that import
+each other, directly or through others, are a cycle and share a floor. Upward imports in a cycle are counted in the order of
+its rooms that has the fewest.
 
-A function counts as used once if its name occurs in one other place of the package than its definition. Config fields and
-commands are read from the imported package, if this interpreter can import it. Left out: whether an import is allowed, which
-tests/test_layout.py checks.
+A function counts as used once if its name occurs in the package only once outside its definition. Config fields and commands
+are read from the imported package, if this interpreter can import it. tests/test_layout.py checks which imports are allowed.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "shoal"
-CYCLE_LIMIT = 8  # rooms; every order of a cycle is tried
+CYCLE_LIMIT = 8  # maximum rooms in a cycle, because every order is tried
 SMALL = 80  # lines
 FIELDS = """
 from benchmarks.common.machine import ROOT
@@ -61,10 +60,10 @@ def main() -> None:
 
 
 def measure(source: Path) -> dict[str, str]:
-    """Every figure of one tree by its name, in the order to print."""
+    """Return every figure of one tree by its name, in the order to print."""
     modules = read_modules(source)
     if not modules:
-        raise SystemExit(f"{source} holds no Python module; give the package's folder, such as src/{PACKAGE}")
+        raise SystemExit(f"{source} has no Python module; give the package's folder, such as src/{PACKAGE}")
     rooms = sorted({room(name) for name in modules} - {"", "__main__"})
     loose = [name for name in rooms if modules.get(name, Path()).name == f"{name}.py"]
     edges = room_imports(modules)
@@ -97,7 +96,7 @@ def measure(source: Path) -> dict[str, str]:
 
 
 def read_modules(source: Path) -> dict[str, Path]:
-    """Every module by its dotted name below the package; a package has its folder's name, the root the empty one."""
+    """Return every module by its dotted name below the package. The root's name is empty."""
     named = {}
     for path in sorted(source.rglob("*.py")):
         parts = path.relative_to(source).with_suffix("").parts
@@ -106,13 +105,13 @@ def read_modules(source: Path) -> dict[str, Path]:
 
 
 def imported_modules(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
-    """The modules of this package that a module imports; the empty name is the root."""
+    """Return the modules of this package that a module imports. The empty name is the root."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     return {_module(absolute, modules) for absolute in _imported(ast.parse(path.read_text()), package)}
 
 
 def used_once(modules: dict[str, Path]) -> int:
-    """How many functions and methods have a name that the package uses only once."""
+    """Return how many functions and methods have a name that the package uses only once."""
     trees = [ast.parse(path.read_text()) for path in modules.values()]
     words = Counter(word for path in modules.values() for word in re.findall(r"\w+", path.read_text()))
     defined = Counter(
@@ -125,7 +124,7 @@ def used_once(modules: dict[str, Path]) -> int:
 
 
 def printed(program: str, source: Path) -> str:
-    """Return what a program prints that imports the package from `source`, or a dash where it cannot run."""
+    """Run a program that imports the package from `source`. Return its output, or a dash if it cannot run."""
     if source.name != PACKAGE:
         return "–"
     environment = os.environ | {"PYTHONPATH": str(source.resolve().parent)}
@@ -138,7 +137,7 @@ def room(module: str) -> str:
 
 
 def room_imports(modules: dict[str, Path]) -> Edges:
-    """How many modules of one room import another room."""
+    """Return how many modules of one room import another room, for each pair of rooms."""
     edges: Edges = Counter()
     for name, path in modules.items():
         met = {room(other) for other in imported_modules(name, path, modules)}
@@ -147,7 +146,7 @@ def room_imports(modules: dict[str, Path]) -> Edges:
 
 
 def _imported(tree: ast.Module, package: str) -> Iterator[str]:
-    """Absolute names of everything a module imports."""
+    """Yield the absolute names of everything that a module imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -159,7 +158,7 @@ def _imported(tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def _module(absolute: str, modules: dict[str, Path]) -> str:
-    """The module of this package that an absolute name stands in; empty for other packages."""
+    """Return the module of this package that defines an absolute name, or "" for other packages."""
     parts = absolute.split(".")
     if parts[0] != PACKAGE:
         return ""
@@ -180,14 +179,14 @@ def reached(start: str, edges: Edges) -> set[str]:
 
 
 def cycles(rooms: list[str], edges: Edges) -> list[tuple[str, ...]]:
-    """Groups of rooms that import each other, directly or through others."""
+    """Return the groups of rooms that import each other, directly or through others."""
     below = {name: reached(name, edges) for name in rooms}
     groups = {tuple(other for other in rooms if other in below[name] and name in below[other]) for name in rooms}
     return sorted(group for group in groups if group)
 
 
 def upward(cycle: tuple[str, ...], edges: Edges) -> int:
-    """Imports from a lower room to a higher one, in the order of this cycle that has the fewest."""
+    """Return the number of upward imports in the order of this cycle's rooms that has the fewest."""
     if len(cycle) > CYCLE_LIMIT:
         raise SystemExit(f"a cycle of {len(cycle)} rooms has too many orders to try: {', '.join(cycle)}")
     inside = {edge: n for edge, n in edges.items() if edge[0] in cycle and edge[1] in cycle}
@@ -199,7 +198,7 @@ def upward(cycle: tuple[str, ...], edges: Edges) -> int:
 
 
 def floors(rooms: list[str], edges: Edges) -> dict[str, int]:
-    """Each room's height, from 1; the rooms of a cycle share one."""
+    """Return each room's floor, from 1. The rooms of a cycle share a floor."""
     groups = {name: cycle for cycle in cycles(rooms, edges) for name in cycle}
     heights: dict[str, int] = {}
 

@@ -1,11 +1,11 @@
-"""How many files of the package each of four stories passes through, counted while a test tells the story.
+"""Count the files of the package through which each of four stories passes, such as from a heartbeat to a task.
 
     python -m benchmarks.stories                     this checkout
     python -m benchmarks.stories --root ../before    another checkout, by this interpreter
 
-A file counts if one of its functions runs during the test, in any thread. What fixtures do first does not count. Stories
-that another process tells in part (a sandbox's child) are counted in this process alone. A story has the names that its
-test had at the commits compared in results/layout.md; the first that the checkout has counts.
+A test runs each story. A file counts if one of its functions runs during the test, in any thread of this process. Fixtures
+do not count, nor do other processes, such as a sandbox's child. A story lists the names that its test had at the commits
+compared in results/layout.md. The first name that exists in the checkout is used.
 """
 
 import argparse
@@ -38,7 +38,7 @@ STORIES = {
 
 
 class Files:
-    """A pytest plugin: the files whose functions run while a test runs."""
+    """A pytest plugin that collects the files whose functions run during a test."""
 
     def __init__(self, source: Path) -> None:
         self.source, self.files, self.counts = str(source) + os.sep, set[str](), False
@@ -60,7 +60,7 @@ class Files:
 
 
 def count(test: str, root: Path) -> int:
-    """Return the number of files that one test passes through. Raises SystemExit if it fails."""
+    """Return the number of files that one test passes through. Raise SystemExit if the test fails."""
     import pytest
 
     files = Files(root / "src" / "shoal")

@@ -1,6 +1,6 @@
 """Shared models: a tiny random llama, and the bundled SmolLM2 (converted and loaded once per session).
 
-The session-scoped models are shared by many tests: none may change their weights.
+Many tests share the session-scoped models, so no test may change their weights.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_llama(seed: int, **changed: Any) -> LlamaForCausalLM:
-    """Random weights, wide enough that attention and the prompt decide the logits (not close to uniform)."""
+    """Return a llama with random weights, wide enough that its logits depend on the prompt and are far from uniform."""
     config: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 192,
@@ -81,7 +81,7 @@ def tiny_llama(seed: int, **changed: Any) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Models this small are slower on several threads, and far slower if other processes use the cores too."""
+    """Compute on one thread. Small models are slower on several, and far slower if other processes use the cores too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -90,13 +90,13 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_tiny() -> Any:
-    """`make_tiny(seed, **config)`: a fresh random llama that a test may change."""
+    """Yield `make_tiny(seed, **config)`, which returns a fresh random llama that a test may change."""
     return tiny_llama
 
 
 @pytest.fixture(scope="session")
 def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two published versions of one tiny llama, as Hugging Face folders with a character tokenizer."""
+    """Return two published versions of one tiny llama, as Hugging Face folders with a character tokenizer."""
     parent = tmp_path_factory.mktemp("tiny")
     for seed in (0, 1):
         save_model(tiny_llama(seed), tiny_tokenizer(), parent / str(seed))
@@ -110,7 +110,7 @@ def tiny_folder(tiny_folders: tuple[Path, Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def talkative_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first of the two versions, changed to emit many end tokens, for conversations."""
+    """Return the first of the two versions, changed to emit many end tokens, for conversations."""
     return make_talkative(tiny_folder, tmp_path_factory.mktemp("talkative") / "0")
 
 
@@ -129,7 +129,7 @@ def tiny_model(tiny_folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def bundled() -> Path:
-    """SmolLM2's folder. If its package is missing, fail with an error that says what to install."""
+    """Return SmolLM2's folder. If its package is missing, fail with an error that says what to install."""
     return resolve(SMOLLM2)
 
 

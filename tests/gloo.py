@@ -12,7 +12,7 @@ LIMIT_S = 300.0
 
 
 def on_two_ranks(words: list[str], before: Callable[[int], None] | None = None) -> list[int | None]:
-    """Return the exit status of each rank. `before` is called in each process with its rank."""
+    """Run a command on two ranks and return each rank's exit status. Each process first calls `before` with its rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,6 +1,6 @@
 """Real servers that tests start: PostgreSQL, and two servers with the S3 API.
 
-A test is skipped if the program of its server is not installed. `make servers` installs all of them.
+A test is skipped if its server is not installed. `make servers` installs all servers.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def postgres_programs() -> Path:
 
 @contextlib.contextmanager
 def postgres_server() -> Iterator[str]:
-    """Start a server that never syncs to the disk. Yield the URL of its database `postgres`."""
+    """Start PostgreSQL without syncing to disk. Yield the URL of its database `postgres`."""
     if url := os.environ.get("SHOAL_TEST_POSTGRES"):  # a server that is already running
         yield url
         return
@@ -75,8 +75,8 @@ S3_KEY, S3_SECRET = "AKIASHOALTEST0001", "secretsecretsecret0001"
 def s3_server(kind: str) -> Iterator[str]:
     """Start a server with the bucket `pool`. Yield its URL.
 
-    rclone checks signatures, but ignores `if-none-match` and checksums. moto handles those as S3 does, but checks no
-    signatures. So each tests what the other cannot.
+    rclone checks signatures, but ignores `if-none-match` and checksums. moto handles those as S3 does, but does not check
+    signatures. So each is needed.
     """
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shoal[s3]'")
     here = Path(sys.executable).parent

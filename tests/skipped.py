@@ -1,11 +1,11 @@
-"""The last lines of a test run: which tests were skipped because something is missing, and how to install it."""
+"""Print at the end of a test run which tests were skipped because something is missing, and how to install it."""
 
 import re
 from collections import defaultdict
 
 import pytest
 
-# If a test is skipped because something is missing, the reason contains one of these commands, which install it.
+# If a test is skipped because something is missing, the reason contains one of these install commands.
 REMEDY = re.compile(r"make (?:sandbox|servers|browser|evm)\b|pip install .+")
 
 

@@ -1,4 +1,4 @@
-"""The files in deploy/ fit this version: metrics, commands, images; and a real nginx runs with the proxy's config."""
+"""The metrics, commands and images in deploy/ fit this version, and a real nginx runs with the proxy's config."""
 
 import json
 import re
@@ -30,7 +30,7 @@ NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The names of all metrics that a coordinator exports, including metrics without samples."""
+    """Return the names of all metrics that a coordinator exports, including metrics without samples."""
     with served(tmp_path_factory.mktemp("pool")) as pool:
         text = httpx.get(f"{pool.url}/metrics", timeout=30).text
     return {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE shoal_")}

@@ -1,4 +1,4 @@
-"""The statements of README and docs/ match the code: links, commands, paths, rooms, checks, and raw files of figures."""
+"""README and docs/ match the code and the raw files: links, commands, paths, rooms, checks and figures."""
 
 import argparse
 import importlib.util
@@ -33,7 +33,7 @@ PAGES = [
 
 README_LIMIT_BYTES = 6_000  # without comments
 RESULTS = ROOT / "benchmarks" / "results"
-RUN_FILES = {"summary.json"}  # JSON files that pages name, but that hold no raw figures
+RUN_FILES = {"summary.json"}  # JSON files named in pages that are no raw files of benchmarks
 MEASURED = pytest.mark.skipif(not RESULTS.exists(), reason="a source distribution has no benchmarks/results")
 
 
@@ -170,7 +170,7 @@ def raw_files(text: str) -> list[Path]:
 
 
 def fault(path: Path, history: list[str]) -> str | None:
-    """Return why the figures of a raw file are not from a commit of this repository; None if they are."""
+    """Return why the figures of a raw file are not from a commit of this repository, or None if they are."""
     commits = [word for named in re.findall(r'"commit": "([^"]*)"', path.read_text()) for word in named.split()]
     hashes = [word for word in commits if re.match(r"[0-9a-f]{7}", word)]
     if not hashes:
@@ -211,7 +211,7 @@ def test_current_figures_are_from_clean_commits_of_this_repository(history: list
 
 
 def value(raw: Any, path: str) -> float:
-    """Return the number at `a/b/c` in a raw file. `*` means all entries; a word before the path says how to reduce them."""
+    """Return the number at `a/b/c` in a raw file. `*` means all entries, which a word before the path reduces to one."""
     reduce, keys = path.split(" ", 1) if path.split(" ")[0] in REDUCE else ("", path)
     values = [raw]
     for key in keys.split("/"):
@@ -227,7 +227,7 @@ def value(raw: Any, path: str) -> float:
 @MEASURED
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_marked_figures_equal_their_raw_files(page: Path) -> None:
-    """Such as `8.6<!-- trl-sums.json: median measurement a/runs/*/median_step_s -->`, rounded to the digits written."""
+    """A marked figure is `8.6<!-- trl-sums.json: median measurement a/runs/*/median_step_s -->`, rounded as written."""
     for written, unit, name, path in FIGURE.findall(page.read_text()):
         measured = value(json.loads((RESULTS / name).read_text()), path) * UNITS[unit.strip()]
         digits = len(written.partition(".")[2])
@@ -262,7 +262,7 @@ def test_the_number_of_honest_submissions_equals_the_raw_files() -> None:
 @MEASURED
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_and_flags_of_benchmark_commands_exist(page: Path) -> None:
-    """Except for a reader's own folders: `$SHOAL_DATA/...`, `runs/...`, names in capitals."""
+    """A reader's own folders need not exist: `$SHOAL_DATA/...`, `runs/...`, names in capitals."""
     text = page.read_text()
     lines = [line for _, block in FENCE.findall(text) for line in block.splitlines()]
     spans = [" ".join(span.split()) for span in SPAN.findall(FENCE.sub("", text))]

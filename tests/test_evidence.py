@@ -1,4 +1,4 @@
-"""Bets pay at most 1 on average under their hypothesis and more beyond it; capital rarely grows for honest workers."""
+"""A bet pays at most 1 on average if its null hypothesis holds, and more otherwise. Honest workers' capital rarely grows."""
 
 import math
 
@@ -9,7 +9,7 @@ from shoal.evidence import FLOOR, Process, allocation, centre, frequency, share
 
 
 def test_a_frequency_bet_pays_at_most_one_on_average() -> None:
-    """The mean over both outcomes of one event is computed exactly."""
+    """The test computes the mean over both outcomes of one event exactly."""
     for chance in (0.001, 0.02, 0.5):
         for theta in (0.1, 1.0, 3.0):
             mean = (1 - chance) * math.exp(frequency(0, 1.0, chance, theta)) + chance * math.exp(
@@ -75,7 +75,7 @@ def test_bets_that_pay_0_nats_leave_the_capital_at_1() -> None:
 
 
 def test_the_capital_is_a_martingale() -> None:
-    """Computed exactly over four observations that pay 3 or 1/3, with chances that make their mean 1."""
+    """The test computes the mean exactly, over four observations that pay 3 or 1/3 with probabilities that make it 1."""
     total = 0.0
     for outcome in range(16):
         process, chance = Process(), 1.0
@@ -88,7 +88,7 @@ def test_the_capital_is_a_martingale() -> None:
 
 
 def test_honest_capital_exceeds_1_over_alpha_for_at_most_a_fraction_alpha_of_workers() -> None:
-    """Here 1 / alpha is 20, so that some of the 2,000 workers exceed it: at most 5 %."""
+    """1 / alpha is 20 in this test, so that some of the 2,000 workers exceed it: at most 5 %."""
     rng = np.random.default_rng(1)
     ever = sum(max(evidence(rng.poisson(0.5, 200), 0.5, 0.4)) >= math.log(20) for _ in range(2_000))
     assert 0 < ever <= 100

@@ -1,4 +1,4 @@
-"""The examples do what their text says: one step by hand, a learning loop, and the notebook."""
+"""The examples do what they state: one step by hand, a learning loop, and the notebook."""
 
 import json
 import os

@@ -56,7 +56,7 @@ LIBRARIES = [
 ]
 ROOT_MODULES = {"", "__main__", "errors", "evidence", "files"}
 
-SUB_ROOMS = {  # the same for the parts of a room; modules that are not listed are above them
+SUB_ROOMS = {  # what each part of a room may import; modules that are not listed may import all parts
     "shardcast": {
         "manifest": [],
         "files": ["manifest"],
@@ -78,7 +78,7 @@ SUB_ROOMS = {  # the same for the parts of a room; modules that are not listed a
 
 
 def modules() -> dict[str, Path]:
-    """Return the path of every module by its name without `shoal.`; a package has the name of its folder."""
+    """Return the path of every module by its name without `shoal.`. A package has its folder's name."""
     names = {path: path.relative_to(SRC).with_suffix("").parts for path in sorted(SRC.rglob("*.py"))}
     return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for path, parts in names.items()}
 
@@ -114,7 +114,7 @@ def own(name: str) -> set[str]:
         if parts[0] != "shoal":
             continue
         while parts[1:] and ".".join(parts[1:]) not in MODULES:
-            parts.pop()  # the last part is a name in a module
+            parts.pop()  # the last part is a name defined in a module
         result.add(".".join(parts[1:]))
     return result
 

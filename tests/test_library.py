@@ -1,4 +1,4 @@
-"""Every block of docs/library.md runs as a reader would paste it: alone, in a folder that holds its model."""
+"""Every code block of docs/library.md runs alone, as a reader would paste it, in a folder with its model."""
 
 import re
 from pathlib import Path

@@ -24,7 +24,7 @@ BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with wheel and sdist, built without network from a copy of the sources."""
+    """Return a folder with wheel and sdist, built without network access from a copy of the sources."""
     tree = tmp_path_factory.mktemp("tree")
     unwanted = shutil.ignore_patterns("__pycache__", "results")
     for name in ("src", "configs", "docs", "deploy"):
@@ -134,7 +134,9 @@ def test_an_installed_wheel_runs_from_an_empty_folder(dist: Path, tmp_path: Path
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     bin_ = venv / "bin"
     site = next(venv.glob("lib/python*/site-packages"))
-    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")  # .pth files there are not read
+    (site / "borrowed.pth").write_text(
+        sysconfig.get_path("purelib") + "\n"
+    )  # Python does not read the .pth files in that folder
     pip = [sys.executable, "-m", "pip", "--python", bin_ / "python", "install", "--no-deps", "--no-index", "--quiet"]
     subprocess.run([*pip, next(dist.glob("*.whl"))], check=True)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

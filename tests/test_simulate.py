@@ -8,7 +8,8 @@ from benchmarks.pool.simulate import pool
 
 
 def setting(**changed: Any) -> Any:
-    """One worker, one validator, one learner: a batch is one submission, 40 s to generate, 4 to check, 20 to train."""
+    """Return a pool of one worker, validator and learner. A batch is one submission: 40 s to generate, 4 to check, 20 to
+    train."""
     rig = pool.Rig(group_s=10.0, groups=4, fetch_s=5.0, load_s=1.0, upload_s=2.0)
     own = {"steps": 12, "async_level": 0, "batch": 4, "rigs": [rig], "validators": 1, "validate_s": 1.0}
     return pool.Setting(**(own | {"validate_start_s": 0.0, "train_s": 20.0, "publish_s": 3.0} | changed))
@@ -25,7 +26,7 @@ def test_at_level_0_a_step_is_the_sum_of_its_parts() -> None:
 
 @pytest.mark.parametrize(("train_s", "step_s"), [(20.0, 46.0), (90.0, 90.0)])
 def test_at_a_high_level_a_step_is_its_slowest_part(train_s: float, step_s: float) -> None:
-    """The worker continues after each verdict, so generating, uploading and checking are one part of 40 + 2 + 4 s."""
+    """The worker waits for each verdict, so generating, uploading and checking are one part of 40 + 2 + 4 s."""
     found = pool.Pool(setting(async_level=4, train_s=train_s, steps=40)).run()
     assert found.step_s == pytest.approx(step_s, abs=1.1)
 
@@ -43,7 +44,7 @@ def test_each_group_without_a_signal_costs_one_more_group() -> None:
 
 
 def test_no_group_is_older_than_the_level_allows_and_links_fetch_only_the_newest_version() -> None:
-    """Versions take longer to arrive than a step: the worker skips some, and waits for one that is young enough."""
+    """Versions take longer to arrive than a step takes. The worker skips some, and waits for one that is young enough."""
     slow = pool.Rig(group_s=1.0, groups=4, fetch_s=200.0)
     base = setting(rigs=[slow], train_s=5.0, publish_s=0.0, steps=40)
     ages = [pool.Pool(replace(base, async_level=level)).run() for level in (0, 1, 2, 4)]
@@ -53,6 +54,6 @@ def test_no_group_is_older_than_the_level_allows_and_links_fetch_only_the_newest
     assert ages[3].links > 0.9
 
 
-def test_a_pool_that_can_do_nothing_says_so() -> None:
+def test_a_pool_without_events_raises_an_error() -> None:
     with pytest.raises(RuntimeError, match="stands still at step 0"):
         pool.Pool(setting(rigs=[])).run()

@@ -1,4 +1,4 @@
-"""What `make test` prints about skipped tests, in a real pytest run."""
+"""`make test` lists skipped tests with the commands that install what they need. Checked in a real pytest run."""
 
 import os
 import subprocess

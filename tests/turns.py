@@ -20,7 +20,7 @@ MAX_TOKENS, MAX_TURNS = 48, 4
 
 
 class Echo(Environment):
-    """Answers with a number that depends on all arguments; falls silent once a turn has five or more characters."""
+    """Answer with a number that depends on all arguments. End the conversation after a turn of five or more characters."""
 
     def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
         if len(turns[-1]) >= 5:

@@ -1,4 +1,4 @@
-"""Producers without coordinator or network, on a tiny random llama; shared by tests of workers, attacks and validators."""
+"""Producers without coordinator or network, on a tiny random llama. Tests of workers, attacks and validators share them."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,8 @@ RUN, GROUPS = "test-0", 2
 
 
 def config(**sections: Any) -> Config:
-    """Sums that a character tokenizer can write, and submissions of two groups; `sections` override the rest."""
+    """Return a config for sums that a character tokenizer can write, with two groups per submission. `sections` override
+    it."""
     base: dict[str, Any] = {
         "tasks": {"heldout": 16, "prompt": "{question}="},
         "workers": {"groups_per_submission": GROUPS},
@@ -32,7 +33,7 @@ def config(**sections: Any) -> Config:
 
 @dataclass
 class FakeNode:
-    """The part of a `Node` that workers and validators use; it keeps uploads."""
+    """The part of a `Node` that workers and validators use. It keeps uploads."""
 
     identity: Identity = ALICE
     invite: Any = field(default_factory=lambda: SimpleNamespace(run=RUN))
@@ -81,20 +82,20 @@ def make_producer(
     dtype: DtypeName = "float32",
     version: int = 0,
 ) -> Any:
-    """A producer of `kind` that has loaded the weights in `folder` as `version`."""
+    """Return a producer of `kind` that has loaded the weights in `folder` as `version`."""
     producer = kind(settings, RUN, identity, TorchEngine(dtype))
     producer.load(folder, version)
     return producer
 
 
 def produced(producer: Producer, asked: Assignment) -> list[Rollout]:
-    """The rows that the producer would submit for `asked`, before they are signed."""
+    """Return the rows that the producer would submit for `asked`, before they are signed."""
     plans = producer.plan(asked)
     groups = producer.complete([producer.prompt(plan) for plan in plans], plans)
     return producer.rollouts(plans, groups)
 
 
 def signed(producer: Producer, asked: Assignment, rows: list[Rollout]) -> bytes:
-    """These rows, signed for `asked` and its prompts, even if the producer used others."""
+    """Return these rows, signed for `asked` and its prompts, even if the producer used other prompts."""
     honest = Producer.plan(producer, asked)
     return producer.sign(asked, [producer.prompt(plan) for plan in honest], rows)

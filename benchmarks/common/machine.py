@@ -1,4 +1,4 @@
-"""Where results go, and what a benchmark ran on: its command, machine and commit stand beside its figures."""
+"""Write results, with the command, machine and commit that produced them."""
 
 import json
 import math
@@ -14,16 +14,16 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 DIGITS, WIDTH = 6, 120  # digits of a number and characters of a line in raw files
-WRITTEN = [":!benchmarks/results", ":!docs"]  # files that benchmarks write; they change no code
+WRITTEN = [":!benchmarks/results", ":!docs"]  # git pathspecs that leave out what benchmarks write
 
 
 def command_line() -> str:
-    """Return the command that started this process. Absolute paths are cut to their last part."""
+    """Return the command that started this process. Shorten absolute paths to their last part."""
     return " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.orig_argv[1:])])
 
 
 def describe() -> dict[str, Any]:
-    """Return the CPU, cores, versions, commit and the measured matrix product, GFLOP/s."""
+    """Return the CPU, cores, versions, commit, and measured speed of matrix products in GFLOP/s."""
     import torch
 
     from shoal.model.dtype import measure_gflops
@@ -53,7 +53,7 @@ def commit(tree: Path = ROOT) -> str:
 
 
 def save(path: Path, result: Any) -> None:
-    """Write a raw file: JSON with numbers of DIGITS digits, and a container on one line where it fits."""
+    """Write a raw file: JSON, with numbers rounded to DIGITS digits. Lists and objects stay on one line where they fit."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_layout(_rounded(result)) + "\n")
 
@@ -85,6 +85,6 @@ def _layout(value: Any, indent: int = 0) -> str:
 
 
 def cpu_s(pid: int) -> float:
-    """Return user and system seconds of a living process and its living descendants. Linux."""
+    """Return user and system seconds of a living process and its living descendants. Linux only."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return time.clock_gettime((~pid << 3) | 2) + sum(cpu_s(int(child)) for child in children)  # clock_getcpuclockid(3)

@@ -1,1 +1,1 @@
-"""DiLoCo: sites that train apart and average now and then."""
+"""DiLoCo: sites that train separately and average their parameters now and then."""

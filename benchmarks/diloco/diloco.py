@@ -1,15 +1,15 @@
-"""DiLoCo against data-parallel training at equal tokens: a small llama on real text, many settings, one process.
+"""Compare DiLoCo with data-parallel training on equally many tokens, for a small llama on real text, in one process.
 
-    python -m benchmarks.diloco.diloco --seeds 0 1 2                 adds what benchmarks/results/diloco.json lacks
-    python -m benchmarks.diloco.diloco --table                       prints that file as a table
+    python -m benchmarks.diloco.diloco --seeds 0 1 2        run the settings missing from benchmarks/results/diloco.json
+    python -m benchmarks.diloco.diloco --table              print that file as a table
 
-Every step trains on the same `SEQUENCES` sequences in every setting: data-parallel training computes one gradient of all of
-them, and each of n sites an AdamW step on its n-th part. As in the paper, DiLoCo starts from a model that was trained
-data-parallel for a while; all sites start with its weights and moments, and so does data-parallel training.
+Each step trains on the same `SEQUENCES` sequences in every setting. Data-parallel training computes one gradient over all of
+them. With n sites, each site makes an AdamW step on 1/n of them. As in the paper, a model is first trained data-parallel
+for a while. All sites start with its weights and moments, and so does data-parallel training.
 
-The sites are simulated: they train in turn in this process, but offer, average, round and apply with the package's own code,
-and the bytes are those of its files. A ring all-reduce of float32 gradients sends 2·(n−1)/n·4 bytes per parameter and step.
-Several processes may add to one file.
+The sites are simulated: they train in turn in this process. Their offers, averages and outer steps are made by the package's
+own code, and the byte counts are the sizes of its files. A ring all-reduce of float32 gradients sends 2·(n−1)/n·4 bytes per
+parameter and step. Several processes may add to one file.
 """
 
 import argparse
@@ -64,11 +64,11 @@ GRID = [
     *(Setting(sites, 50) for sites in (8, 2, 1)),
     *(Setting(sites, steps) for steps in (500, 100) for sites in (4, 8, 2, 1)),
 ]
-EARLIER = {"fragments": 1, "delay": 0, "keep": 0.0}  # also in runs of an earlier commit
+EARLIER = {"fragments": 1, "delay": 0, "keep": 0.0}  # settings that only the runs of an earlier commit have
 
 
 def start(train_N: Tensor, seed: int) -> Trainee:
-    """Return the common start of every setting: `BEFORE` data-parallel steps."""
+    """Return the model from which every setting starts, after `BEFORE` data-parallel steps."""
     trainee = Trainee(train_N, seed, list(range(SEQUENCES)), SIZE)
     for step in range(BEFORE):
         trainee.step(step)
@@ -160,7 +160,7 @@ def add(run: dict[str, Any], train_tokens: int) -> None:
 
 
 def table() -> None:
-    """Return held-out perplexity, mean and standard deviation over seeds, and bytes per site and token."""
+    """Print held-out perplexity, mean and standard deviation over seeds, and bytes per site and token."""
     held = read()
     tokens = STEPS * SEQUENCES * SIZE.length
     for setting in GRID:

@@ -1,14 +1,14 @@
-"""Sites and their meeting under random faults: real processes, real text; and whether anything was lost or differs.
+"""Cause random faults in real processes of DiLoCo sites and their meeting. Report lost work and differing parameters.
 
     python -m benchmarks.diloco.diloco_churn --minutes 20 --out benchmarks/results/diloco_churn.json --figure churn.png
 
-Every few seconds one fault of KINDS happens, each kind in turn in a random order. Killed processes are restarted within
-ten seconds. The next fault waits until a round has every site. Text: the source of Python's standard library. Model:
-a random llama of two layers, so that faults, not training, take the time.
+Every few seconds a fault of KINDS happens. Each kind comes once, in a random order, before any is repeated. Killed
+processes are restarted within ten seconds. The next fault waits for a round with all sites. The text is the source of
+Python's standard library. The model is a random llama of two layers, so that faults, not training, take most of the time.
 
-`wrong` must be empty: no round is missing or twice, after every round each site's parameters have the meeting's digest, and
-a fault loses at most one round of work of the sites that it hit. For every killed site this counts the
-inner steps since its last round, unless the meeting had its offer.
+`wrong` must be empty. No round is missing or repeated. After every round, the digest of each site's parameters is the
+meeting's. A fault costs each site that it hits at most one round of work: for a killed site, the inner steps since its last
+round are counted, unless the meeting had its offer.
 """
 
 import argparse
@@ -107,7 +107,7 @@ class Run:
         return [name for name in self.sites if f"{name} offers for round {number}\n" in log]
 
     def look(self, name: str) -> tuple[int, int]:
-        """Note a site's digests and held-out losses. Returns its inner steps since its last round, and their round."""
+        """Record a site's digests and held-out losses. Return its inner steps since its last round, and their round."""
         since, step = 0, 0
         for each in whole_lines(self.folder / name / "metrics.jsonl"):
             step = each["step"]
@@ -209,7 +209,7 @@ def verdict(run: Run, faults: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def picture(found: dict[str, Any], sites: int, path: Path) -> None:
-    """Draw loss, faults by kind, and sites, by round."""
+    """Plot loss, faults by kind and the number of sites, over rounds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
@@ -253,7 +253,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=10.0, help="mean seconds from a fault's end to the next")
     parser.add_argument("--stop", type=float, default=60.0, help="seconds of a SIGSTOP")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True, help="the result; with --draw it is there already")
+    parser.add_argument("--out", type=Path, required=True, help="the result; with --draw, an existing one")
     parser.add_argument("--figure", type=Path, help="a PNG of the run")
     parser.add_argument("--draw", action="store_true", help="only draw the figure")
     arguments = parser.parse_args()

@@ -1,15 +1,16 @@
-"""One outer step by Shoal's meeting and by hivemind's averager, of the same tensors, in turn on one machine.
+"""Compare an outer step of Shoal's meeting with one of hivemind's averager, on the same tensors and machine.
 
     python -m benchmarks.diloco.diloco_hivemind --hivemind PYTHON --out benchmarks/results/diloco_hivemind.json
 
-PYTHON is an interpreter with hivemind 1.1.12 (`python -m venv v && v/bin/pip install hivemind==1.1.12`). hivemind is what
-OpenDiLoCo (arXiv 2407.07852) averages with; its peers here use its defaults, FP16 as in the paper, and groups of all peers.
+PYTHON is an interpreter with hivemind 1.1.12 (`python -m venv v && v/bin/pip install hivemind==1.1.12`). OpenDiLoCo
+(arXiv 2407.07852) averages with hivemind. Its peers here use its defaults, FP16 as in the paper, and one group of all peers.
 
-For each number of peers both engines are started, every peer a process of its own, and then make outer steps in turn. A
-step begins when all peers get their pseudo-gradients, which are random with known seeds, and ends when the last peer has its
-new parameters: averaged as FP16, SGD with Nesterov momentum. Counted per step: seconds; CPU seconds of all processes of the
-engine; bytes over loopback, in a network namespace that holds nothing else; the largest difference between the average that
-a peer used and the true one; and whether all peers hold the same bits. Needs root on Linux and iproute2.
+For each number of peers, both engines start, each peer in its own process, and make outer steps in turn. A step begins when
+all peers get their pseudo-gradients, which are random with known seeds. The average travels as FP16 and is applied by SGD
+with Nesterov momentum. The step ends when the last peer has its new parameters. Recorded for each step: seconds, CPU
+seconds of all processes of the engine, bytes over loopback (in a network namespace with nothing else), the largest
+difference between the average that a peer used and the true one, and whether all peers' parameters are bitwise equal. Needs
+root on Linux and iproute2.
 """
 
 import argparse
@@ -78,7 +79,7 @@ class Engine:
         }
 
     def cpu_s(self) -> float:
-        """Return CPU seconds of all its processes so far."""
+        """Return the CPU seconds of all of this engine's processes so far."""
         result = 0.0
         for process in self.processes:
             own = psutil.Process(process.pid)
@@ -100,7 +101,7 @@ def say(process: Any, word: str) -> None:
 
 
 def answer(process: Any) -> dict[str, Any]:
-    """Return the process's next JSON line; hivemind prints other lines, too."""
+    """Return the process's next JSON line. Skip other lines, which hivemind prints."""
     for line in process.stdout:
         if line.startswith("{"):
             result: dict[str, Any] = json.loads(line)
@@ -114,7 +115,7 @@ def loopback_bytes() -> int:
 
 
 def idle_bytes(seconds: float) -> float:
-    """Return bytes a second while the engines are idle."""
+    """Return the bytes per second over loopback while the engines are idle."""
     before = loopback_bytes()
     time.sleep(seconds)
     return round((loopback_bytes() - before) / seconds)
@@ -133,8 +134,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hivemind", required=True, help="a Python with hivemind")
     parser.add_argument("--peers", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--steps", type=int, default=8, help="of each engine, after one that does not count")
-    parser.add_argument("--matrices", type=int, default=16, help=f"of {SIDE} x {SIDE} numbers")
+    parser.add_argument("--steps", type=int, default=8, help="steps of each engine, after one that is not counted")
+    parser.add_argument("--matrices", type=int, default=16, help=f"matrices of {SIDE} x {SIDE} numbers")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     if os.environ.get("APART") != "1":  # restart in a network namespace with a loopback of its own

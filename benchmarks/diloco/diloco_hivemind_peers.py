@@ -1,8 +1,8 @@
 """The processes of `diloco_hivemind`: the meeting, its sites, and hivemind's peers.
 
 A peer reads a step's number from standard input, prepares its pseudo-gradient and prints a line. After the next input
-line it makes the outer step and prints what it used. `diloco_hivemind` starts each as `ROLE FOLDER-OR-ADDRESS NUMBERS`;
-hivemind's peers run in an interpreter that has no Shoal.
+line it makes the outer step and prints the average that it used. `diloco_hivemind` starts each peer as
+`ROLE FOLDER-OR-ADDRESS NUMBERS`. hivemind's peers run in an interpreter without Shoal.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ def shapes(count: int) -> dict[str, tuple[int, ...]]:
 
 
 def changes(step: int, peer: int, count: int) -> Any:
-    """A peer's pseudo-gradient in a step: one vector."""
+    """Return a peer's pseudo-gradient in a step, as one vector."""
     import torch
 
     return torch.randn(count * SIDE * SIDE, generator=torch.Generator().manual_seed(1000 * step + peer)) * 0.01

@@ -1,7 +1,7 @@
-"""What the benchmarks of DiLoCo train: a small llama on the source of Python's standard library.
+"""The model and text of the DiLoCo benchmarks: a small llama and the source of Python's standard library.
 
-The text is the standard library as installed here (PSF licence), without its tests. A tenth of its files is held out. The
-weights and the optimizer are float32; products run in bfloat16 (`torch.autocast`) where `Size.autocast` says so.
+The text is the standard library as installed here (PSF licence), without its tests. A tenth of its files is held out.
+Weights and optimizer state are float32. Products run in bfloat16 (`torch.autocast`) if `Size.autocast` is set.
 """
 
 import copy
@@ -41,7 +41,7 @@ class Size:
 
 
 def text(size: Size) -> tuple[str, str]:
-    """Return the training and the held-out text: files in the order of their names' hashes."""
+    """Return the training text and the held-out text. The hash of a file's name determines its place."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in library.rglob("*.py") if not {"site-packages", "test", "tests"} & set(path.parts)]
     files.sort(key=lambda path: sha256(str(path.relative_to(library)).encode()).digest())
@@ -52,7 +52,7 @@ def text(size: Size) -> tuple[str, str]:
 
 
 def tokens(size: Size) -> tuple[Tensor, Tensor]:
-    """Return token ids to train on and held out, by a byte-level BPE trained on the first part of the text."""
+    """Return token ids for training and held-out token ids. The byte-level BPE is trained on the start of the text."""
     train, held = text(size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -82,7 +82,7 @@ def model(seed: int, size: Size) -> Any:
 
 
 class Trainee:
-    """A model, its AdamW, and windows of the text chosen by the draws `numbers`."""
+    """A model and its AdamW. The random draws `numbers` choose its windows of the text."""
 
     def __init__(self, train_N: Tensor, seed: int, numbers: list[int], size: Size) -> None:
         self.model, self.train_N, self.seed, self.numbers, self.size = model(seed, size), train_N, seed, numbers, size
@@ -106,9 +106,9 @@ class Trainee:
 
 
 class Trainees:
-    """`count` copies of a trainee, its weights and its moments. Each trains on its share of the draws, all in one pass.
+    """`count` copies of a trainee: its weights and moments. Each copy trains on its share of the draws.
 
-    Letter S: sites. One pass (`torch.func.vmap`) takes two thirds of the time of separate passes.
+    One pass (`torch.func.vmap`) computes all copies, in two thirds of the time of separate passes. Letter S: sites.
     """
 
     def __init__(self, first: Trainee, count: int) -> None:
@@ -122,7 +122,7 @@ class Trainees:
                 name: torch.stack([value] * count) if value.dim() else value.clone() for name, value in state.items()
             }
         self.network = copy.deepcopy(first.model)
-        self.network.set_attn_implementation("eager")  # vmap and autocast give the fused one unequal dtypes
+        self.network.set_attn_implementation("eager")  # vmap and autocast give fused attention unequal dtypes
 
     def step(self, step: int) -> None:
         ids_BT = torch.cat([self.first.window(step, number) for number in self.first.numbers])

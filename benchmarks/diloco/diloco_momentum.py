@@ -1,13 +1,14 @@
-"""Why many short rounds with the papers' outer momentum overshoot: one small llama, sites simulated in turn.
+"""Show why many short rounds overshoot with the papers' outer momentum: one small llama, sites simulated in turn.
 
     python -m benchmarks.diloco.diloco_momentum --steps 400 --seeds 0 1 --out benchmarks/results/diloco_momentum.json
 
-For each H (inner steps), outer momentum μ, outer rate η and inner rate it records, per round: the cosine of the average
-pseudo-gradient with the one of the round before, its norm, the length of the outer step over that norm (`gain`), and, every
-50 steps, the held-out loss of the agreed parameters. `warmup` raises μ linearly from 0 over that many rounds.
+A setting is a number of inner steps H, an outer momentum μ, an outer learning rate η and an inner learning rate. For each
+round it records the cosine of the average pseudo-gradient with that of the previous round, its norm, and the length of the
+outer step divided by that norm (`gain`). Every 50 steps it records the held-out loss of the agreed parameters. `warmup`
+raises μ linearly from 0 over that many rounds.
 
-Nesterov momentum makes a step of η(1 + μ + … ) of the pseudo-gradient in a constant direction: its gain tends to η/(1 − μ),
-7 for 0.7 and 0.9, and is η(1 + μ) = 1.33 in the first round, and stays near it while directions differ.
+With Nesterov momentum, the gain of the first round is η(1 + μ) = 1.33 for η = 0.7 and μ = 0.9. It stays near that while
+directions differ. In a constant direction it tends to η/(1 − μ) = 7.
 """
 
 import argparse
@@ -34,7 +35,7 @@ class Setting:
     inner_steps: int
     momentum: float
     lr: float = 0.7
-    inner_scale: float = 1.0  # of the inner learning rate
+    inner_scale: float = 1.0  # factor of the inner learning rate
     warmup: int = 0  # rounds
 
 

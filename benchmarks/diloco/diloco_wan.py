@@ -1,16 +1,16 @@
-"""Share of the time that two sites compute, over an emulated wide-area network: DiLoCo.
+"""Measure for what share of the time two DiLoCo sites compute, over an emulated wide-area network.
 
     python -m benchmarks.diloco.diloco_wan --repeats 2 --out benchmarks/results/diloco_wan.json
 
-Two sites and the meeting in network namespaces of their own, 100 Mb/s each way and a round trip of 50 ms between any two
+Two sites and the meeting each have a network namespace, with 100 Mb/s each way and a round trip of 50 ms between any two
 (`weights/wan/network.py`). All are real processes with one thread each: `shoal pool meet` and `shoal pretrain --join`. The
-model is a small llama with new weights; the text is Python's standard library. The raw file's figures of data-parallel
-training are from an earlier commit, which had it.
+model is a small llama with new weights. The text is Python's standard library. The raw file's figures for data-parallel
+training come from an earlier commit, which still had it.
 
-`compute` is what the sites measured themselves (`computed_s` / `elapsed_s` of metrics.jsonl) after the first round.
-Encoding and the outer step count as not computing.
+`compute` is `computed_s` / `elapsed_s` in the sites' metrics.jsonl after the first round. Encoding and the outer step do not
+count as computing.
 `busiest_Mbps` is the maximum rate of the meeting's link in one direction over a second, with IP headers.
-`late` in `stats`: packets that the emulator delivered more than 5 ms late for lack of CPU.
+`late` in `stats` counts packets that the emulator delivered more than 5 ms late because the CPU was busy.
 Needs root on Linux, gcc and iproute2.
 """
 
@@ -104,7 +104,7 @@ def share(first: dict[str, Any], last: dict[str, Any]) -> float:
 
 
 def other_s(first: dict[str, Any], last: dict[str, Any]) -> float:
-    """Return seconds per round of encoding, decoding, the outer step and files."""
+    """Return the seconds per round spent on encoding, decoding, the outer step and files."""
     elapsed, computed, waited = (per(first, last, name, "round") for name in ("elapsed_s", "computed_s", "waited_s"))
     return elapsed - computed - waited
 
@@ -114,7 +114,7 @@ def step_s(lines: list[dict[str, Any]]) -> float:
 
 
 def watch(network: Network, node: str, done: Callable[[], bool], folder: Path) -> list[tuple[float, int, int]]:
-    """(seconds, bytes received, bytes sent) of `node`, until `done`."""
+    """Record (seconds, bytes received, bytes sent) of `node` until `done` returns true."""
     course, began_s = [], time.monotonic()
     while not done():
         if time.monotonic() - began_s > LONGEST_S:
@@ -126,7 +126,7 @@ def watch(network: Network, node: str, done: Callable[[], bool], folder: Path) -
 
 
 def busiest(course: list[tuple[float, int, int]]) -> float:
-    """Return the maximum that passed one way in a second, Mb/s."""
+    """Return the maximum rate in one direction over a second, in Mb/s."""
     most, first = 0.0, 0
     for at_s, *counted in course:
         while at_s - course[first][0] > 1.0:

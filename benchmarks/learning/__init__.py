@@ -1,1 +1,1 @@
-"""What is learned: whole runs, and how age, limits and precision change learning."""
+"""What runs learn, and how the age of rollouts, length limits and precision change it."""

@@ -1,11 +1,11 @@
-"""Thinking budgets in recorded runs of configs/target-short.toml and target-long.toml. Runs nothing.
+"""Plot thinking budgets in recorded runs of configs/target-short.toml and target-long.toml. Runs nothing.
 
     python -m benchmarks.learning.runs target-short --finished runs/target-short-0 runs/target-short-1 runs/target-short-2
     python -m benchmarks.learning.runs target-long --finished runs/target-long-0 runs/target-long-1 runs/target-long-2
     python -m benchmarks.learning.budgets
 
-Prints a table and draws docs/images/budgets.png: task reward and length penalty over steps, as in INTELLECT-2's report
-(arXiv 2505.07291, section 4), and the length of completions for each target, in the first and last steps.
+Prints a table and draws docs/images/budgets.png. Both show task reward and length penalty over steps, as in INTELLECT-2's
+report (arXiv 2505.07291, section 4), and the length of completions for each target in the first and last steps.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from matplotlib import pyplot
 from benchmarks.common.machine import IMAGES, RESULTS
 
 FIRST, LAST = slice(10), slice(-10, None)  # steps that count as the run's beginning and end
-SMOOTH = 5  # steps whose mean a curve shows
+SMOOTH = 5  # each point of a curve is the mean of this many steps
 COLOURS = {"target-short": "#1f6fb4", "target-long": "#d1495b"}
 
-Metrics = dict[str, list[float | None]]  # of one run: a value per step; None where a step had no group of that target
+Metrics = dict[str, list[float | None]]  # a run's values per step; None if a step had no group with that target
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def over(run: Metrics, name: str, steps: slice) -> float:
 
 
 def table(runs: dict[str, list[Metrics]]) -> str:
-    """Return Markdown tables: every run's beginning and end, and mean lengths by target over all runs of a config."""
+    """Return two Markdown tables: each run's first and last steps, and each config's mean lengths by target."""
     lines = ["| run | task reward | length penalty |", "| --- | --- | --- |"]
     for label, of in runs.items():
         for seed, run in enumerate(of):

@@ -1,18 +1,18 @@
-"""Where to bound k3: the effect of one token that the policy has abandoned on an update, for several bounds.
+"""Compare bounds on the KL estimator k3: how does one token that the policy has abandoned change an update?
 
     python -m benchmarks.learning.kl_bound [--seeds 20]
 
-The policy is a table of softmax rows, whose logits are the reference's plus a drift. Tokens are drawn from it, with
-advantages of 1 and -1. Each batch has one planted token whose logprob under the policy is `outlier` nats below the
-reference's, as after many updates against it. The batch's gradient is clipped to the recipe's norm. For each bound:
+The policy is a table of softmax rows. Its logits are the reference's plus a random drift. Tokens are drawn from the policy,
+with advantages of 1 and -1. Each batch has one planted token, whose logprob under the policy is `outlier` nats below the
+reference's, as after many updates against it. The batch's gradient is clipped to the recipe's norm. Measured for each bound:
 
-    share     norm of that token's own gradient over that of all others together
-    progress  the share of the other tokens' progress that is left (1: all)
-    pull      whether the update makes the token likelier again
+    share     norm of the planted token's gradient, divided by that of all other tokens together
+    progress  the share of the other tokens' progress that remains (1: all of it)
+    pull      whether the update makes the planted token more likely again
     kept      cosine of the KL gradient without the planted token to that of the unbounded estimator
 
 `tangent` replaces the exponential by its tangent above that many nats. `verl` clips the difference to 20 and the value to
-10, as that library does, so the gradient is zero beyond. Writes benchmarks/results/kl_bound.json.
+10, as that library does, so the gradient beyond is zero. Writes benchmarks/results/kl_bound.json.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.common.machine import RESULTS, commit, save
 
-ROWS, VOCABULARY, DRIFT = 64, 256, 1.0  # the drift: std of a logit's change, in nats
+ROWS, VOCABULARY, DRIFT = 64, 256, 1.0  # the drift is the std of a logit's change, in nats
 GRAD_CLIP = 0.1
 BETAS = (0.001, 0.04)
 OUTLIERS = (8.0, 15.0)

@@ -1,8 +1,8 @@
-"""How much of a LoRA learner's gain is in the published version: with separate adapters, and merged into bf16.
+"""Measure how much of a LoRA learner's gain the published version keeps: with separate adapters, and merged into bf16.
 
     python -m benchmarks.learning.lora_gain --out benchmarks/results/lora_gain.json
 
-Gain: the advantage-weighted logprobs of the batch, before and after a few updates. "apart" is the published form;
+The gain is the change of the batch's advantage-weighted logprobs over a few updates. "apart" is the published form.
 "merged" rounds weight + adapter to bf16, as a plain bf16 model does.
 """
 

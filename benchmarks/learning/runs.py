@@ -1,12 +1,12 @@
-"""Whole runs of a config: accuracy before and after, verdicts, time and memory of each.
+"""Run a config and record, for each run, accuracy before and after, verdicts, time and memory.
 
     python -m benchmarks.learning.runs quickstart --seeds 0 1 2
-    python -m benchmarks.learning.runs tiny --cheats           one run for each lie, each with a worker that tells it
-    python -m benchmarks.learning.runs functions --finished runs/functions-0    record runs of `shoal run`; run nothing
-    python -m benchmarks.learning.runs quickstart --plot    docs/images/quickstart.png from the results; run nothing
+    python -m benchmarks.learning.runs tiny --cheats           one run per lie, with one worker that tells it
+    python -m benchmarks.learning.runs functions --finished runs/functions-0    record finished runs; run nothing
+    python -m benchmarks.learning.runs quickstart --plot    draw docs/images/quickstart.png from the results; run nothing
 
-Writes benchmarks/results/<label>.json (machine, command, every summary, the curves) and prints a table. Unknown arguments
-are passed on to `shoal run` (`--set model.dtype=float32`).
+Writes benchmarks/results/<label>.json (machine, command, every summary, the curves) and prints a table. `--set KEY=VALUE` is
+passed on to `shoal run`.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from shoal.protocol.messages import Evaluation
 from shoal.watch.plot import draw_curve
 from shoal.watch.summary import read_legs
 
-# What tables, pictures and other benchmarks read. A run's own metrics.jsonl has more.
+# Metrics that tables, pictures and other benchmarks read. A run's own metrics.jsonl has more.
 KEPT = re.compile(
     r"time_s|(reward|score|length_penalty)/mean|reward/zero_std_frac|completion/length_mean|optim/grad_norm|"
     r"policy/(entropy|mismatch_kl)|async/staleness_mean|perf/(tokens|busy_s|waiting_s)|length/\d+/mean"
@@ -77,7 +77,7 @@ def one_run(config: str, seed: int, cheat: str, more: list[str]) -> dict[str, An
 
 
 def record(folder: Path, cheat: str) -> dict[str, Any]:
-    """Return a finished run's summary without the config, and the series of the metrics in KEPT, a value per step."""
+    """Return a finished run's summary without the config, and one value per step of each metric in KEPT."""
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     summary["dtype"] = summary.pop("config")["model"]["dtype"]
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -89,7 +89,7 @@ def record(folder: Path, cheat: str) -> dict[str, Any]:
 
 
 def plot(label: str) -> None:
-    """Draw docs/images/<label>.png: the curve of the first run in the results file."""
+    """Draw the curve of the results file's first run into docs/images/<label>.png."""
     run = json.loads((RESULTS / f"{label}.json").read_text())["runs"][0]
     evaluations = [
         Evaluation(version=0, final=False, **run["heldout_before"]),
@@ -100,7 +100,7 @@ def plot(label: str) -> None:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Return a Markdown row for each run; in brackets what `shoal run` estimated before it started."""
+    """Return a Markdown row for each run. The estimates that `shoal run` made before it started are in brackets."""
     return "\n".join(
         f"| {run['cheat'] or 'seed ' + str(run['seed'])} "
         f"| {run['heldout_before']['sampled']:.2f} → {run['heldout_after']['sampled']:.2f} "

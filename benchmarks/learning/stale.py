@@ -1,13 +1,13 @@
-"""The effect of delta: two-sided clipping against PPO's one-sided clip, on data many updates old.
+"""Compare two-sided clipping (delta) with PPO's one-sided clip, on data that is many updates old.
 
     OMP_NUM_THREADS=1 python -m benchmarks.learning.stale [--seeds 3] [--updates 80] [--age 16] [--lr 2e-4] [--label NAME]
 
 Trains `bundled:tiny` on sums in one process, once with delta = 4 and once with a delta that is never reached, from the same
-weights and tasks. Each update's rollouts are sampled by the policy of `age` updates before (the first `age` updates use the
-first policy's first batch). 16 is async level 2 at the recipe's 8 updates per step. Each update also computes the gradient
-of the other arm's loss at the same weights and data, so the two losses are compared independently of each run's progress.
-Writes benchmarks/results/stale.json and docs/images/stale.png, and prints a table. Rewards are those of the rollouts that
-the policy of that update samples.
+weights and tasks. Each update's rollouts are sampled by the policy of `age` updates before. The first `age` updates use the
+first policy's first batch. An age of 16 is async level 2 at the recipe's 8 updates per step. Each update also computes the
+gradient of the other arm's loss at the same weights and data, so the two losses are compared independently of each run's
+progress. An update's reward is that of fresh samples of its policy. Writes benchmarks/results/stale.json and
+docs/images/stale.png, and prints a table.
 """
 
 import argparse
@@ -41,7 +41,7 @@ TASKS = load(ROOT / "configs" / "tiny.toml").tasks
 PROMPTS, GROUP, MAX_TOKENS = 16, 8, 6
 ARMS = {"delta 4": 4.0, "delta off": 1e9}
 BEYOND = 4.0  # a larger ratio counts as huge, in both arms
-PLOTTED = {  # of each update
+PLOTTED = {  # figures of an update, and their titles
     "grad_norm": "gradient norm, before clipping",
     "beyond": f"tokens with A < 0, ratio > {BEYOND:.0f}",
     "reward": "reward of fresh samples",
@@ -105,7 +105,7 @@ def run(seed: int, delta: float, age: int, lr: float, n_updates: int) -> list[di
     updates: list[dict[str, float]] = []
     for update in range(n_updates):
         fresh = sample(engine, policy, draw, seed, update)
-        if len(fresh.behaviour_N):  # otherwise the online filter kept nothing, and the queued data is used
+        if len(fresh.behaviour_N):  # empty if the online filter kept nothing; then only queued data is trained on
             waiting.append(fresh)
         if not waiting:
             return updates
@@ -171,7 +171,7 @@ def train(policy: Policy, stored: Stored, loss: LossSection) -> dict[str, float]
 
 
 def figures(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Return gradient norms, and the reward over the last quarter of the updates, of one or several runs."""
+    """Return gradient norms, and the reward over the last quarter of the updates, over one or several runs."""
     norms = [update["grad_norm"] for update in updates]
     median = statistics.median(norms)
     late = 0.75 * max(update["update"] for update in updates)
@@ -190,7 +190,7 @@ def figures(updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 def same_weights(updates: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """Compare, per update, the gradient norm without delta to that with delta at the same weights and data."""
+    """Return by how much the gradient norm is larger without delta, per update at the same weights and data."""
     factors = []
     for arm in updates:
         for update in updates[arm]:

@@ -1,1 +1,1 @@
-"""Pools of many machines: failures, load, simulation, and the pages and servers of a pool."""
+"""Pools of many machines: failures, load and simulation. Also the web pages and `shoal serve`."""

@@ -1,10 +1,10 @@
-"""Take the pictures of pages in docs/images, in Chromium, from a run's folder.
+"""Take the screenshots in docs/images, in Chromium, from a run's folder.
 
     python -m benchmarks.pool.page_pictures RUN                      docs/images/dashboard*.png
-    python -m benchmarks.pool.page_pictures RUN --chat "QUESTION"    docs/images/chat-compare.png: two of its versions
-    python -m benchmarks.pool.page_pictures RUN --dark --phone --out DIR    the same, dark and on a phone
+    python -m benchmarks.pool.page_pictures RUN --chat "QUESTION"    docs/images/chat-compare.png: two of the run's versions
+    python -m benchmarks.pool.page_pictures RUN --dark --phone --out DIR    the dashboard, dark and on a phone
 
-RUN is a finished run, for the dashboard one with a cheating worker (`benchmarks/trust/byzantine.py`).
+RUN is a finished run. For the dashboard, use one with a cheating worker (`benchmarks/trust/byzantine.py`).
 Look at the pictures before you commit them. Needs `make browser`.
 """
 
@@ -54,7 +54,7 @@ def dashboard(browser: Any, url: str, view: str, look: dict[str, Any], out: Path
     page = browser.new_page(**look)
     page.goto(f"{url}/#{view}")
     page.wait_for_selector("#view section")
-    page.wait_for_timeout(1500)  # the last answers
+    page.wait_for_timeout(1500)  # until the last responses are shown
     height = page.evaluate("document.querySelector('main').getBoundingClientRect().bottom")
     clip = {"x": 0, "y": 0, "width": look["viewport"]["width"], "height": min(height, 1200)}
     page.screenshot(

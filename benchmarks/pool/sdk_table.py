@@ -1,11 +1,11 @@
-"""A table of what works when clients of OpenAI's API use a live `shoal serve`.
+"""Tabulate which features work when clients of OpenAI's API use a live `shoal serve`.
 
-    python -m benchmarks.pool.sdk_table                      makes temporary environments for the clients: minutes
-    python -m benchmarks.pool.sdk_table --environments DIR   makes them in DIR, or reuses those in it
+    python -m benchmarks.pool.sdk_table                      makes temporary environments for the clients (minutes)
+    python -m benchmarks.pool.sdk_table --environments DIR   makes missing environments in DIR and reuses the others
 
 The server is a process with the bundled SmolLM2. A feature works if the client accepts the response and its content is
-right. Each client runs in its own process and environment, because they need different versions of `openai`.
-Left out: features that a client cannot request, marked "-".
+right. Each client runs in its own process and environment, because clients need different versions of `openai`.
+"-" marks a feature that a client cannot request.
 """
 
 import argparse
@@ -192,11 +192,13 @@ const checks = {
     return false;
   },
 };
-const found = {};
+const results = {};
 for (const [name, check] of Object.entries(checks)) {
-  try { found[name] = (await check()) ? 'yes' : 'wrong answer'; } catch (error) { found[name] = `${error}`.slice(0, 300); }
+  try {
+    results[name] = (await check()) ? 'yes' : 'wrong answer';
+  } catch (error) { results[name] = `${error}`.slice(0, 300); }
 }
-console.log(JSON.stringify(found));
+console.log(JSON.stringify(results));
 """
 CLIENTS: dict[str, tuple[str, Callable[[str], Checks]]] = {
     "openai": ("openai", with_openai),
@@ -211,7 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--environments", type=Path)
     parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--client", nargs=2, metavar=("NAME", "URL"), help=argparse.SUPPRESS)  # of this script itself
+    parser.add_argument("--client", nargs=2, metavar=("NAME", "URL"), help=argparse.SUPPRESS)  # for internal use
     arguments = parser.parse_args()
     if arguments.client:
         name, url = arguments.client
@@ -243,7 +245,7 @@ def worked(check: Callable[[], bool]) -> str:
 
 
 def installed(folder: Path) -> dict[str, str]:
-    """Return the clients' versions in these environments. Make missing environments first."""
+    """Make missing environments. Return the clients' versions."""
     figures = {}
     for name, (packages, _) in CLIENTS.items():
         python = folder / name / "bin" / "python"
@@ -264,7 +266,7 @@ def installed(folder: Path) -> dict[str, str]:
 
 
 def served(folder: Path) -> tuple[subprocess.Popen[str], str]:
-    """Start a server of the bundled model; return it and the API's address."""
+    """Start a server of the bundled model. Return its process and the API's address."""
     from shoal.model.sources import SMOLLM2, resolve
 
     shutil.copytree(resolve(SMOLLM2), folder / MODEL)

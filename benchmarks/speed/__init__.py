@@ -1,1 +1,1 @@
-"""How fast each part is, alone and against other systems."""
+"""How fast each part is, alone and compared with other systems."""

@@ -1,10 +1,10 @@
-"""This tree against another one, interleaved: whole runs of a config, and SHARDCAST over loopback.
+"""Compare this tree's speed with that of another commit: whole runs of a config, and SHARDCAST over loopback.
 
     git worktree add ../before COMMIT
     python -m benchmarks.speed.against_commit ../before --rounds 3 [--jobs tiny quickstart shardcast]
 
-Each round runs every job once with each tree's sources, the order turning from round to round, so that both meet the same
-state of the machine. Writes benchmarks/results/against_commit.json (machine, commits, every figure) and prints each
+Each round runs every job once with each tree's sources. The order of the trees alternates between rounds, so that both meet
+the same state of the machine. Writes benchmarks/results/against_commit.json (machine, commits, every figure) and prints each
 figure's median per tree and the median of the rounds' ratios.
 """
 
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def swarm(config: str) -> Callable[[Path, int], Figures]:
-    """A job that runs a config with the round's number as seed."""
+    """Return a job that runs a config with the round's number as seed."""
 
     def run(tree: Path, seed: int) -> Figures:
         with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +81,7 @@ def swarm(config: str) -> Callable[[Path, int], Figures]:
 
 
 def shardcast(tree: Path, seed: int) -> Figures:
-    """A file of 512 MiB from an origin to one client: wall seconds of the fetch, CPU seconds of either process."""
+    """Send 512 MiB from an origin to one client. Return wall seconds of the fetch and CPU seconds of each process."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "model").mkdir()

@@ -1,9 +1,9 @@
-"""Does asynchrony pay? The tiny run at async level 2 against 0 (synchronous), in turns on the same machine.
+"""Measure whether asynchrony pays: the tiny run at async level 2 and at 0 (synchronous), in turns on the same machine.
 
     python -m benchmarks.speed.asynchrony [--pairs 3] [--config tiny]
 
-Writes benchmarks/results/asynchrony.json. Time counts from the first trained step to the last, so that loading does not.
-At level 0 nothing overlaps, so `shoal run` gives each phase all cores (cores.share_threads): the peer is not held back.
+Writes benchmarks/results/asynchrony.json. Time counts from the first trained step to the last, so loading is excluded. At
+level 0 nothing overlaps. `shoal run` then gives each phase all cores (cores.share_threads), so the comparison is fair.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def figures(run: dict[str, Any]) -> dict[str, float]:
-    """Return the trained tokens a second and the learner's waiting share, between the first and the last step."""
+    """Return trained tokens per second and the share of time that the learner waits, from the first step to the last."""
     metrics = run["metrics"]
     seconds = metrics["time_s"][-1] - metrics["time_s"][0]
     waiting, busy, tokens = (sum(metrics[f"perf/{name}"][1:]) for name in ("waiting_s", "busy_s", "tokens"))

@@ -1,13 +1,13 @@
-"""How fast the learner, a worker and the validator compute on a device: the parts of `benchmarks/gpu.sh`.
+"""Measure how fast the learner, a worker and the validator compute on a device. `benchmarks/gpu.sh` runs this.
 
     python -m benchmarks.speed.device learner worker validator --device cuda --out parts.json
     torchrun --nproc-per-node 2 -m benchmarks.speed.device learner --device cuda --out ranks.json     FSDP2 over NCCL
 
     learner    one update of `--rows` rows of `--row-tokens` random tokens: tokens/s, MFU, peak memory of the device
-    worker     `--sequences` completions of `--tokens` tokens: the torch engine, and vLLM if SHOAL_VLLM_PYTHON is set
-    validator  one honest submission of `--config`: every check, completion tokens/s
+    worker     `--sequences` completions of `--tokens` tokens, by the torch engine, and by vLLM if SHOAL_VLLM_PYTHON is set
+    validator  every check of one honest submission of `--config`: completion tokens/s
 
-Medians of `--repeats` after a warm-up. MFU is against the device's own measured matrix product.
+Figures are medians of `--repeats` after a warm-up. MFU is relative to the device's own measured matrix product.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def worker(arguments: argparse.Namespace, dtype: DtypeName, ranks: Ranks) -> dic
 
 
 def generate(engine: Engine, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    """Completions of a fixed length with seeded sampling and hidden states; prompts in groups."""
+    """Measure completions of a fixed length, in groups, with seeded sampling and hidden states."""
     engine.load(folder)
     groups = max(1, arguments.sequences // GROUP)
     prompts = [[(7 * group + at) % vocabulary(folder) for at in range(PROMPT_TOKENS)] for group in range(groups)]
@@ -145,7 +145,7 @@ def vocabulary(folder: Path) -> int:
 
 
 def measure(work: Callable[[], Any], arguments: argparse.Namespace) -> float:
-    """Return the median seconds, until the device has finished, after one run to warm up."""
+    """Return the median seconds of `work`, until the device has finished it, after one warm-up run."""
     seconds = []
     for _ in range(arguments.repeats + 1):
         started_s = time.perf_counter()

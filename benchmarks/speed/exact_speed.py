@@ -1,14 +1,14 @@
-"""What exact numerics cost: generation, the validator's prefill and the learner's update, exact against fast, in turns.
+"""Measure the cost of exact numerics in generation, the validator's prefill and the learner's update.
 
     python -m benchmarks.speed.exact_speed [--rounds 3] [--threads 2] [--dtypes bfloat16] [--models smollm2] [--parts decode]
 
-The ways of one case run in turns, exact first in every other round, after a round that warms up. Ratios are the medians of
-each round's fast seconds over its exact seconds: 1 is as fast, 0.9 is a tenth slower. Seconds are wall clock; CPU seconds of
-the process are kept beside them, because they are less disturbed by other processes.
+Fast and exact numerics take turns, exact first in every other round, after a warm-up round. Each ratio is the median over
+rounds of fast seconds divided by exact seconds: at 1 both are equally fast, at 0.9 exact numerics run at 0.9 of the speed.
+Seconds are wall-clock. The process's CPU seconds are also recorded, because other processes disturb them less.
 
     decode   16 and 64 completions of 24 tokens, prompts of 40 tokens in groups of 8
-    prefill  64 completions of 16 tokens (quickstart's) and 16 of 200: hidden states and logprobs of every token
-    learner  one update on the same data, activations recomputed as in quickstart
+    prefill  hidden states and logprobs of every token of 64 completions of 16 tokens (as in quickstart) and 16 of 200
+    learner  one update on the same data, with activations recomputed as in quickstart
 
 A quiet machine needs about six minutes. `machine.load` in the results tells how busy it was.
 

@@ -1,13 +1,13 @@
-"""A worker's speed by how many submissions it generates at once (`workers.in_flight`).
+"""Measure a worker's speed by the number of submissions that it generates at once (`workers.in_flight`).
 
     python -m benchmarks.speed.in_flight [--in-flight 1 2 4] [--submissions 8] [--rounds 2] [--threads 2] [--engine vllm]
 
-The worker's own loop with SmolLM2-135M in bf16, on GSM8K: completions of up to 256 tokens, two groups of eight in a
-submission. A stand-in for the coordinator hands out one task after the other, and takes the files. The clock runs from the
-first task to the last file, so the end, when nothing follows, is included. All settings write the same completions: with
-exact numerics no bit depends on the batch. The settings take turns; every other round goes backwards.
+Runs the worker's own loop with SmolLM2-135M in bf16, on GSM8K: completions of up to 256 tokens, two groups of eight per
+submission. A stand-in for the coordinator hands out one task after the other and takes the files. Time counts from the
+first task to the last file, so the end, when no task follows, is included. All settings write the same completions, because
+with exact numerics no bit depends on the batch. The settings take turns, in reverse order in every other round.
 
-Writes benchmarks/results/in_flight.json (in_flight-vllm.json) with every timing.
+Writes every timing to benchmarks/results/in_flight.json (in_flight-vllm.json for vLLM).
 """
 
 import argparse
@@ -37,7 +37,7 @@ RUN = "in-flight"
 
 
 class Pool:
-    """A stand-in for a node: it hands out a number of tasks and takes files."""
+    """A stand-in for the worker's connection to the coordinator: it hands out a number of tasks and takes files."""
 
     direct = False
     policy_version: int | None = None
@@ -112,7 +112,7 @@ def config_of(arguments: argparse.Namespace, in_flight: int) -> config_module.Co
 
 
 def measured(config: config_module.Config, producer: Producer, submissions: int, compute: OneThread) -> dict[str, Any]:
-    """Return seconds and tokens of a worker's loop over `submissions` submissions."""
+    """Return the seconds and tokens of a worker's loop over `submissions` submissions."""
     folder = resolve(config.model.name)
     pool = Pool(config, producer.identity, submissions)
     worker: Any = Worker(pool, producer, compute=compute)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def measured(config: config_module.Config, producer: Producer, submissions: int,
     return {
         "in_flight": config.workers.in_flight,
         "seconds": seconds,
-        "cpu_s": time.process_time() - before_s,  # of this process: not vLLM's
+        "cpu_s": time.process_time() - before_s,  # of this process; without vLLM
         "tokens": producer.tokens,
         "tokens_per_s": producer.tokens / seconds,
     }

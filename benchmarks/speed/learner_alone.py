@@ -1,21 +1,21 @@
-"""The learner alone against plain transformers loops with padding: forward, backward and optimizer step on the same data.
+"""Compare the learner with plain transformers loops on padded batches: forward, backward and optimizer step.
 
     python -m benchmarks.speed.learner_alone [--rounds 2] [--dtypes bfloat16]
     python -m benchmarks.speed.learner_alone --rounds 1 --dtypes float32 --lengths 512 --label float32
     python -m benchmarks.speed.learner_alone --rounds 2 --dtypes float32 --lengths 512 --kinds equal --label equal-float32
 
-SmolLM2-135M on all cores, with sequences of at most 512 and 4096 tokens: all equally long, and ragged (lengths uniform from
-an eighth of that to all of it, seed 0). The systems take turns. Each trains every token after the first with
--advantage * logp and makes one optimizer step.
+The model is SmolLM2-135M on all cores. Sequences have at most 512 or 4096 tokens. They are either equally long or ragged
+(lengths uniform from an eighth of the maximum to the maximum, seed 0). The systems take turns on the same data. Each trains
+every token after the first with -advantage * logp and makes one optimizer step.
 
     shoal     Policy.update: fp32 masters, all computation in the dtype, trees packed into rows without padding
     autocast  AutoModelForCausalLM with fp32 weights under torch.autocast, which trains the same: right-padded batches in the
               given order, labels -100 for padding, its own loss; torch.optim.AdamW(fused=True)
-    rounded   the same with weights and moments in bf16: no masters, but updates smaller than a bf16 step are lost
+    rounded   as autocast, with weights and moments in bf16: no masters, but updates smaller than a bf16 step are lost
 
-Tokens per second count real tokens. MFU: FLOPs of real tokens (learner/report.py: no padding, no recomputation) over
-seconds and peak. The peak is the fastest of several square matrix products in that dtype, measured before and after.
-Writes benchmarks/results/learner_alone.json.
+Tokens per second count real tokens. MFU is the FLOPs of real tokens (learner/report.py: no padding, no recomputation)
+divided by seconds and by the peak. The peak is the fastest of several square matrix products in that dtype, measured before
+and after. Writes benchmarks/results/learner_alone.json.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from shoal.learner.report import forward_flops, shape_of
 from shoal.model.sources import SMOLLM2, resolve
 
 PATH = RESULTS / "learner_alone.json"
-ROW_TOKENS = 4096  # computed at once by each system
+ROW_TOKENS = 4096  # tokens that each system computes at once
 KINDS = ["equal", "ragged"]
 BATCHES = {512: (8, 8), 4096: (1, 2)}  # sequences in one update, equal and ragged, by their length
 LR = 1e-6
@@ -119,7 +119,7 @@ def pad(sequences: list[list[int]]) -> dict[str, Tensor]:
 
 
 def take_turns(systems: dict[str, System], sequences: list[list[int]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each system in each round, after a warm-up round."""
+    """Return the seconds of each system in each round, after a warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     for turn in range(rounds + 1):
         for name, system in systems.items():
@@ -131,7 +131,7 @@ def take_turns(systems: dict[str, System], sequences: list[list[int]], rounds: i
 
 
 def matmul_peak(dtype: torch.dtype) -> float:
-    """GFLOP/s of the fastest square matrix product of several sizes."""
+    """Return the GFLOP/s of the fastest of several square matrix products."""
     best = 0.0
     for size in (512, 1024, 2048):
         a = torch.randn(size, size).to(dtype)

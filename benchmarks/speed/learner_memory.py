@@ -1,23 +1,21 @@
-"""Memory and traffic of each rank of a large learner, counted without a GPU: every allocation of the real code.
+"""Count memory and traffic of each rank of a large learner, without a GPU, from the allocations of the real code.
 
     python -m benchmarks.speed.learner_memory
 
-Qwen2.5-7B and -32B (their sizes, no weights) on 8 and 64 ranks, in bf16, with AdamW,
-activation checkpointing, no reference model, and rows of 40,960 positions (5 completions of 8,140 tokens behind a prompt of
-260). Rank 0 runs `Policy` as `shoal learner` does, over torch's fake process group and on fake tensors, which have shapes
-and no memory. It loads, makes an update of two rows, computes another row, and gathers a version. Its device is one that
-exists in name only (`Module`). Counted are
+The models are Qwen2.5-7B and -32B (their sizes, no weights) on 8 and 64 ranks, in bf16, with AdamW, activation checkpointing
+and no reference model. A row has 40,960 positions: 5 completions of 8,140 tokens behind a prompt of 260. Rank 0 runs
+`Policy` as `shoal learner` does, over torch's fake process group and on fake tensors, which have shapes and no memory. It
+loads, makes an update of two rows, computes another row, and gathers a version. Its device exists in name only (`Module`).
 
-    peak      bytes of all storages alive on the device, at the most; against `arithmetic`
-    host      the same on the host; and the largest slice of a tensor that is read at once, and the largest tensor that
-              rank 0 gathers to publish
-    traffic   what the rank receives by collectives of weights and gradients for a row
+    peak      maximum bytes of all storages alive on the device, compared with `arithmetic`
+    host      the same on the host; also the largest slice of a tensor read at once, and the largest tensor that rank 0
+              gathers to publish
+    traffic   bytes that the rank receives by collectives of weights and gradients for a row
     start     seconds to read the files, at DISK_BPS for a machine of eight ranks, and to gather them for the comparison with
               plain transformers, at LINK_BPS
 
-Attention is that of the CPU, the cascade. On a GPU it is flex attention, which keeps less. The allocator's
-fragmentation is not counted. Writes results/learner_memory.json
-and prints the table.
+Attention is the CPU's cascade. The flex attention of GPUs keeps less. The allocator's fragmentation is not counted. Writes
+results/learner_memory.json and prints the table.
 """
 
 import argparse
@@ -81,11 +79,11 @@ MODELS = {
 }
 RANKS = (8, 64)
 PROMPT, COMPLETIONS, LENGTH = 260, 5, 8140  # of a row
-DISK_BPS, LINK_BPS = 2e9, 50e9  # assumptions: one NVMe drive a machine, 400 Gb/s a GPU
+DISK_BPS, LINK_BPS = 2e9, 50e9  # assumptions: one NVMe drive per machine, 400 Gb/s per GPU
 
 
 class Module:
-    """What PyTorch asks a device's module. The CPU's streams will do, and nothing is drawn there."""
+    """The module that PyTorch requires of a device. It uses the CPU's streams and has no random numbers."""
 
     Stream, Event = torch.cpu.Stream, torch.cpu.Event
     stream, current_stream = staticmethod(torch.cpu.stream), staticmethod(torch.cpu.current_stream)
@@ -120,7 +118,7 @@ class Module:
 
 @cache
 def register() -> None:
-    """Once in a process, and for all of its life."""
+    """Register the device, once per process. It cannot be removed again."""
     _setup_privateuseone_for_python_backend(DEVICE, backend_module=Module())
 
 
@@ -142,7 +140,7 @@ def main() -> None:
 
 
 class Bytes(TorchDispatchMode):
-    """Bytes of the storages alive on device and host, now and at the most, and bytes received by collectives."""
+    """Count bytes of the storages alive on device and host, now and at the peak, and bytes received by collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +151,7 @@ class Bytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its parts come here, too
+            return NotImplemented  # this method then gets the operations on its parts
         figures = func(*args, **(kwargs or {}))
         if self.paused:
             return figures
@@ -182,7 +180,7 @@ class Bytes(TorchDispatchMode):
         self.now[where] -= size
 
     def phase(self) -> tuple[Counter[str], int]:
-        """The peaks and the bytes received since the last call."""
+        """Return the peaks and the bytes received since the last call."""
         figures = self.peak, self.received
         self.peak, self.received = self.now.copy(), 0
         return figures
@@ -212,10 +210,10 @@ class Bytes(TorchDispatchMode):
 
 
 def received(func: Any, args: Any) -> int:
-    """Bytes that a rank gets from others by this collective."""
+    """Return the bytes that a rank receives from others in this collective."""
     name = func.name().removeprefix("c10d::")
     if name not in ("_allgather_base_", "_reduce_scatter_base_"):
-        return 0  # of numbers
+        return 0  # a collective of plain numbers
     output, sent = args[0], args[1]
     if name == "_allgather_base_":
         return nbytes(output) - nbytes(sent)
@@ -227,7 +225,7 @@ def nbytes(tensor: Tensor) -> int:
 
 
 class FakeWeights:
-    """Files of bf16 tensors that nobody wrote."""
+    """A stand-in for files of bf16 tensors. It counts the bytes read."""
 
     def __init__(self) -> None:
         self.read_bytes = self.largest_bytes = 0
@@ -243,13 +241,13 @@ class FakeWeights:
 
 
 class Built(Sharded):
-    """The skeleton is built before anything is counted: its constructor asks for memory that it never touches."""
+    """Build the skeleton before counting starts: its constructor allocates memory that it never touches."""
 
     def build(self) -> None:
         model = super().skeleton()
 
         def skeleton() -> Any:
-            for module in model.modules():  # FSDP would move buffers by a way that fake tensors do not know
+            for module in model.modules():  # FSDP would move buffers in a way that fake tensors do not support
                 module._buffers = {name: of if of is None else there(of) for name, of in module._buffers.items()}
             return model
 
@@ -257,19 +255,19 @@ class Built(Sharded):
 
 
 def there(tensor: Tensor) -> Tensor:
-    """A fake tensor on the device in place of a real one."""
+    """Return a fake tensor on the device in place of a real one."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE)
 
 
 def row() -> Pack:
-    """A row of real numbers, and what the CPU's attention derives of them."""
+    """Return a row of real numbers, and what the CPU's attention derives from it."""
     packed = pack([Tree([1] * PROMPT, [[1] * LENGTH for _ in range(COMPLETIONS)])])
     _ = packed.layout.segments, packed.layout.restore_T, packed.layout.in_order, packed.layout.across
     return packed
 
 
 def faked(packed: Pack) -> Pack:
-    """The row on the device, with the CPU's attention."""
+    """Return the row on the device, with the CPU's attention."""
     layout, real = attention.RowLayout(packed.layout.spans, torch.device(DEVICE), "cascade"), packed.layout
     segments = [attention.Segments(there(of.index_BL), there(of.padded_BL11), of.start) for of in real.segments]
     layout.__dict__ |= {"segments": segments, "restore_T": there(real.restore_T)}
@@ -294,7 +292,7 @@ def case(name: str, ranks: int) -> dict[str, Any]:
         with (
             mock.patch.object(masters, "open_sharded", return_value=opened),
             mock.patch.object(policy_module, "load_tokenizer", return_value=None),
-            torch.autograd.set_multithreading_enabled(False),  # this thread counts
+            torch.autograd.set_multithreading_enabled(False),  # only this thread's operations are counted
             FakeTensorMode(allow_non_fake_inputs=True),
             counted,
             counted.besides(),
@@ -307,7 +305,7 @@ def case(name: str, ranks: int) -> dict[str, Any]:
             torch.nn.utils.clip_grad_norm_(policy.masters.values(), section.grad_clip)
             policy._update_masters()
             update_peak, _ = counted.phase()
-            policy.logprobs(packed)[0].sum().backward()  # type: ignore[no-untyped-call]  # moments and gradients are there
+            policy.logprobs(packed)[0].sum().backward()  # type: ignore[no-untyped-call]  # moments and gradients now exist
             row_peak, _ = counted.phase()
             policy.optimizer.zero_grad()
             resting = counted.now.copy()
@@ -350,12 +348,12 @@ def case(name: str, ranks: int) -> dict[str, Any]:
 
 
 def arithmetic(sizes: Sizes, work: Work, ranks: int) -> float:
-    """Bytes of a learner in bf16, on each of its devices; no reference model.
+    """Return the estimated bytes of a learner in bf16 on each of its devices, without a reference model.
 
-    state       as in `cli/preflight/estimate`. FSDP2 spreads it over the devices (master 4, moments 8, gradient 4, which is
-                the sum of several rows')
-    gathered    in bf16: what is outside of the blocks, and three blocks, of which one is computed, one comes next and one is
-                being copied; a block's gradient, in it and in float32 to be reduced; the head's gradient in float32
+    state       as in `cli/preflight/estimate`: 4 bytes for the master, 8 for the moments and 4 for the gradient, which is
+                summed over rows. FSDP2 spreads it over the devices
+    gathered    in bf16: the parameters outside the blocks, and three blocks (being computed, next, being copied); a block's
+                gradient in bf16, and in float32 to be reduced; the head's gradient in float32
     """
     state = (4 + MASTER_BYTES) * sizes.parameters / ranks
     block, outside = sizes.body / sizes.layers, sizes.parameters - sizes.body
@@ -365,7 +363,7 @@ def arithmetic(sizes: Sizes, work: Work, ranks: int) -> float:
 
 
 def start_s(version: int, ranks: int) -> dict[str, float]:
-    """Reading: a machine of eight ranks reads their part of the files, twice but the second time from memory."""
+    """Return seconds to start. A machine of eight ranks reads their part of the files twice, the second time from memory."""
     share = min(8, ranks) / ranks
     return {
         "read": round(version * share / DISK_BPS, 1),

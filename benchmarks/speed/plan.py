@@ -1,14 +1,13 @@
-"""Compare the estimates of `shoal check` with committed raw figures of runs: step, memory.
+"""Compare the estimates of `shoal check` with committed figures of runs: seconds per step, and memory.
 
-    python -m benchmarks.speed.plan record tiny --steps 16          one `shoal run`; its figures go into results/plan.json
+    python -m benchmarks.speed.plan record tiny --steps 16          record one `shoal run` in results/plan.json
     python -m benchmarks.speed.plan record quickstart --steps 8
-    python -m benchmarks.speed.plan                                 the comparison, into results/plan.json; runs nothing
+    python -m benchmarks.speed.plan                                 write the comparison to results/plan.json; run nothing
 
-Compared are whole runs of tiny, quickstart and GSM8K on two CPUs whose speed other benchmarks measured part by part
-(`DEVICES`; sources: cli/preflight/estimate.py). Seconds a step come from runs on quiet machines; memory also
-from recorded ones, which other work hardly changes. Recorded runs are compared with the estimate for their machine,
-whose peak it measures just before. For the runs in `ESTIMATED`, the printed estimate is compared with the whole run.
-tests/cli/preflight/test_measured.py computes the ratios again.
+The committed runs are of tiny, quickstart and GSM8K, on two CPUs whose speed other benchmarks measured part by part
+(`DEVICES`; sources: cli/preflight/estimate.py). Their seconds per step come from quiet machines. A run of `record` is
+compared with the estimate for its own machine, whose peak is measured just before. For the runs in `ESTIMATED`, the estimate
+that `shoal run` printed is compared with the whole run. tests/cli/preflight/test_measured.py computes the ratios again.
 """
 
 import argparse
@@ -41,19 +40,20 @@ from shoal.model.dtype import pick
 PATH = RESULTS / "plan.json"
 BF16 = 2
 KEPT = ("time_s", "completion/length_mean", "reward/zero_std_frac")
-SETTLED = 2  # steps before the first that counts: in them workers, validator and evaluator start
-PROMPT = {"quickstart": 26, "tiny": 6, "gsm8k": 120}  # tokens; the last by benchmarks/speed/trl
-# What both cores achieve. X decodes with two threads: 31 ms for the weights and 2.3 ms a completion; E with one: 26, 1.6.
+SETTLED = 2  # first steps that are not counted: workers, validator and evaluator start during them
+PROMPT = {"quickstart": 26, "tiny": 6, "gsm8k": 120}  # tokens; gsm8k as in benchmarks/speed/trl
+# Speed of both cores. X decodes with two threads: 31 ms for the weights and 2.3 ms per completion. E decodes with one
+# thread: 26 and 1.6 ms.
 DEVICES = {
     "X": Speed(dense=0.40 * 1327e9, attention=0.045 * 1327e9, decode=0.089 * 1327e9, bandwidth_Bps=8.6e9),
     "E": Speed(dense=0.475 * 944e9, attention=0.05 * 944e9, decode=0.34 * 944e9, bandwidth_Bps=20.6e9),
 }
-RUNS = {  # of benchmarks/learning/runs.py: its config, and the CPU
+RUNS = {  # runs of benchmarks/learning/runs.py: the config and the CPU
     "tiny-exact": ("tiny", "X"),
     "quickstart-exact": ("quickstart", "X"),
     "quickstart-fast": ("quickstart", "X"),
 }
-# `shoal run` on GSM8K as benchmarks/speed/trl set it, its workload b at commit 775f024; 64 completions of about 210 tokens.
+# `shoal run` on GSM8K, set up as workload b of benchmarks/speed/trl at commit 775f024: 64 completions of about 210 tokens.
 COMPLETIONS = (
     "coordinator.online_filter=false",
     "coordinator.async_level=1",
@@ -63,7 +63,7 @@ COMPLETIONS = (
     "learner.row_tokens=1024",
     "tasks.length_targets=[128]",
 )
-# quickstart.toml when the runs of 16 steps were made
+# the settings of quickstart.toml when the runs of 16 steps were made
 LONGER = (
     "run.steps=16",
     "sampling.max_tokens=16",
@@ -71,13 +71,13 @@ LONGER = (
     "learner.activation_checkpointing=true",
     "evaluator.n=256",
 )
-ESTIMATED = ("quickstart", "quickstart-float32")  # runs with an estimate by `shoal run` before they started
+ESTIMATED = ("quickstart", "quickstart-float32")  # runs for which `shoal run` printed an estimate
 
 
 @dataclass(frozen=True)
 class Row:
     run: str
-    what: str  # with its unit
+    what: str  # the figure's name, with its unit
     planned: float
     measured: float
 
@@ -87,9 +87,9 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """Every comparison."""
+    """Yield every comparison."""
     for name in ESTIMATED:
-        yield from _said(name)
+        yield from _of_estimated(name)
     for name, (config, device) in RUNS.items():
         runs = _json(name)["runs"]
         longer = LONGER if config == "quickstart" and runs[0]["steps"] == 16 else ()
@@ -101,12 +101,12 @@ def rows() -> Iterator[Row]:
 
 
 def planned_s(config: Config, work: Work, machine: Speed) -> float:
-    """A step of `shoal run`."""
+    """Return the estimated seconds of a step of `shoal run`."""
     return sum(step_seconds(BUNDLED[config.model.name], work, BF16, machine).values())
 
 
-def _said(name: str) -> Iterator[Row]:
-    """Of the whole run, by the speed of the machine that it measured before it started."""
+def _of_estimated(name: str) -> Iterator[Row]:
+    """Compare whole runs with the estimate that `shoal run` made from the machine's measured speed before it started."""
     runs = [run for run in _json(name)["runs"] if "estimated_s" in run]
     for what, planned, measured in (
         ("run_s", "estimated_s", "wall_s"),
@@ -131,7 +131,7 @@ def _settled(runs: list[dict[str, Any]], name: str) -> list[float]:
 
 
 def _of_completions() -> Row:
-    """GSM8K. The first step is longer: it waits for the first rollouts."""
+    """Compare the run on GSM8K. Skip its first step, which waits for the first rollouts."""
     [run] = _json("trl-completions-run")["measurement b"]["runs"]
     config = load(ROOT / "configs" / "gsm8k.toml", COMPLETIONS)
     length = round(statistics.fmean(step["tokens"] / step["completions"] for step in run["steps"]))
@@ -173,7 +173,7 @@ def _json(name: str) -> dict[str, Any]:
 
 
 def record(config: str, steps: int, overrides: list[str]) -> dict[str, Any]:
-    """One `shoal run` with a small evaluator."""
+    """Start a `shoal run` with a small evaluator. Return its figures."""
 
     machine, result = describe(), measure(pick("auto")[0])
     with tempfile.TemporaryDirectory() as name:

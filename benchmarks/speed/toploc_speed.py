@@ -1,22 +1,22 @@
-"""Proofs per second: shoal.toploc against the public package toploc 0.1.6, in turns on the same hidden states.
+"""Compare the speed of shoal.toploc with that of the public package toploc 0.1.6, in turns on the same hidden states.
 
     python -m benchmarks.speed.toploc_speed --public PATH
 
-PATH is a folder with the public package, compiled against this torch (about 25 minutes of one core):
+PATH is a folder with the public package, compiled against this torch (about 25 minutes on one core):
 
     pip download toploc==0.1.6 --no-binary :all: --no-deps
     pip wheel --no-build-isolation --no-deps toploc-0.1.6.tar.gz && python -m zipfile -e toploc-0.1.6-*.whl PATH
 
-Writes benchmarks/results/toploc_speed.json: milliseconds of every round, medians, and the ratio of each round. There is one
-process per number of threads. It is confined to as many cores before it imports anything, because the public package starts
-a thread per visible core. The public package is called in its fastest ways: whole chunks for build (also one token at a
-time, as in its documentation), one tensor for verify. OpenMP's threads wait without spinning (OMP_WAIT_POLICY=passive):
-torch's threads wait for each other at every operation, and with spinning a busy neighbour makes two threads many times
-slower than one, most of all for our many small operations.
+Writes benchmarks/results/toploc_speed.json: milliseconds of every round, medians, and the ratio of each round. Each number
+of threads is measured in its own process. The process is confined to that many cores before it imports anything, because
+the public package starts a thread per visible core. The public package is called in its fastest ways: whole chunks for build
+(also one token at a time, as in its documentation), one tensor for verify. OpenMP's threads wait without spinning
+(OMP_WAIT_POLICY=passive): torch's threads wait for each other at every operation, and with spinning a busy neighbour makes
+two threads many times slower than one.
 
-The hidden states are real except for their width: SmolLM2-135M's (576 wide), after the final norm, of 1024 tokens of this
-repository's source. A row of 4096 joins the outputs of eight neighbouring layers for one token; four such groups of layers
-give 4096 rows. At 576 they are the outputs of the last four layers.
+The hidden states come from SmolLM2-135M, after the final norm, for 1024 tokens of this repository's source. For width 576,
+they are the outputs of the last four layers: 4096 rows. For width 4096, a row joins the outputs of eight neighbouring layers
+for one token, and four such groups of layers give 4096 rows.
 """
 
 import argparse
@@ -41,7 +41,9 @@ WIDTHS = (4096, 576)
 def main() -> None:
     parser = argparse.ArgumentParser(description="shoal.toploc against the public package")
     parser.add_argument("--public", type=Path, required=True, help="a folder with the public package, compiled")
-    parser.add_argument("--states", type=Path, help=argparse.SUPPRESS)  # these two: one measuring process
+    parser.add_argument(
+        "--states", type=Path, help=argparse.SUPPRESS
+    )  # --states and --threads start a measuring process
     parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.states:
@@ -84,7 +86,10 @@ def make_states(path: Path) -> None:
     model = load_model(folder).base_model
     with torch.inference_mode():
         *raw, last = model(tokens_BT, output_hidden_states=True).hidden_states
-        layers = [last, *(model.norm(hidden) for hidden in reversed(raw))]  # the last one has passed the norm
+        layers = [
+            last,
+            *(model.norm(hidden) for hidden in reversed(raw)),
+        ]  # the last layer's output has passed the norm
     layers = [hidden.flatten(0, 1).bfloat16() for hidden in layers]
     wide = torch.cat([torch.cat(layers[group : group + 8], dim=1) for group in (0, 7, 14, 21)])
     torch.save({4096: wide[:, :4096].clone(), 576: torch.cat(layers[:4]).clone()}, path)

@@ -1,16 +1,17 @@
-"""How fast a validator checks, against a plain forward of the same tokens and against generating them.
+"""Compare a validator's speed with a plain forward of the same tokens and with generating them.
 
     python -m benchmarks.speed.validation_speed [configs/quickstart.toml] [--rounds 5] [--long 200] [--rows 1 16 64]
 
-One thread; the ways of one shape run in turns; medians over the rounds. "Tokens" are completion tokens throughout.
+Runs on one thread. For each shape, the four computations below take turns. Figures are medians over the rounds. "Tokens"
+are completion tokens throughout.
 
     validator   every check of opened submissions: the forward, noise and evidence of every token, proofs, rewards
     plain       transformers' forward of each prompt and completion, right-padded, logits of all positions
     packed      the validator's forward and the logits; the rest of `validator` is the checks
     generation  `TorchEngine`, completions of a fixed length
 
-Two shapes: several submissions of the config's size at once, and completions of `--long` tokens. It also measures which
-share of a worker's time its proofs take. Writes benchmarks/results/validation_speed.json with every timing.
+The shapes are several submissions of the config's size at once, and completions of `--long` tokens. It also measures what
+share of a worker's time its proofs take. Writes every timing to benchmarks/results/validation_speed.json.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from shoal.validator.prefill import VOCABULARY_ROWS, hidden_states
 from shoal.validator.service import BATCH
 from shoal.worker.produce import Producer
 
-PLAIN_ROWS = (4, 8, 16, 32, 64)  # batches tried for the plain forward; the fastest is compared with
+PLAIN_ROWS = (4, 8, 16, 32, 64)  # batch sizes tried for the plain forward; the fastest one counts
 
 
 def main() -> None:
@@ -75,7 +76,7 @@ def main() -> None:
 
 
 def as_configured(settings: Config, dtype: DtypeName, engine: TorchEngine, rounds: int) -> dict[str, Any]:
-    """Submissions of the config's own size, as many at once as the validator takes."""
+    """Measure submissions of the config's own size, as many at once as the validator takes."""
     judge, producer = ready(settings, dtype, engine)
     with judge:
         cases = [made(judge, producer, number) for number in range(BATCH)]
@@ -90,7 +91,7 @@ def as_configured(settings: Config, dtype: DtypeName, engine: TorchEngine, round
 def long_completions(
     settings: Config, dtype: DtypeName, engine: TorchEngine, rows: int, length: int, rounds: int
 ) -> dict[str, Any]:
-    """`rows` completions that run to `length` tokens, end tokens or not: generated once a round, checked once."""
+    """Measure `rows` completions of exactly `length` tokens. End tokens do not end them."""
     size = min(rows, settings.sampling.group_size)
     sampling = settings.sampling.model_copy(update={"max_tokens": length, "group_size": size})
     workers = settings.workers.model_copy(update={"groups_per_submission": rows // size})
@@ -115,11 +116,11 @@ def long_completions(
         return measured | worker_shares(producer)
 
 
-# --- what is timed ---------------------------------------------------------------------------------------------------
+# --- timed code -----------------------------------------------------------------------------------------------------
 
 
 class Timed(Producer):
-    """Records the time of generating and proving."""
+    """Record the time of generating and proving."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -142,7 +143,7 @@ class Timed(Producer):
 def ready(
     settings: Config, dtype: DtypeName, engine: TorchEngine, ends: tuple[int, ...] | None = None
 ) -> tuple[Judge, Timed]:
-    """A validator and a worker that hold the model; `ends` replaces the model's end tokens for the worker."""
+    """Return a validator and a worker with the model loaded. `ends` replaces the model's end tokens for the worker."""
     folder = resolve(settings.model.name)
     judge = Judge(settings, RUN, dtype)
     judge.load(folder)
@@ -167,7 +168,7 @@ def again(producer: Producer, judge: Judge) -> None:
 
 @torch.inference_mode()
 def plain(model: Any, sequences: Sequence[Sequence[int]], rows: int) -> None:
-    """The obvious forward: padded batches, longest first so that little is padding, and every logit."""
+    """Compute every logit the obvious way, in padded batches. Sorting by length keeps padding small."""
     ordered = sorted(sequences, key=len, reverse=True)
     for start in range(0, len(ordered), rows):
         part = ordered[start : start + rows]
@@ -192,7 +193,7 @@ def compare(
     rounds: int,
     also: dict[str, Callable[[], None]] | None = None,
 ) -> dict[str, Any]:
-    """Seconds of each way, in turns, and what follows from their medians."""
+    """Return the seconds of each computation, in turns, and figures derived from their medians."""
     sequences = [case.prompts[row.group] + row.tokens for case in cases for row in case.rows]
     tokens = sum(len(row.tokens) for case in cases for row in case.rows)
     fitting = [rows for rows in PLAIN_ROWS if rows < 2 * len(sequences)] or [1]

@@ -1,13 +1,13 @@
-"""Tokens per second of the torch engine and of vLLM in turns, seeded sampling and hidden states included; weight updates.
+"""Compare the torch engine with vLLM, with seeded sampling and hidden states. Time vLLM's weight updates.
 
     SHOAL_VLLM_PYTHON=... python -m benchmarks.speed.vllm_speed [--rounds 3] [--threads 1] [--tokens 200] [--dtype bfloat16]
 
-Both engines generate 1, 16 and 64 completions of SmolLM2, prompts of 40 tokens in groups of 8, without end tokens, on equal
-threads. CPU seconds are kept beside those of the clock, because other processes disturb them less. The first round warms up;
-in every other round vLLM goes first. Then vLLM takes one of two versions after the other, whose words differ by 1 %: the
-time from `load` until it can generate.
+Both engines take turns to generate 1, 16 and 64 completions of SmolLM2, with prompts of 40 tokens in groups of 8, without
+end tokens, on equally many threads. CPU seconds are recorded beside wall-clock seconds, because other processes disturb them
+less. The first round is a warm-up. In every other round vLLM goes first. Then vLLM alternates between two versions that
+differ in 1 % of their words. An update is timed from `load` until vLLM can generate.
 
-Writes benchmarks/results/vllm_speed.json with every timing. `load` there tells how busy the machine was.
+Writes every timing to benchmarks/results/vllm_speed.json. Its `load` shows how busy the machine was.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def in_turns(engines: dict[str, Engine], tokens: int, *, vllm_first: bool) -> list[dict[str, Any]]:
-    """One measurement of each size with each engine."""
+    """Measure each size once with each engine."""
     figures = []
     for size in SIZES:
         for name in sorted(engines, reverse=vllm_first):
@@ -85,7 +85,7 @@ def in_turns(engines: dict[str, Engine], tokens: int, *, vllm_first: bool) -> li
 
 
 def cpu_s(engine: Engine) -> float:
-    """CPU seconds so far of this process, and of vLLM's if that is the engine."""
+    """Return the CPU seconds so far of this process, plus those of vLLM's process if `engine` is vLLM."""
     own = time.process_time()
     if isinstance(engine, VllmEngine):
         ticks = Path(f"/proc/{engine.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
@@ -94,7 +94,7 @@ def cpu_s(engine: Engine) -> float:
 
 
 def change(folder: Path, to: Path) -> Path:
-    """A version in which 1 % of the words differ."""
+    """Write a version in which 1 % of the words differ from `folder`."""
     for path in folder.iterdir():
         if path.name != WEIGHTS and path.is_file():
             (to / path.name).write_bytes(path.read_bytes())
@@ -106,7 +106,7 @@ def change(folder: Path, to: Path) -> Path:
 
 
 def updates(engine: VllmEngine, folders: list[Path]) -> list[float]:
-    """Seconds of each `load`; what is generated afterwards is another's than before."""
+    """Return the seconds of each `load`. Check that the output changes."""
     sampling = Sampling(0.0, 32, ())
     prompt, figures, before = list(range(200, 240)), [], None
     for number in range(UPDATES):

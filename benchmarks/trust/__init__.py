@@ -1,1 +1,1 @@
-"""Whether lies are caught, honest work passes, and a hostile party is held off."""
+"""Whether lies are caught, honest work passes, and abuse of servers stays harmless."""

@@ -1,16 +1,16 @@
-"""What abuse costs a coordinator's honest nodes: a real process on loopback, honest heartbeats, one attack after another.
+"""Measure how abuse of a coordinator slows honest nodes: a real process on loopback, under one attack after another.
 
     python -m benchmarks.trust.abuse [--seconds 10] [--heartbeats 20] [--out benchmarks/results/abuse.json]
 
-Each attack has --seconds, a bounded rate and a bounded number of connections. Strangers come from addresses of their own
-(127.0.0.2 and on), members who attack from the honest nodes' own address. Before the first attack and after the last, the
-same is measured in quiet. A result holds, per attack: p50 and p99 of honest heartbeats in ms, their failures, the
-coordinator's largest resident memory in MiB, its CPU seconds a second, its open files, what its folder grew by in MiB, and
-how the attack's requests ended. The coordinator's history and ledger are those of a run of some hundred steps.
+Each attack lasts --seconds, at a bounded rate and over a bounded number of connections. Strangers use other addresses
+(127.0.0.2 and up). Attacking members use the honest nodes' address. The honest nodes are also measured before the first
+attack and after the last. A result holds, per attack: p50 and p99 of honest heartbeats in ms, their failures, the
+coordinator's largest resident memory in MiB, its CPU seconds per second, its open files, the growth of its folder in MiB,
+and how the attack's requests ended. The coordinator has the history and ledger of a run of some hundred steps.
 
 For an older commit: PYTHONPATH=CHECKOUT/src python -m benchmarks.trust.abuse
 
-The attacks are those of `ATTACKS`. The machine's other work changes the times; memory and open files it does not.
+`attacks` lists the attacks. Other load on the machine changes the times, but not memory and open files.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from shoal.protocol.signing import sign_request
 
 CONFIG = ROOT / "configs" / "tiny.toml"
 START_S = 60.0
-TIMEOUT_S = 10.0  # of one honest heartbeat; node.py has 30
+TIMEOUT_S = 10.0  # of one honest heartbeat; a real node waits 30 s
 Then = Callable[[asyncio.StreamWriter], Awaitable[None]]
 HUGE_BYTES = 64 << 20
-STEPS, SAMPLES, ENTRIES = 500, 512, 5_000  # of the run so far
+STEPS, SAMPLES, ENTRIES = 500, 512, 5_000  # what the coordinator has recorded before the attacks
 MEMBER_RATE = 39.0  # below a member's allowance
 
 
@@ -63,9 +63,9 @@ MEMBER_RATE = 39.0  # below a member's allowance
 class Site:
     host: str
     port: int
-    invite: Invite  # any of the coordinator's: it says its key and run
-    members: list[Identity]  # honest ones
-    insider: Identity  # registered, and an attacker
+    invite: Invite  # any invite of the coordinator; it names the coordinator's key and run
+    members: list[Identity]  # honest members
+    insider: Identity  # a registered member that attacks
 
     @classmethod
     def at(cls, invite: Invite, insider: Identity) -> Self:
@@ -73,7 +73,7 @@ class Site:
         return cls(parts.hostname or "", parts.port or 80, invite, [], insider)
 
     async def ask(self, method: str, path: str, message: dict[str, Any] | bytes) -> dict[str, Any]:
-        """The insider's request, and its answer."""
+        """Send a request of the insider. Return the response."""
         body = message if isinstance(message, bytes) else json.dumps(message).encode()
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
@@ -85,7 +85,7 @@ class Site:
         return figures
 
     def request(self, identity: Identity, method: str, path: str, body: bytes, **changed: str) -> bytes:
-        """A signed request as it goes over the wire."""
+        """Return the bytes of a signed request."""
         headers = sign_request(
             identity,
             method=method,
@@ -109,7 +109,7 @@ HISTORY = b"GET /v1/history?after=0 HTTP/1.1\r\nhost: c\r\n\r\n"
 
 
 def attacks(site: Site, seconds: float) -> dict[str, Callable[[], Awaitable[Counter[str]]]]:
-    """Every attack by its name."""
+    """Return every attack by name."""
     stranger = Identity.generate()
     forged = site.request(stranger, "POST", "/v1/heartbeat", b"{}", signature=f"shoal=:{'A' * 86}==:")
     registration = json.dumps({"protocol": VERSION, "invite": site.invite.signed.model_dump_json()}).encode()
@@ -155,7 +155,7 @@ def attacks(site: Site, seconds: float) -> dict[str, Callable[[], Awaitable[Coun
             await writer.drain()
 
     async def other_files() -> Counter[str]:
-        """A worker announces one file, and sends others, 256 KiB each."""
+        """Announce one file and send others, 256 KiB each."""
         ended, deadline_s = Counter[str](), time.monotonic() + seconds
         while time.monotonic() < deadline_s:
             answer = await site.ask("POST", "/v1/heartbeat", {"policy_version": 0, "wants_task": True})
@@ -213,7 +213,7 @@ def attacks(site: Site, seconds: float) -> dict[str, Callable[[], Awaitable[Coun
 async def beat(
     site: Site, identity: Identity, session: aiohttp.ClientSession, stop: asyncio.Event, took_s: list[float]
 ) -> int:
-    """An honest node: a heartbeat a second, over one connection, as `node` sends them. Returns how many failed."""
+    """Send a heartbeat per second over one connection, as an honest node does. Return how many failed."""
     failed = 0
     while not stop.is_set():
         headers = sign_request(
@@ -236,7 +236,7 @@ async def beat(
 
 
 async def watch(process: psutil.Process, stop: asyncio.Event) -> tuple[int, int]:
-    """The largest resident memory in bytes, and number of open files."""
+    """Return the largest resident memory in bytes and the largest number of open files."""
     rss_bytes = files = 0
     while not stop.is_set():
         rss_bytes, files = max(rss_bytes, process.memory_info().rss), max(files, process.num_fds())
@@ -245,7 +245,7 @@ async def watch(process: psutil.Process, stop: asyncio.Event) -> tuple[int, int]
 
 
 def on_disk(folder: Path) -> int:
-    """The bytes of a folder whose files may vanish meanwhile."""
+    """Return the bytes of a folder whose files may vanish meanwhile."""
     size_bytes = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -256,7 +256,7 @@ def on_disk(folder: Path) -> int:
 async def measure(
     site: Site, process: psutil.Process, folder: Path, seconds: float, attack: str = ""
 ) -> dict[str, Any]:
-    """Honest heartbeats while a process of its own attacks, or nobody does."""
+    """Measure honest heartbeats, with an attack from another process or without one."""
     stop, took_s = asyncio.Event(), list[float]()
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with contextlib.AsyncExitStack() as stack:
@@ -286,7 +286,7 @@ async def measure(
 
 
 async def attack_in_a_process(site: Site, seconds: float, attack: str) -> dict[str, int]:
-    """So that the honest nodes' own process has time for them."""
+    """Run the attack in its own process, so that it takes no time from the honest nodes."""
     command = [sys.executable, "-m", __spec__.name, "--attack", attack, "--seconds", str(seconds)]
     pipe = asyncio.subprocess.PIPE
     attacker = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
@@ -308,7 +308,7 @@ def attack_here(name: str, seconds: float) -> None:
 
 
 def fill(folder: Path) -> None:
-    """What a run leaves in its coordinator: metrics of its steps, samples, entries of its ledger."""
+    """Fill the coordinator's folder as a run does: metrics of its steps, samples, ledger entries."""
     numbers, written = random.Random(0), string.ascii_letters + ' \n"'
     entry = {
         "worker": "a" * 64,
@@ -338,7 +338,7 @@ def put(database: sqlite3.Connection, kind: str, key: str, body: dict[str, Any])
 
 
 async def publish(site: Site, folder: Path) -> None:
-    """Version 0, so that workers get tasks."""
+    """Publish version 0, so that workers get tasks."""
     origin = Site(site.host, site.port, site.invite, [], Identity.generate())
     await join(origin, folder, origin.insider, "origin", "origin")
     await origin.ask("POST", "/v1/policies", {"version": 0, "digest": "d" * 64, "size_bytes": 1})
@@ -406,11 +406,11 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What abuse costs a coordinator's honest nodes.")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
-    parser.add_argument("--heartbeats", type=int, default=20, help="honest nodes, each with a heartbeat a second")
+    parser = argparse.ArgumentParser(description="Measure how abuse of a coordinator slows honest nodes.")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each attack")
+    parser.add_argument("--heartbeats", type=int, default=20, help="honest nodes, each with a heartbeat per second")
     parser.add_argument("--only", default="", help="attacks whose name contains this")
-    parser.add_argument("--attack", help="run this attack on the site on stdin; the benchmark starts itself so")
+    parser.add_argument("--attack", help="run this attack on the site on stdin (the benchmark starts itself with it)")
     parser.add_argument("--out", type=Path)
     parsed = parser.parse_args()
     if parsed.attack:

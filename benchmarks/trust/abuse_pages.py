@@ -1,16 +1,16 @@
-"""The cost of an abusive client to a page's other clients: a real process on loopback, one attack after another.
+"""Measure how an abusive client slows a page's other clients: a real process on loopback, one attack after another.
 
     python -m benchmarks.trust.abuse_pages [--seconds 10] [--only NAME ...] [--out benchmarks/results/abuse_pages.json]
     python -m benchmarks.trust.abuse_pages --tree ../before     the processes run another checkout's code
 
-For each row of `ROWS` a process of its own is started, measured in quiet and then under the row's attack, and gets SIGTERM
-while the attack goes on. A result holds, for both: p50 and p99 of each honest request in ms and how many failed or took
+For each row of `ROWS`, a new process is measured without an attack and then under the row's attack, and gets SIGTERM while
+the attack goes on. A result holds, for both: p50 and p99 of each honest request in ms, and how many requests failed or took
 longer than TIMEOUT_S; the process's largest resident memory in MiB and the bytes in its folder; how the attack's requests
-ended; the seconds from SIGTERM to the process's end. An attack has a bounded number of connections, and ends after
---seconds, or after the time that its row has.
+ended; and the seconds from SIGTERM to the process's end. An attack has a bounded number of connections. It ends after
+--seconds, or after its row's own time.
 
-A row names its page (`PAGES`): how its process is started, and its honest requests. The model of `shoal serve` is a
-random one of two layers with SmolLM2's tokenizer and positions, so that texts and proofs have a real length.
+Each row names its page (`PAGES`), which defines how the process starts and its honest requests. The model of `shoal serve`
+is random, with two layers and SmolLM2's tokenizer and positions, so that texts and proofs have a realistic length.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Site:
     process: subprocess.Popen[str]
     folder: Path
     session: aiohttp.ClientSession
-    ended: Counter[str] = field(default_factory=Counter)  # the attack's requests, by how they ended
+    ended: Counter[str] = field(default_factory=Counter)  # the attack's requests, by outcome
 
     @property
     def model(self) -> str:
@@ -68,7 +68,7 @@ class Site:
             return response.status, await response.read()
 
     async def attack(self, method: str, path: str, *, within_s: float = TIMEOUT_S, **more: Any) -> int:
-        """Send one request of an attack. Return its status, 0 if there was none."""
+        """Send one request of an attack. Return its status, or 0 if it got no response."""
         try:
             status, _ = await self.ask(method, path, within_s=within_s, **more)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -92,7 +92,7 @@ class Page:
 class Row:
     page: str
     attack: Attack
-    longest_s: float = 0.0  # an attack that has an end of its own; 0: --seconds
+    longest_s: float = 0.0  # time limit of an attack that ends by itself; 0: --seconds
 
 
 # --- shoal serve -------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def start_serve(folder: Path, environment: dict[str, str]) -> tuple[subprocess.P
 
 
 def model_folder(parent: Path) -> Path:
-    """A random model with SmolLM2's tokenizer, made once."""
+    """Return the folder of a random model with SmolLM2's tokenizer. Make it once."""
     folder = parent / "model"
     if not folder.exists():
         tokenizer = load_tokenizer(sources.resolve(sources.SMOLLM2))
@@ -158,7 +158,7 @@ async def completion(site: Site) -> None:
 
 
 async def login(site: Site) -> None:
-    """Log in with a wrong name, which costs as much as a right one, each time from an address with its own count."""
+    """Log in with a wrong name, which costs as much as a right one. Use a new address each time, to avoid rate limits."""
     address = f"127.0.{secrets.randbelow(250)}.{1 + secrets.randbelow(250)}"
     connector = aiohttp.TCPConnector(local_addr=(address, 0))
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as own:
@@ -190,7 +190,7 @@ async def long_texts(site: Site) -> None:
 
 
 async def longest_texts(site: Site) -> None:
-    """Send the same, as long as a text of as many tokens as positions could be."""
+    """Send the same with the longest texts that could still fit the model's positions."""
     await texts(site, 650_000)
 
 
@@ -203,7 +203,7 @@ async def texts(site: Site, characters: int) -> None:
 
 
 async def filled_conversations(site: Site) -> None:
-    """Create 60 conversations, then fill them, eight requests at a time: a message is stored before its reply fails."""
+    """Create 60 conversations, then fill them, eight requests at a time. A message is stored even if its reply fails."""
     person = await Person.enter(site)
     ids = [await person.begin() for _ in range(60)]
     headers = person.headers | {"Content-Type": "application/json"}
@@ -218,7 +218,7 @@ async def filled_conversations(site: Site) -> None:
 
 
 async def read_conversations(site: Site) -> None:
-    """Export one conversation of 4 MB over 32 connections at once."""
+    """Export one conversation of 4 MB over 32 connections at the same time."""
     person = await Person.enter(site)
     id = await person.begin()
     for _ in range(38):
@@ -229,7 +229,7 @@ async def read_conversations(site: Site) -> None:
 
 
 async def together(count: int, request: Callable[[], Awaitable[int]]) -> None:
-    """Repeat the request without end, `count` at a time."""
+    """Repeat the request forever, `count` at a time."""
 
     async def again() -> None:
         while await request() or not await asyncio.sleep(PAUSE_S):

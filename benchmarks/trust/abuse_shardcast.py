@@ -1,21 +1,20 @@
-"""What abuse costs an origin's and a relay's honest readers: real processes on loopback, one attack after another.
+"""Measure how abuse of an origin or relay slows honest readers: real processes on loopback, one attack after another.
 
     python -m benchmarks.trust.abuse_shardcast [--seconds 3] [--size-mb 8] [--only text] [--out FILE]
 
-Servers: `shoal origin` and `shoal relay`.
-Anyone may read from them, unlike in a pool: an attacker needs no pass. Each attack lasts --seconds, with a
-bounded rate and a bounded number of connections, from addresses of its own (127.0.0.2 and on). Meanwhile one honest client
-fetches the version over and over.
-Before the first attack and after the last, the same is measured in quiet.
+The servers are `shoal origin` and `shoal relay`. Unlike in a pool, anyone may read from them: an attacker needs no pass.
+Each attack lasts --seconds, at a bounded rate and over a bounded number of connections, from other addresses (127.0.0.2 and
+up). Meanwhile one honest client fetches the version again and again. The client is also measured before the first attack and
+after the last.
 
-After that a rogue server is among the servers of honest readers (`readers`): it answers every request with a list of 16 MB.
-A relay, and `shoal fetch` as a process of its own, over and over, have it and the origin as their servers. They are measured
-with and without it. `longest_answer_s` is the longest that the relay took to answer /healthz meanwhile.
+Then a rogue server answers every request with a list of 16 MB (`readers`). A relay and repeated `shoal fetch` processes read
+from it and from the origin. They are measured with and without the rogue server. `longest_answer_s` is the relay's longest
+time to answer /healthz meanwhile.
 
 A result holds: honest fetches, how many failed, their median and longest seconds, the largest resident memory of the
-server's processes together in MiB, their open files, their CPU seconds a second, and how the attack's connections ended.
-`slower` is the median fetch against that of both quiet times together. Times suffer from other work on the machine; memory
-and open files do not. The committed run is benchmarks/results/abuse_shardcast.json.
+server's processes together in MiB, their open files, their CPU seconds per second, and how the attack's connections ended.
+`slower` is the median fetch divided by the median without an attack. Other load on the machine changes times, but not memory
+and open files. The committed run is benchmarks/results/abuse_shardcast.json.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ async def measure(server: Server, folder: Path, key: str, seconds: float, attack
 
 
 async def measure_readers(origin: Server, folder: Path, key: str, seconds: float, *, rogue: bool) -> dict[str, Any]:
-    """Measure a relay and one `shoal fetch` after the other that read from the origin and, if `rogue`, a rogue server."""
+    """Measure a relay and successive `shoal fetch` processes that read from the origin and, if `rogue`, a rogue server."""
     where, urls, attacker = free_port(), [origin.url], None
     if rogue:
         place = ["-m", "benchmarks.trust.shardcast_attacks", "serve", "127.0.0.1", str(where), str(START_S)]
@@ -253,7 +252,7 @@ def free_port() -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each attack")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each attack")
     parser.add_argument("--size-mb", type=int, default=8, help="size of the version")
     parser.add_argument("--only", default="", help="attacks whose name contains this")
     parser.add_argument("--out", type=Path)

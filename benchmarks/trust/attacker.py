@@ -1,6 +1,6 @@
-"""Connections that abuse a server: opened at a bounded rate, from addresses of their own, until the time is over.
+"""Open connections that abuse a server, at a bounded rate, until the time is up.
 
-Called by abuse.py (coordinator) and shardcast_attacks.py (origin, relay).
+abuse.py (coordinator) and shardcast_attacks.py (origin, relay) use this.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 Visit = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-SOURCES = 8  # addresses of strangers
+SOURCES = 8  # strangers' addresses
 
 
 @dataclass
 class Attacker:
-    """Opens `rate` connections a second, at most `at_once`, for `seconds`."""
+    """Open `rate` connections per second, at most `at_once` at the same time, for `seconds`."""
 
     host: str
     port: int
     seconds: float
     rate: float
     at_once: int
-    from_outside: bool = True  # from 127.0.0.2 and on
-    reads: bool = False  # the whole answer, not its first line alone
-    holds: bool = False  # the connection to the end, with a small window, and reads no more of the answer
-    ended: Counter[str] = field(default_factory=Counter)  # how the requests ended: a status, an error
+    from_outside: bool = True  # connect from 127.0.0.2 and up
+    reads: bool = False  # read the whole response, not only its first line
+    holds: bool = False  # keep the connection open to the end, with a small window, without reading the response
+    ended: Counter[str] = field(default_factory=Counter)  # requests by outcome: a status or an error
     number: int = 0
 
     async def run(self, visit: Visit) -> None:

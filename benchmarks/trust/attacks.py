@@ -1,26 +1,26 @@
-"""The attack matrix: the validator's findings in honest work and in every lie of `adversary/attacks.py`.
+"""Measure the attack matrix: the validator's findings in honest work and in every lie of `adversary/attacks.py`.
 
     python -m benchmarks.trust.attacks configs/tiny.toml --versions DIR --n 200        every attack
-    python -m benchmarks.trust.attacks configs/tiny.toml --versions DIR --only honest  some; keeps other results
+    python -m benchmarks.trust.attacks configs/tiny.toml --versions DIR --only honest  some attacks; keeps other results
     python -m benchmarks.trust.attacks configs/tiny.toml --versions DIR --exact        as within an exactness class
     python -m benchmarks.trust.attacks configs/tiny.toml --versions DIR --engine vllm  workers that generate with vLLM
 
-DIR holds consecutive policy versions v000000, v000001, ... as a run's learner/versions has them
-(`shoal run CONFIG --set learner.keep_versions=100`); the validator judges by the newest. The same workers and tasks are
-given to every attack. Each submission goes through the whole pipeline; then every check runs by itself, whatever the
-others found. TOPLOC's proof is also judged by thresholds alone: those of the paper, and the public 60/40/40.
+DIR holds consecutive policy versions v000000, v000001, ..., the learner/versions of `shoal run CONFIG --set
+learner.keep_versions=100`. The validator judges with the newest. Every attack gets the same workers and tasks. Each
+submission goes through the whole pipeline. Then every check runs alone, independently of the others' findings. TOPLOC's
+proof is also judged with two other sets of thresholds: the paper's, and the public 60/40/40.
 
-`lasts`: how many submissions one worker makes with an attack until a limit rejects one, or the coordinator's sequential
-tests of all of them dismiss it (`coordinator/trust.py`). `dismissed`: how many accepted ones those tests need by
-themselves, had the rejected ones not been sent.
+`lasts` is the number of submissions that one worker makes with an attack until a limit rejects one or the coordinator's
+sequential tests (`coordinator/trust.py`) dismiss the worker. `dismissed` is the number of accepted submissions that those
+tests need alone, without the rejected submissions.
 
-With --exact both sides use exact numerics, and every attacker claims the validator's fingerprint, which costs it the limits.
-Each submission is then compared with the one that honest work yields: one whose tokens, logprobs and proofs are the same
-changed nothing, and is counted as such. An attack's gain is the mean reward of its accepted rollouts less that of honest
-ones; its attempted gain is that of all submissions.
+With --exact both sides use exact numerics, and every attacker claims the validator's fingerprint, so no tolerance is left.
+Each submission is then compared with honest work for the same assignment. A submission with the same tokens, logprobs and
+proofs counts as unchanged. An attack's gain is the mean reward of its accepted rollouts minus that of honest rollouts. Its
+attempted gain counts all submissions.
 
-Writes benchmarks/results/<label>.json after each attack, and the table next to it as .md. Exit status 1 if honest work was
-rejected.
+Writes benchmarks/results/<label>.json after each attack, and the table next to it as .md. The exit status is 1 if honest
+work was rejected.
 """
 
 import argparse
@@ -92,9 +92,9 @@ def main() -> int:
     parser.add_argument("--label", help="name of the results file (default: attacks-CONFIG)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--with", dest="overlays", type=Path, nargs="+", default=[], help="TOML over the config")
-    parser.add_argument("--exact", action="store_true", help="as within an exactness class: no tolerance")
+    parser.add_argument("--exact", action="store_true", help="judge as within an exactness class, without tolerance")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="(default: the faster one here)")
-    parser.add_argument("--engine", choices=["torch", "vllm"], default="torch", help="what the attackers generate with")
+    parser.add_argument("--engine", choices=["torch", "vllm"], default="torch", help="the attackers' engine")
     parser.add_argument("--max-tokens", type=int, help="length of completions (default: the config's)")
     arguments = parser.parse_args()
     by_vllm = arguments.engine == "vllm"
@@ -162,18 +162,18 @@ class Tally:
 
     reasons: Counter[str] = field(default_factory=Counter)
     first: Counter[str] = field(default_factory=Counter)  # check that fired first
-    alone: Counter[str] = field(default_factory=Counter)  # each check by itself
+    alone: Counter[str] = field(default_factory=Counter)  # findings of each check when it runs alone
     evidence: dict[str, list[float]] = field(default_factory=dict)
     unchanged: int = 0  # submissions whose tokens, logprobs and proofs are those of honest work
     slipped: int = 0  # submissions that changed something and were accepted
-    tried: list[float] = field(default_factory=list)  # mean reward of each submission less the honest one's
-    gained: list[float] = field(default_factory=list)  # the same of the accepted ones
-    process: Process = field(default_factory=Process)  # of one worker that makes all submissions
-    lasts: int | None = None  # its submissions until it is rejected or dismissed
-    dismissed: int | None = None  # its accepted submissions until it is dismissed
+    tried: list[float] = field(default_factory=list)  # mean reward of each submission minus that of honest work
+    gained: list[float] = field(default_factory=list)  # the same for accepted submissions
+    process: Process = field(default_factory=Process)  # sequential tests of one worker that makes all submissions
+    lasts: int | None = None  # that worker's submissions until it is rejected or dismissed
+    dismissed: int | None = None  # that worker's accepted submissions until it is dismissed
 
     def follow(self, one: Examined | None, settings: Config) -> None:
-        """Add one worker's next submission; None is a file that did not open."""
+        """Add the worker's next submission. None stands for a file that could not be opened."""
         if self.dismissed is not None:
             return
         if one is None or one.finding is not None:
@@ -191,7 +191,9 @@ class Tally:
         computed = dict(zip(unseen, judge.prefill(list(unseen.values())), strict=True))
         for n, one in enumerate(examined):
             case = computed.get(n, one.case)
-            case = case if case.rewards else judge.grade(case)  # what a check of the prefill rejected is not graded
+            case = (
+                case if case.rewards else judge.grade(case)
+            )  # a submission that the prefill rejected is not graded yet
             checks = [*ALL, *EXACT] if case.exact else ALL
             outcomes = {check.__name__: check(judge.rules, case) for check in checks}
             fired = [name for name, outcome in outcomes.items() if outcome.finding]
@@ -205,7 +207,7 @@ class Tally:
                     self.evidence.setdefault(name, []).append(value)
 
     def compare(self, judge: Judge, one: Examined, honest: Case) -> None:
-        """Compare with honest work: whether the attack changed anything, and what it gained."""
+        """Compare with honest work: record whether the attack changed anything, and its gain."""
         same = [_made(row) for row in one.case.rows] == [_made(row) for row in honest.rows]
         claims = [row.reward for row in one.case.rows] == [row.reward for row in honest.rows]
         same = same and claims and one.case.header.signer == honest.header.signer
@@ -228,7 +230,7 @@ def _mean_reward(judge: Judge, case: Case) -> float:
 
 
 def measure(judge: Judge, attacker: Attack, settings: Config, n: int, honest: Attack | None) -> dict[str, Any]:
-    """Make and judge `n` submissions, a batch at a time. `honest`: in an exactness class, beside what it makes."""
+    """Make and judge `n` submissions, a batch at a time. `honest`: with --exact, the honest worker to compare with."""
     tally, making_s, judging_s = Tally(), 0.0, 0.0
     for start in range(0, n, BATCH):
         opened: list[Case | Finding] = []
@@ -265,13 +267,13 @@ def measure(judge: Judge, attacker: Attack, settings: Config, n: int, honest: At
             name: {"min": min(values), "median": statistics.median(values), "max": max(values)}
             for name, values in tally.evidence.items()
         },
-        "making_s": round(making_s / n, 3),  # of one submission
+        "making_s": round(making_s / n, 3),  # seconds per submission
         "judging_s": round(judging_s / n, 3),
     }
 
 
 def _honest_case(judge: Judge, honest: Attack, settings: Config, case: Case) -> Case:
-    """Return honest work for the same assignment, opened."""
+    """Return the opened submission of honest work for the same assignment."""
     assignment, data, _ = make(honest, settings, case.assignment.number)
     opened = judge.open(assignment, case.worker, data)
     assert isinstance(opened, Case), opened
@@ -279,7 +281,7 @@ def _honest_case(judge: Judge, honest: Attack, settings: Config, case: Case) -> 
 
 
 def make(attacker: Attack, settings: Config, number: int) -> tuple[Assignment, bytes, float]:
-    """Make one file, by one of several workers in turn. Return assignment, file and seconds."""
+    """Make one file as one of several workers in turn. Return assignment, file and seconds."""
     attacker.identity = identity(number % WORKERS)
     assignment = offline_assignment(settings, attacker.identity.public, number)
     started_s = time.perf_counter()
@@ -288,7 +290,7 @@ def make(attacker: Attack, settings: Config, number: int) -> tuple[Assignment, b
 
 
 def by_thresholds(case: Case) -> list[str]:
-    """Return the thresholds that some proof exceeds: those of TOPLOC, without Shoal's limits on the mean."""
+    """Return the TOPLOC thresholds that some proof exceeds, without Shoal's limits on the mean."""
     prefill = case.computed()
     hiddens = list(torch.split(prefill.hidden_NH, prefill.lengths))
     try:
@@ -300,7 +302,7 @@ def by_thresholds(case: Case) -> list[str]:
 
 
 def identity(number: int) -> Identity:
-    """Return the key of this number, always the same."""
+    """Return a key derived from this number."""
     seed = hashlib.sha256(f"shoal/attacks/{number}".encode()).digest()
     return Identity(Ed25519PrivateKey.from_private_bytes(seed))
 
@@ -324,7 +326,7 @@ def exact_row(name: str, figures: dict[str, Any]) -> str:
 
 
 def share(count: int, n: int) -> str:
-    """Return a percentage that reads 0 or 100 only where it is exactly that."""
+    """Return a percentage that shows 0 or 100 only if it is exactly 0 or 100."""
     percent = 100 * count / n
     return f"{percent:.0f} %" if percent in (0, 100) or 1 <= percent <= 99 else f"{percent:.1f} %"
 

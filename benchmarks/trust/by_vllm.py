@@ -1,8 +1,8 @@
 """An attacker that generates with vLLM: `benchmarks/trust/attacks.py --engine vllm`.
 
-vLLM generates with the current weights of the attack's torch model, changed ones too. An attack's other computations, such
-as a forward over invented tokens, use the torch model itself. Lies that change the forward by a hook would not reach vLLM:
-`REACH` names the lies that do.
+vLLM generates with the current weights of the attack's torch model, including changed weights. An attack's other
+computations, such as a forward over invented tokens, use the torch model itself. Lies that change the forward by a hook
+would not reach vLLM. `REACH` names the lies that do.
 """
 
 import tempfile
@@ -32,7 +32,7 @@ class ByVllm(TorchEngine):
         super().__init__(dtype)
         self.vllm = VllmEngine(dtype, threads)
         self.folder = Path()
-        self.stale = True  # vLLM has other weights than the model
+        self.stale = True  # vLLM's weights differ from the model's
 
     def load(self, folder: Path) -> None:
         super().load(folder)

@@ -1,10 +1,10 @@
-"""`shoal run` with workers that lie: each joins the run by an invite, as a stranger's worker joins a pool.
+"""Start `shoal run` with workers that lie. Each joins the run with an invite, as a stranger's worker joins a pool.
 
     python -m benchmarks.trust.byzantine configs/tiny.toml --out runs/byzantine
     python -m benchmarks.trust.byzantine configs/tiny.toml --out DIR --lies quantized_weights forged_reward
 
-`adversary/cheats.py` lists the lies. Other arguments are those of `shoal run`. A liar is named `cheater`, or `cheater-0` and
-so on; its folder and log are beside those of the run's own processes.
+`adversary/cheats.py` lists the lies. Other arguments are passed on to `shoal run`. A single liar is named `cheater`, several
+are `cheater-0`, `cheater-1` and so on. Their folders and logs are beside those of the run's own processes.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.common.machine import ROOT
 from shoal.coordinator.folder import create_invite
 
-START_S = 600.0  # until a run can be joined, on a very busy machine
+START_S = 600.0  # time limit for the run to become joinable, generous for a very busy machine
 STOP_S = 10.0
 POLL_S = 0.1
 
@@ -27,22 +27,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
-    parser.add_argument("--lies", nargs="+", default=["older_weights"], help="a worker for each of these")
-    parser.add_argument("--engine", default="torch", help="what the liars generate with")
+    parser.add_argument("--lies", nargs="+", default=["older_weights"], help="start a worker for each of these lies")
+    parser.add_argument("--engine", default="torch", help="the liars' engine")
     arguments, more = parser.parse_known_args()
     argv = [sys.executable, "-m", "shoal", "run", arguments.config, "--out", str(arguments.out), *more]
     with subprocess.Popen(argv) as run, liars(run, arguments.out, arguments.lies, arguments.engine):
         try:
             return run.wait()
-        except KeyboardInterrupt:  # the terminal sent it to the run, too
+        except KeyboardInterrupt:  # the terminal also sent the signal to the run
             return run.wait()
 
 
 @contextmanager
 def liars(run: subprocess.Popen, out: Path, kinds: Sequence[str], engine: str = "torch") -> Iterator[None]:
-    """Start workers that lie in this `shoal run --out out`, and stop them at the end of the context.
+    """Start lying workers that join this `shoal run --out out`, and stop them at the end of the context.
 
-    If `run` ends before it can be joined, none starts. Raise TimeoutError.
+    Start none if `run` ends before it can be joined. Raise TimeoutError if it cannot be joined in time.
     """
     coordinator = out / "coordinator"
     deadline_s = time.monotonic() + START_S

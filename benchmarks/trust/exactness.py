@@ -1,14 +1,14 @@
-"""Honest rollouts through the engine and then the validator's prefill: how many tokens differ in a single bit?
+"""Count the tokens for which the engine and the validator's prefill differ in any bit, on honest rollouts.
 
     python -m benchmarks.trust.exactness configs/tiny.toml --rollouts 100000
     python -m benchmarks.trust.exactness configs/quickstart.toml --rollouts 2000
     python -m benchmarks.trust.exactness configs/tiny.toml --rollouts 2000 --dtype bfloat16 --threads 2
 
-Batch shapes change with every submission: how many groups are decoded together, how long completions may be, how the
-prefill's rows are packed, how many submissions share it, and how many threads each side uses. A token is mismatched if it is
-not the argmax with a margin of exactly 0, or if its logprob differs; a proof, if a byte of it differs.
+Batch shapes change with every submission: the number of groups decoded together, the length of completions, the packing of
+the prefill's rows, the number of submissions in a prefill, and each side's number of threads. A token is mismatched if it is
+not the argmax with a margin of exactly 0, or if its logprob differs. A proof is mismatched if any byte differs.
 
-Writes benchmarks/results/exactness.json, one entry per model and dtype. Exit status 1 if anything differed.
+Writes benchmarks/results/exactness.json, one entry per model and dtype. The exit status is 1 if anything differed.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--weights", type=Path, help="folder of a policy version (default: the config's model)")
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="(default: the faster one here)")
-    parser.add_argument("--threads", type=int, default=1, help="the most threads of either side")
+    parser.add_argument("--threads", type=int, default=1, help="maximum threads of each side")
     arguments = parser.parse_args()
     settings = config.load(arguments.config)
     folder = arguments.weights or resolve(settings.model.name)

@@ -1,10 +1,10 @@
-"""A million damaged inputs for code that reads bytes from strangers: proofs, submissions, requests to the coordinator.
+"""Feed a million damaged inputs to code that reads bytes from strangers: proofs, submissions, coordinator requests.
 
     python -m benchmarks.trust.fuzz [--proofs 900000] [--files 100000] [--requests 20000] [--seed 0]
 
-Fails if anything but the documented refusals happens, if a case takes longer than DEADLINE_S, or if a part's memory grows
-by more than GROWTH_BYTES after its first tenth. Writes benchmarks/results/fuzz.json. A part's seed is a hash of `--seed` and
-its name, so one part alone runs the same cases, except for keys, nonces and the clock.
+Fails if any outcome is not a documented refusal, if a case takes longer than DEADLINE_S, or if a part's memory grows by more
+than GROWTH_BYTES after its first tenth. Writes benchmarks/results/fuzz.json. A part's seed is a hash of `--seed` and its
+name, so a part run alone has the same cases, except for keys, nonces and the clock.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from tests.fuzzing.proofs import fuzz_proofs
 
 from benchmarks.common.machine import RESULTS, command_line, describe, save
 
-DEADLINE_S = 60.0  # without a case ending: the stack is printed and the process ends
+DEADLINE_S = 60.0  # if no case ends for this long, the stack is printed and the process ends
 GROWTH_BYTES = 64 << 20
-MAX_REPORTED = 100  # crashes written out; all are counted
+MAX_REPORTED = 100  # crashes printed in full; all are counted
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    memory = Path("/dev/shm")  # every request syncs a database, and the disk is not tested here
+    memory = Path("/dev/shm")  # every request syncs a database; memory keeps the disk out of the measurement
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         parts: dict[str, tuple[int, Callable[[Random, int, Note], None]]] = {
             "proofs": (arguments.proofs, fuzz_proofs),
@@ -59,7 +59,8 @@ def main() -> None:
 
 
 def run(name: str, random: Random, cases: int, part: Callable[[Random, int, Note], None]) -> dict[str, Any]:
-    """Run the cases of one part. Return outcomes, speed, and this process's memory after a tenth of them and after all."""
+    """Run the cases of one part. Return outcomes, speed, and this process's memory after a tenth of the cases and after
+    all."""
     outcomes: Counter[str] = Counter()
     crashes: list[str] = []
     watched_s = warm_bytes = done = 0.0

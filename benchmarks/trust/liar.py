@@ -1,8 +1,8 @@
-"""One worker that lies, in any pool that it has an invite to; `byzantine.py` adds such workers to a run.
+"""Start one worker that lies, in any pool for which there is an invite. `byzantine.py` adds such workers to a run.
 
     python -m benchmarks.trust.liar KIND --join INVITE --dir DIR
 
-Every submission of each kind must be rejected: `adversary/cheats.py` says what each does.
+`adversary/cheats.py` describes the kinds. Every submission of each kind must be rejected.
 """
 
 import argparse

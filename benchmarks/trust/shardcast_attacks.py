@@ -1,10 +1,10 @@
-"""The attacks of abuse_shardcast.py on an origin or relay. Imports nothing of Shoal, so that it starts at once.
+"""The attacks of abuse_shardcast.py on an origin or relay. Imports nothing of Shoal, so that it starts immediately.
 
     python -m benchmarks.trust.shardcast_attacks NAME HOST PORT SECONDS
     python -m benchmarks.trust.shardcast_attacks serve HOST PORT SECONDS
 
-Prints how the connections ended, as JSON. `serve` is an attack on readers: a server that answers every request with a list
-of millions of empty lists, which take far more memory than their bytes.
+Prints the outcomes of the connections as JSON. `serve` attacks readers: it answers every request with a list of millions of
+empty lists, which take far more memory than their bytes.
 """
 
 from __future__ import annotations

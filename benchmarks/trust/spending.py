@@ -1,13 +1,13 @@
-"""Simulate a worker that knows every limit and spends it best: its gain, and its number of submissions. Runs no model.
+"""Simulate a worker that knows every limit and makes the best use of it: its gain, and when it is dismissed. Runs no model.
 
     python -m benchmarks.trust.spending                 benchmarks/results/spending.json, docs/images/spending.png
 
 benchmarks/results/spending-measured.json has what honest work spent, rollout by rollout, under each pair of dtypes, from
 real prefills of configs/tiny.toml and configs/quickstart.toml: the exposure, and tokens beyond each part of the margin. The
-simulated rollouts have these exposures. A choice: by the Gumbel noise a second token comes within x nats of the first with
-chance x per unit of exposure, and a share `useful` of these leads to the wished reward. `useful` is set so that the attack
-at 90 % of all limits gains what it gained for real without these tests: 0.438 -> 0.511 on tiny, 0.069 -> 0.231 on SmolLM2.
-To lower the reward every second near tie is taken to help. Bets, capital and limits are the coordinator's own code.
+simulated rollouts have these exposures. Per unit of exposure, the Gumbel noise brings a second token within x nats of the
+first with probability x. A share `useful` of these near ties leads to the wanted reward. `useful` is set so that the attack
+at 90 % of all limits gains what a real one gained without these tests: 0.438 -> 0.511 on tiny, 0.069 -> 0.231 on SmolLM2.
+To lower the reward, every second near tie is assumed to help. Bets, capital and limits are the coordinator's own code.
 """
 
 import argparse
@@ -29,20 +29,20 @@ from shoal.protocol.messages import BEYOND, ToleranceSpent
 from shoal.validator.checks import DISTRIBUTION_EVIDENCE
 from shoal.validator.spending import STAKE
 
-WORKERS, MOST = 8, 300  # simulated workers of each strategy, submissions of each
+WORKERS, MOST = 8, 300  # simulated workers of each strategy, and submissions of each worker
 HONEST, SUBMISSIONS = 40, 300
-HARMFUL = 0.5  # share of near ties of a right completion whose other side is wrong
+HARMFUL = 0.5  # share of a right completion's near ties that would make it wrong
 
 
 @dataclass(frozen=True)
 class Model:
     name: str
     config: str
-    reward: float  # of honest work
-    tokens: float  # of a rollout
-    useful: float  # share of near ties whose other side is right
+    reward: float  # mean of honest work
+    tokens: float  # per rollout
+    useful: float  # share of near ties that would make a completion right
     groups: int
-    pair: str  # of dtypes: the noisiest honest one
+    pair: str  # the noisiest honest pair of dtypes
 
 
 MODELS = [
@@ -58,9 +58,9 @@ class Strategy:
     name: str
     reach: float = 0.0
     rate: float | None = None
-    decoys: float = 0.0  # tokens moved for nothing, for each that is moved for the reward
+    decoys: float = 0.0  # tokens changed without effect, per token changed for the reward
     far: int = 0  # tokens beyond the margin limit in each submission
-    figures: float = 0.4  # proofs' and logprobs' figures, as a share of their limits
+    figures: float = 0.4  # mismatches of proofs and logprobs, as a share of their limits
     distribution: float = -5.0
 
 

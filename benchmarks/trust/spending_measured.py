@@ -1,10 +1,11 @@
-"""How much tolerance honest work uses: the data of `spending.py`, and whether the tests over many submissions pass it.
+"""Measure how much tolerance honest work uses, and whether it passes the tests over many submissions.
 
     python -m benchmarks.trust.spending_measured tiny-40 configs/tiny.toml 10 4
 
-Workers in fp32 and bf16, each with its own key and so its own tasks and seeds; a validator in each dtype judges all they
-make. Writes benchmarks/results/spending-measured.json after each worker, and prints the highest evidence that any of each
-pair reached; ln(1 / alpha) would dismiss an honest worker. `spending.py` reads the names `tiny` and `SmolLM2`.
+Workers run in fp32 and bf16, each with its own key and therefore its own tasks and seeds. A validator in each dtype judges
+all their work. Writes benchmarks/results/spending-measured.json after each worker, and prints the highest evidence that any
+worker reached for each pair of dtypes. Evidence of ln(1 / alpha) would dismiss an honest worker. `spending.py` reads the
+rows `tiny` and `SmolLM2`.
 """
 
 import argparse
@@ -33,18 +34,18 @@ from shoal.validator.spending import spent
 
 DTYPES: list[DtypeName] = ["float32", "bfloat16"]
 PAIRS = [f"{made}|{judged}" for made in DTYPES for judged in DTYPES]
-WORKER = 100  # the first worker's key, after those of the attack matrix
+WORKER = 100  # number of the first worker's key, after those of the attack matrix
 PATH = RESULTS / "spending-measured.json"
-SIMULATED = ("tiny", "SmolLM2")  # `spending.py` reads the exposure of every rollout of these
+SIMULATED = ("tiny", "SmolLM2")  # rows for which `spending.py` reads the exposure of every rollout
 
 
 def empty() -> dict[str, Any]:
     return {
-        "workers": 0,  # of each dtype
-        "rollouts": 0,  # by fp32 workers, which the exposures are of
-        "distinct": 0,  # by all workers: no two have the same seed
-        "judgements": 0,  # of single rollouts
-        "rejected": 0,  # submissions
+        "workers": 0,  # workers of each dtype
+        "rollouts": 0,  # rollouts of fp32 workers, whose exposures are recorded
+        "distinct": 0,  # rollouts of all workers; no two have the same seed
+        "judgements": 0,  # judgements of single rollouts
+        "rejected": 0,  # rejected submissions
         "highest_nats": dict.fromkeys(PAIRS, 0.0),
         "total_exposure": 0.0,
         "exposures": dict.fromkeys(PAIRS, 0.0),
@@ -54,7 +55,7 @@ def empty() -> dict[str, Any]:
 
 
 def measured(path: Path, submissions: int, worker: int) -> dict[str, Any]:
-    """Measure one worker of each dtype under a validator of each."""
+    """Measure one worker of each dtype with a validator of each dtype."""
     torch.set_num_threads(1)
     settings = config.load(path)
     folder = resolve(settings.model.name)
@@ -91,7 +92,7 @@ def measured(path: Path, submissions: int, worker: int) -> dict[str, Any]:
 
 
 def added(one: Any, other: Any) -> Any:
-    """Return the sum of both: numbers and lists of numbers added, exposures joined."""
+    """Return the sum of two results. Add numbers and lists of numbers; concatenate exposures."""
     if isinstance(one, dict):
         return {
             name: {pair: max(one[name][pair], other[name][pair]) for pair in PAIRS}
@@ -123,9 +124,9 @@ def main(name: str, path: Path, submissions: int, workers: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="of the row in the results file")
+    parser.add_argument("name", help="name of the row in the results file")
     parser.add_argument("config", type=Path)
-    parser.add_argument("submissions", type=int, help="of each worker")
-    parser.add_argument("workers", type=int, help="of each dtype")
+    parser.add_argument("submissions", type=int, help="submissions of each worker")
+    parser.add_argument("workers", type=int, help="workers of each dtype")
     arguments = parser.parse_args()
     main(arguments.name, arguments.config, arguments.submissions, arguments.workers)

@@ -1,16 +1,16 @@
-"""A real worker that knows every limit and spends it best: its gain, and its number of submissions.
+"""Run a real worker that knows every limit and makes the best use of it. Measure its gain, and when it is detected.
 
     python -m benchmarks.trust.spending_real configs/tiny.toml --better DIR/v000024 --most 30
 
-`spending.py` simulates it at length; here a model generates, the attacks of `adversary/` change what they can, a
-validator's own judge prefills and judges, and the coordinator's own bets and capital find the worker or do not. Both
-compute in fp32: an honest worker has no mismatch there, so every mismatch is the attacker's. --better is a later version
-of the same run, for the attacker that leans its weights towards it (or away from it).
+`spending.py` simulates this worker over many submissions. Here a model generates, the attacks of `adversary/` make their
+changes, the validator's code prefills and judges, and the coordinator's bets and capital detect the worker or do not. Worker
+and validator compute in fp32, where an honest worker has no mismatch, so every mismatch is the attacker's. --better is a
+later version of the same run, for the attacker that moves its weights towards that version (or away from it).
 
-For each budget the attacker first searches the largest strength whose figures stay below 90 % of every limit in two trial
-submissions. Gain: mean reward of its submissions less that of honest work for the same assignments.
-With exact replay the same attacker, at the same strength, claims the validator's fingerprint: its first submission that
-differs from honest work is `inexact`, so it gains nothing.
+For each budget the attacker first searches for the largest strength that stays below 90 % of every limit in two trial
+submissions. The gain is the mean reward of its submissions minus that of honest work for the same assignments.
+With exact replay the same attacker, at the same strength, claims the validator's fingerprint. Its first submission that
+differs from honest work is rejected as `inexact`, so it gains nothing.
 
 Writes benchmarks/results/spending-real.json after each row, and keeps the rows of other strategies (--only).
 """
@@ -46,8 +46,12 @@ from shoal.validator.judge import Judge
 from shoal.validator.spending import spent
 
 PATH = RESULTS / "spending-real.json"
-WORKER, TRIALS = 200, 1_000_000  # the worker's key; numbers of its trial submissions
-STRENGTHS = {"weights": 0.3, "temperature": 0.3, "logprobs": 0.05}  # tried first, then 0.8 times the last
+WORKER, TRIALS = 200, 1_000_000  # number of the worker's key; first number of its trial submissions
+STRENGTHS = {
+    "weights": 0.3,
+    "temperature": 0.3,
+    "logprobs": 0.05,
+}  # first strengths; each next one is 0.8 times the last
 DIRECTIONS = {"raise": 1.0, "lower": -1.0}
 ROWS = ["honest|", *(f"{strategy}|{direction}" for strategy in [*PLANS, *STRENGTHS] for direction in DIRECTIONS)]
 
@@ -66,7 +70,7 @@ class Bench:
         own = TorchEngine("float32", "cpu", model.numerics)  # the attackers' engine may hold other weights
         self.honest = Attack(self.settings, RUN, self.key, own, Lab([folder]))
         self.honest.load(folder, 0)
-        self.rewards: dict[int, float] = {}  # of honest work, by the submission's number
+        self.rewards: dict[int, float] = {}  # rewards of honest work, by submission number
 
     def attacker(self, strategy: str, direction: float) -> Any:
         kind = {"weights": NearWeights, "temperature": NearTemperature, "logprobs": NearLogprobs}.get(
@@ -95,7 +99,7 @@ class Bench:
         return self.rewards[number]
 
     def strongest(self, attacker: Any, strategy: str, direction: float) -> float:
-        """Return the largest strength of a ladder whose figures stay below 90 % of every limit."""
+        """Return the largest tried strength that stays below 90 % of every limit."""
         strength = STRENGTHS[strategy]
         while strength > 1e-4:
             attacker.lean(direction, strength)
@@ -112,7 +116,7 @@ class Bench:
         )
 
     def lasts(self, attacker: Attack, most: int) -> dict[str, Any]:
-        """Return the submissions until the worker is found, by what, and its gain until then."""
+        """Return the number of submissions until the worker is detected, the check that detects it, and its gain."""
         process, gains, highest = Process(), [], dict.fromkeys(LIMITS, 0.0)
         for number in range(most):
             case, finding, figures = self.judged(attacker, number)
@@ -133,7 +137,7 @@ class Bench:
         return {"found": None, "by": "", "gains": gains, "highest": highest, "nats": process.evidence}
 
     def first_inexact(self, attacker: Attack, most: int) -> dict[str, Any]:
-        """Return, with exact replay, the first submission that is rejected, and by what."""
+        """Return the first submission that exact replay rejects, and the check that rejects it."""
         for number in range(most):
             assignment = offline_assignment(self.settings, self.key.public, number)
             opened = self.judge.open(assignment, self.key.public, attacker.submission(assignment))
@@ -151,7 +155,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=30, help="submissions of each attacker")
     parser.add_argument("--only", nargs="+", choices=["honest", *PLANS, *STRENGTHS])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--no-exact", action="store_true", help="leave the column of exact replay as it is")
+    parser.add_argument("--no-exact", action="store_true", help="keep the column of exact replay as it is")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     settings = config.load(arguments.config)

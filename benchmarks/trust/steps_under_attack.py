@@ -1,11 +1,12 @@
-"""What abuse of the coordinator costs a whole run: seconds a step, in quiet and under each attack of `abuse.py`, in turns.
+"""Measure how abuse of the coordinator slows a whole run: seconds per step, without and under each attack of `abuse.py`.
 
     python -m benchmarks.trust.steps_under_attack [--seconds 20] [--only garbage]
 
-A run of configs/tiny.toml shares this machine's cores with the attackers; real ones compute on machines of their own. So
-each attack has three phases: --seconds of quiet, the attack in a process of its own, and a process that uses as much CPU
-time as the attackers and sends nothing. A phase's figure is its length divided by the number of steps that ended in it.
-The cost of the attacks is the median of attack over CPU alone; against quiet, it also counts the attackers' own work.
+A run of configs/tiny.toml shares this machine's cores with the attackers, unlike real attackers. So each attack has three
+phases of --seconds: without any attack, with the attack in another process, and with a process that uses as much CPU time as
+the attackers but sends nothing. A phase's figure is its length divided by the number of steps that ended in it. The cost of
+the attacks is the median ratio of the second to the third phase. The ratio to the first phase also counts the attackers' own
+CPU time.
 
 Writes benchmarks/results/steps_under_attack.json.
 """
@@ -47,7 +48,7 @@ while time.time() < began_s + seconds:
 
 
 def times(metrics: Path) -> list[float]:
-    """Return the end of each step in Unix seconds."""
+    """Return when each step ended, in Unix seconds."""
     if not metrics.exists():
         return []
     return [json.loads(line)["time_s"] for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -117,7 +118,7 @@ async def phase(site: Site, metrics: Path, seconds: float, attack: str, share: f
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What abuse of the coordinator costs a whole run.")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each phase")
+    parser = argparse.ArgumentParser(description="Measure how abuse of the coordinator slows a whole run.")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each phase")
     parser.add_argument("--only", default="", help="attacks whose name contains this")
     asyncio.run(main(parser.parse_args()))

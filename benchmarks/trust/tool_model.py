@@ -1,16 +1,16 @@
-"""Makes a tiny model that calls a calculator, so that the attack matrix can have rows for forged tool answers.
+"""Make a tiny model that calls a calculator, so that the attack matrix can have rows for forged tool answers.
 
     python -m benchmarks.trust.tool_model DIR                                                    DIR/v000000
     python -m benchmarks.trust.attacks benchmarks/trust/tool_model.toml --versions DIR \
         --n 10 --groups 2 --only honest forged_tool ...
 
 `bundled:tiny` has no end token between two messages, so no environment can answer it. Here each message of the model ends
-with one, each other message with "=". The model is trained on conversations, half of which call:
+with an end token, and every other message with "=". Half of the training conversations call the calculator:
 
     12+34=   calc(12+34)<eos>   46=   46<eos>
     12+34=   46<eos>
 
-Invariant: it never sees a sum that the config holds out. Left out: a model that is good at it; the lies need calls only.
+Invariant: the model never sees a sum that the config holds out. It need not be good at sums: the lies only need its calls.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Draws what `shoal calibrate` measured of honest vLLM workers under torch validators: docs/images/vllm.png.
+"""Plot what `shoal calibrate` measured with honest vLLM workers and torch validators: docs/images/vllm.png.
 
     shoal calibrate configs/tiny.toml --set 'workers.engines=["vllm"]' --submissions 40 --out DIR
     python -m benchmarks.trust.vllm_honest DIR [DIR ...] --config configs/tiny.toml
 
-Every calibration draws a worker's key, and so tasks and seeds, of its own: several add up.
-One panel per statistic: its distribution over all judgements, one line per pair of dtypes, and the config's limit. Prints
-how many rollouts and judgements there were, and the worst of each statistic.
+Each calibration has its own worker key, and therefore its own tasks and seeds, so several can be combined. Each panel shows
+a statistic's distribution over all judgements, with one line per pair of dtypes, and the config's limit. Prints the numbers
+of rollouts and judgements, and the worst value of each statistic.
 """
 
 import argparse

@@ -1,26 +1,26 @@
-"""Measures deltas between versions of real training: their size and cost, compared with other encodings.
+"""Measure the size and cost of deltas between versions of real training, compared with other encodings.
 
     python -m benchmarks.weights.deltas --versions 3e-7=runs/a/learner/versions --versions 2e-5=runs/b/learner/versions
 
 Each folder holds v000000, v000001, .... At most --most consecutive pairs per label, evenly spaced, are measured on one
 thread with both versions in the page cache. Writes every pair and the medians to benchmarks/results/deltas.json after each
-label. Times are wall-clock and CPU seconds; only the first depend on other load.
+label. Times are wall-clock seconds and CPU seconds. Other load changes only the wall-clock seconds.
 
-    files     shoal.shardcast.delta as a node uses it: two folders to a delta, and a folder and the delta to a folder
-    links     encode, transfer of the delta and apply, against the transfer of the full version (bf16, a tokenizer)
-    a model   in bf16 that holds the old version is updated: from the new folder, as engines do, or in place from the
-              decoded delta
-    ways      every fourth pair, in memory, on the same pieces as the module, in an order that rotates from pair to pair
+    files     shoal.shardcast.delta as a node uses it: make a delta from two folders, apply it to the old folder
+    links     time to encode, transfer and apply the delta, compared with transferring the full version (bf16, a tokenizer)
+    a model   time to update a bf16 model from the new folder, as engines do, or in place from the decoded delta
+    ways      other encodings, for every fourth pair, in memory, on the pieces that shoal.shardcast.delta uses; their order
+              rotates from pair to pair
 
-Every way must reproduce the new words. All of them compress each byte plane separately with zstd, unless that is larger.
+Every encoding must reproduce the new words. All compress each byte plane separately with zstd, unless that is larger.
 
-    shoal                  the module's encoding: gaps, difference, zstd 1
+    shoal                  Shoal's encoding: gaps, difference, zstd 1
     xor                    xor of all words of both versions
     bitmask, difference    one bit per word; for changed words, new minus old as integers
     gaps, xor              the number of unchanged words before each changed one; xor of changed words
     gaps, difference       differences of the words as integers (mostly +1 and -1, in zigzag)
-    gaps, ordered          differences of integers in numeric order, so also across zero
-    grouped, difference    words sorted by exponent before gaps are taken, which the reader can repeat (small exponents
+    gaps, ordered          differences of integers that are ordered as the numbers they encode, so also across zero
+    grouped, difference    words grouped by exponent before gaps are taken, which the reader can repeat (small exponents
                            change often, because an update moves all words about equally far); `pays_below_mb_s` is the
                            link speed at which the saved bytes make up for the CPU seconds, over all pairs
 """
@@ -48,7 +48,7 @@ from shoal.shardcast.delta import MAGIC, PIECE_WORDS, Kind, Link, Reader, Writer
 from shoal.shardcast.files import StoredTensor, read_layout
 
 LINKS_BITS_S = {"1 Gb/s": 1e9, "100 Mb/s": 1e8}
-WAYS_EVERY = 4  # pairs
+WAYS_EVERY = 4  # other encodings are measured for every fourth pair
 Files = list[tuple[str, int]]
 Pairs = list[tuple[Any, Any]]
 
@@ -81,13 +81,13 @@ def pairs_in(folder: Path, most: int) -> list[tuple[Path, Path]]:
     versions = {int(path.name[1:]): path for path in sorted(folder.glob("v*"))}
     pairs = [(path, versions[number + 1]) for number, path in versions.items() if number + 1 in versions]
     if not pairs:
-        sys.exit(f"{folder} holds no two versions that follow each other")
+        sys.exit(f"{folder} has no two consecutive versions")
     return [pairs[index] for index in np.unique(np.linspace(0, len(pairs) - 1, most).round().astype(int))]
 
 
 def measure(old: Path, new: Path, model: Any, turn: int) -> dict[str, Any]:
     files = [(str(path.relative_to(new)), path.stat().st_size) for path in sorted(new.rglob("*")) if path.is_file()]
-    for path, _ in files:  # into the page cache, where a node has what it wrote last
+    for path, _ in files:  # fill the page cache, as on a node that has just written the files
         (old / path).read_bytes()
         (new / path).read_bytes()
     with tempfile.TemporaryDirectory() as name:
@@ -103,7 +103,7 @@ def measure_files(old: Path, new: Path, files: Files, folder: Path) -> dict[str,
         _, encode_s = timed(delta.encode, old, new, [path for path, _ in files], file.write)
     _, apply_s = timed(delta.apply, old, [Link(folder / "delta", tuple(files))], folder / "out")
     if any((folder / "out" / path).read_bytes() != (new / path).read_bytes() for path, _ in files):
-        sys.exit(f"shoal does not give {new} back")
+        sys.exit(f"shoal does not reproduce {new}")
     changed = [(len(after), np.count_nonzero(before != after)) for before, after in load_pieces(old, new)]
     return {
         "from": old.name,
@@ -124,7 +124,7 @@ def measure_model(old: Path, new: Path, files: Files, packed: Path, model: Any) 
     load_weights_(model, old)
     _, load_s = timed(load_weights_, model, new)
     if not all(torch.equal(tensor.view(torch.int16), own[name].view(torch.int16)) for name, tensor in in_place.items()):
-        sys.exit(f"changes in place do not give {new}")
+        sys.exit(f"changes in place do not reproduce {new}")
     return {"load_s": load_s, "decode_changes_s": decode_s, "write_changes_s": write_s}
 
 
@@ -136,7 +136,7 @@ def decode_changes(new: Path, files: Files, packed: Path) -> list[tuple[str, int
         for (path, _), file_kind in zip(files, reader.file_kinds, strict=True):
             if file_kind is not Kind.TENSORS:
                 continue
-            reader.take(32)  # the header's hash, which `apply` compares
+            reader.take(32)  # skip the header's hash, which `apply` compares
             for tensor, start, count in pieces_of(new / path):
                 kind = reader.piece_kind()
                 if kind is Kind.CHANGES:
@@ -165,7 +165,7 @@ def measure_ways(old: Path, new: Path, turn: int) -> dict[str, Any]:
             each, decode, [(one, before) for one, (before, _) in zip(packed, pieces, strict=True)]
         )
         if not all(np.array_equal(words, after) for words, (_, after) in zip(unpacked, pieces, strict=True)):
-            sys.exit(f"{name} does not give {new} back")
+            sys.exit(f"{name} does not reproduce {new}")
         del unpacked
         rows[name] = {"bytes": sum(map(len, packed)), "encode_s": encode_s, "apply_s": apply_s}
     return {
@@ -184,14 +184,14 @@ def pays_below_mb_s(quick: dict[str, Any], short: dict[str, Any]) -> float:
 def load_pieces(old: Path, new: Path) -> Iterator[tuple[Any, Any]]:
     for path in sorted(new.glob("*.safetensors")):
         if read_layout(old / path.name).header != read_layout(path).header:
-            sys.exit(f"{path} has another header than the version before")
+            sys.exit(f"the header of {path} differs from that of the version before")
         for tensor, start, count in pieces_of(path):
             offset, dtype = tensor.offset_bytes + start * tensor.word_bytes, f"<u{tensor.word_bytes}"
             yield tuple(np.fromfile(f, dtype, count, offset=offset) for f in (old / path.name, path))
 
 
 def pieces_of(path: Path) -> Iterator[tuple[StoredTensor, int, int]]:
-    """Yield (tensor, first word, words)."""
+    """Yield (tensor, first word, number of words) of each piece."""
     for tensor in read_layout(path).tensors:
         for start in range(0, tensor.words, PIECE_WORDS):
             yield tensor, start, min(PIECE_WORDS, tensor.words - start)
@@ -217,7 +217,7 @@ def changed_in(pieces: Pairs) -> Iterator[tuple[Any, Any, Any]]:
     return ((before, after, np.flatnonzero(before != after)) for before, after in pieces)
 
 
-# --- The ways: (old, new) to bytes, (bytes, old) to new ---
+# --- Encodings: (old, new) to bytes, (bytes, old) to new ---
 
 
 def pack(level: int, *arrays: Any) -> bytes:
@@ -379,7 +379,7 @@ WAYS: dict[str, tuple[Callable[[Any, Any], bytes], Callable[[bytes, Any], Any]]]
 }
 
 
-# --- What is shown ---
+# --- Output ---
 
 
 def medians(pairs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Measures what one relay that hangs costs the fetch of a delta: wall time over loopback, with it and without it, in turns.
+"""Measure by how much one hanging relay delays the fetch of a delta over loopback.
 
     python -m benchmarks.weights.hanging_relay [--rounds 20] [--size-mb 8] [--out FILE]
 
-Two servers hold two versions, in a process of their own. A third accepts connections and never answers. A client that holds
-version 0 fetches version 1, as the newest one and by its number. It has no record of the servers, so each time it may
-ask the one that hangs first. The cost is the longest fetch with that server against the median without it; at most 0.3 s.
-The committed run is benchmarks/results/hanging_relay.json.
+Two servers with two versions run in a separate process. A third server accepts connections and never answers. A client with
+version 0 fetches version 1, as the newest version and by its number, with and without the third server in turns. It has no
+record of the servers, so each time it may ask the hanging one first. The delay is the longest fetch with that server minus
+the median without it. It must be at most 0.3 s. The committed run is benchmarks/results/hanging_relay.json.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--size-mb", type=int, default=8)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--serve", type=Path, help="serve this store; the benchmark starts itself so")
+    parser.add_argument("--serve", type=Path, help="serve this store (the benchmark starts itself with it)")
     arguments = parser.parse_args()
     if arguments.serve:
         asyncio.run(serving(arguments.serve))

@@ -1,19 +1,20 @@
-"""Measures what a version costs its origin and its readers by its size, and extrapolates to 62 GB (31e9 words of bf16).
+"""Measure how an origin's and a client's cost grows with a version's size. Extrapolate to 62 GB (31e9 words of bf16).
 
     python -m benchmarks.weights.large_versions [--sizes-mb 256 1024] [--gb 62] [--label name] [--out FILE]
 
-One safetensors file of bf16 words; between two versions 0.3 % of the words change by one unit in the last place. Version 0
-is an anchor, 1 to 3 are deltas. For each step: CPU seconds of the process that does it (all threads, user and system), and
-the bytes that it read from and wrote to files (Linux: /proc/self/io), divided by the version's size.
+A version is one safetensors file of bf16 words. Between two versions 0.3 % of the words change by one unit in the last
+place. Version 0 is an anchor, versions 1 to 3 are deltas. Measured for each operation are the CPU seconds of its process
+(all threads, user and system), and the bytes that it read from and wrote to files (Linux: /proc/self/io), divided by the
+version's size.
 
     publish         `Origin.publish` of versions 1 to 3, after version 0; the median
     one behind      `fetch` of version 1 by a client that holds version 0
     two behind      `fetch` of version 3 by a client that holds version 1
     newcomer        `fetch` of version 3 by a client that holds nothing: the anchor and three deltas
 
-A server of plain files in another process sends; its CPU does not count. The cost of 62 GB is the slope between the smallest
-and the largest size, times 62 GB. CPU seconds do not depend on other work on the machine as wall times do. Two threads share
-them (one hashes), so a quiet machine takes less wall time, unless the disk is the limit: see the bytes.
+A server of plain files in another process sends the shards. Its CPU time does not count. The cost of 62 GB is the slope
+between the smallest and the largest size, times 62 GB. CPU seconds depend less on other load than wall time does. One of two
+threads hashes, so wall time on a quiet machine is shorter than CPU time, unless the disk limits it.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument("--sizes-mb", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--gb", type=float, default=62.0, help="size to extrapolate to")
     parser.add_argument("--label", default="", help="what was measured, for the results file")
-    parser.add_argument("--port", type=int, default=18471, help="of the server of plain files")
+    parser.add_argument("--port", type=int, default=18471, help="port of the server of plain files")
     parser.add_argument("--out", type=Path, default=RESULTS / "large_versions.json")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"command": command_line(), "commit": commit(), "label": arguments.label}

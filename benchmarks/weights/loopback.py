@@ -1,19 +1,19 @@
-"""Measures what SHARDCAST costs a machine: CPU seconds per GiB against nginx, curl and b3sum, and memory by file size.
+"""Measure SHARDCAST's CPU seconds per GiB, compared with nginx, curl and b3sum, and its memory by file size.
 
     python -m benchmarks.weights.loopback [--rounds 5] [--size-mb 1024] [--sizes-mb 64 512 2048 8192]
 
-Needs Linux, nginx, curl and b3sum. Everything runs over loopback, in turns. User and system seconds of each process:
+Needs Linux, nginx, curl and b3sum. Transfers take turns over loopback. Measured are user and system seconds of each process:
 
     origin   `shoal origin` while one client fetches; publishing is counted separately
     relay    `shoal relay` receives a version, verifies it, then serves it to one client
     client   `shoal fetch` from the origin, from the relay, and from nginx over the origin's store
-    plain    nginx (one worker, sendfile) serves the same file; curl writes it to disk; b3sum reads it back, one thread
+    plain    nginx (one worker, sendfile) serves the same file; curl writes it to disk; b3sum reads it back on one thread
 
-A relay built from plain tools costs the sum of the last three. Each measurement is repeated with a version of 1 KiB, which
-gives the cost of starting the processes; `net` is without it. A ratio is the median of the rounds' ratios.
+A relay built from plain tools costs the sum of nginx, curl and b3sum. Each measurement is repeated with a version of 1 KiB,
+which gives the cost of starting the processes. `net` leaves out that cost. A ratio is the median of the rounds' ratios.
 
-Memory: VmRSS over time and its peak, for versions of several sizes. To need free disk (TMPDIR) of only one version's size,
-a version is many hard links to one random file, and a store keeps each distinct shard once.
+Memory is VmRSS over time and its peak, for versions of several sizes. A version is many hard links to one random file, and a
+store keeps each distinct shard once. So the free disk needed (TMPDIR) is only that of one version.
 
 Writes benchmarks/results/loopback.json after each measurement.
 """
@@ -133,7 +133,7 @@ class Turn:
         self.publish_s = round(cpu_s(self.origin.pid) - had_s, 4)
 
     def take(self, first: int) -> dict[str, dict[str, float]]:
-        """CPU seconds of each process. Each round starts with another way."""
+        """Return the CPU seconds of each process. Rotate the order of the transfers from round to round."""
         ways = [self.direct, self.through_relay, self.over_nginx, self.plain]
         taken = {}
         for way in ways[first % len(ways) :] + ways[: first % len(ways)]:
@@ -186,8 +186,8 @@ class Turn:
         return seconds
 
     def settle(self) -> None:
-        """Gives every writer of a version the same start: no dirty pages of others, and as much memory just freed. A
-        virtual machine needs seconds to get new memory from its host."""
+        """Give every transfer the same start: no dirty pages, and equally much memory just freed. A virtual machine needs
+        seconds to get new memory from its host."""
         os.sync()
         with tempfile.TemporaryFile(dir=self.folder) as file:
             for _ in range(self.size_bytes // BLOCK_BYTES):
@@ -332,11 +332,11 @@ def started(argv: list[str], out: Path) -> Iterator[subprocess.Popen]:
 
 
 def json_line(process: subprocess.Popen, out: Path, count: int) -> dict[str, Any]:
-    """Return the JSON line number `count` that a server prints."""
+    """Return the `count`-th JSON line that a server prints."""
     deadline_s = time.monotonic() + DEADLINE_S
     while len(lines := out.read_text().split("\n")) <= count:
         if process.poll() is not None or time.monotonic() > deadline_s:
-            raise SystemExit(f"{process.args} ended, or does not go on after {lines}")
+            raise SystemExit(f"{process.args} ended or printed nothing after {lines}")
         time.sleep(LOOK_AGAIN_S)
     return json.loads(lines[count - 1])
 

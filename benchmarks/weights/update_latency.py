@@ -1,4 +1,4 @@
-"""Measures the time from an optimizer step to the new weights in a worker's engine.
+"""Measure the time from an optimizer step until the new weights are in a worker's engine.
 
     python -m benchmarks.weights.update_latency --versions DIR [--count 20] [--threads 1]
 
@@ -6,11 +6,11 @@ DIR holds the versions v000000, v000001, ... of a real run (`learner/versions` o
 learner.keep_versions=100`). `shoal origin`, `shoal relay` and `shoal fetch --follow` run as processes on loopback. The
 versions are moved into the origin's folder one after the other. Measured for each:
 
-    write_s    the learner writes it (save_model, from the weights in memory)
+    write_s    the learner writes the version (save_model, from the weights in memory)
     reach_s    from its appearance until the client has verified it (encode, relay, fetch, apply, verify)
     load_s     its weights are copied into the engine's model
 
-and whether it was sent as a delta. Writes every timing to benchmarks/results/update_latency.json.
+Also records whether the version was sent as a delta. Writes every timing to benchmarks/results/update_latency.json.
 """
 
 import argparse
@@ -77,7 +77,8 @@ def main() -> None:
 
 @contextmanager
 def servers(folder: Path) -> Iterator[tuple[Path, str, str, Callable[..., IO[str]]]]:
-    """An origin and a relay as processes: the origin's folder, the relay's URL, the key, and what starts another process."""
+    """Start an origin and a relay. Yield the origin's folder, the relay's URL, the key, and a function that starts another
+    process."""
     watched = folder / "watched"
     watched.mkdir()
     started: list[subprocess.Popen[str]] = []

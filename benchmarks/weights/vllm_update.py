@@ -1,19 +1,19 @@
-"""How soon vLLM generates with a version that arrives as a delta: SmolLM2, an origin and a relay as processes on loopback.
+"""Measure how soon vLLM generates with a version that arrives as a delta, from an origin and a relay on loopback.
 
     SHOAL_VLLM_PYTHON=... python -m benchmarks.weights.vllm_update --versions DIR [--threads 1] [--dtype bfloat16]
 
-DIR holds the versions v000000, v000001, ... of a real run (`learner/versions` of `shoal run CONFIG --set
-learner.keep_versions=100`), which are moved into the origin's folder one after the other, with a pause: servers tidy up
-after each. From the moment at which the relay first shows a version's manifest to this process, measured for each:
+DIR holds the versions v000000, v000001, ... of a real run with SmolLM2 (`learner/versions` of `shoal run CONFIG --set
+learner.keep_versions=100`). They are moved into the origin's folder one after the other, with a pause, because servers clean
+up after each. Time counts from the moment at which the relay first shows a version's manifest to this process:
 
-    fetch_s    its delta is fetched, applied and verified: a folder of the whole version
-    load_s     vLLM replaces its weights in place by those of the folder
-    first_s    one token is generated
+    fetch_s    fetch the version's delta, apply and verify it, which gives a folder of the whole version
+    load_s     vLLM replaces its weights in place with those of the folder
+    first_s    vLLM generates one token
     total_s    all three
 
-The token's logprob is kept beside that of plain torch under the new version and under the one before. In bf16 the engines
-may draw two different tokens, whose logprobs are far apart: that the weights are the new ones is for the tests and proofs to
-tell. Writes benchmarks/results/vllm_update.json with every figure. `load` there tells how busy the machine was.
+The token's logprob is recorded beside plain torch's under the new version and the previous one. In bf16 the engines may draw
+different tokens, whose logprobs are far apart, so these figures do not prove that vLLM has the new weights. Tests and proofs
+do. Writes every figure to benchmarks/results/vllm_update.json. Its `load` shows how busy the machine was.
 """
 
 import argparse
@@ -85,11 +85,11 @@ def main() -> None:
     result["load"].append(os.getloadavg())
     save(PATH, result)
     for part in PARTS:
-        sys.stdout.write(f"{part}: median {result[part]['median']:.2f}, most {result[part]['max']:.2f}\n")
+        sys.stdout.write(f"{part}: median {result[part]['median']:.2f}, maximum {result[part]['max']:.2f}\n")
 
 
 def arrives(client: Client, engine: Engine, version: int) -> dict[str, Any]:
-    """Wait until the relay shows the version's manifest; then fetch it, load it, and generate one token."""
+    """Wait until the relay shows the version's manifest. Then fetch the version, load it, and generate one token."""
     until_s = time.monotonic() + LATEST_S
     while not shown(client, version):
         if time.monotonic() > until_s:

@@ -1,4 +1,4 @@
-"""Every attack in the matrix submits a lie; those detectable with any model are rejected for the right reason."""
+"""Every attack in the matrix submits a lie. Attacks that are detectable with any model are rejected for the right reason."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -31,7 +31,7 @@ CONFIG = parse(
 ASSIGNMENT = offline_assignment(CONFIG, ALICE.public, 0)
 REASONS = {  # for attacks that are detectable with any model
     "honest": None,
-    "previous_version": Reason.PROOF,  # here the weights are entirely different
+    "previous_version": Reason.PROOF,  # the two versions in these tests have entirely different weights
     "version_5_steps_ago": Reason.PROOF,
     "other_model": Reason.PROOF,
     "other_system_prompt": Reason.PROOF,
@@ -64,7 +64,7 @@ SUBTLE = {
 def submissions(
     folders: tuple[Path, Path], names: Iterable[str], config: Config, engine: TorchEngine
 ) -> dict[str, bytes]:
-    """Return each attacker's file for the same task, generated one after the other by one engine."""
+    """Return each attacker's file for the same task. One engine generates them one after the other."""
     newest, other = folders
     lab, files = Lab([other] * 6 + [newest], BOB), {}
     for name in names:
@@ -102,7 +102,9 @@ def test_every_attacker_signs_changed_rows_for_its_assigned_tasks(files: dict[st
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name not in SUBTLE])
-def test_attacks_that_are_detectable_with_any_model_are_found(files: dict[str, bytes], judge: Judge, name: str) -> None:
+def test_attacks_that_are_detectable_with_any_model_are_detected(
+    files: dict[str, bytes], judge: Judge, name: str
+) -> None:
     case = judge.open(ASSIGNMENT, ALICE.public, files[name])
     assert isinstance(case, Case), case
     finding = judge.examine([case])[0].finding

@@ -1,4 +1,4 @@
-"""An attacker uploads an honest worker's rollouts as her own before the worker uploads them. Only she is slashed."""
+"""An attacker uploads an honest worker's rollouts as her own, before the worker does. Only the attacker is slashed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ class Site:
         self.harness.pool.assignments.uploaded(worker.identity.public, assignment.id, "9" * 64)
 
     def judge(self) -> Reason | None:
-        """Judge the oldest upload and return the reason; None if it is accepted."""
+        """Judge the oldest upload. Return the reason for rejecting it, or None if it is accepted."""
         [claim] = self.harness.claims(VALIDATOR, 1)
         [(verdict, accepted)] = self.validator.check([claim])
         submissions = self.harness.pool.judgement
@@ -67,7 +67,7 @@ def site(tiny_folder: Path) -> Site:
 
 
 def test_uploading_a_workers_rollouts_first_is_slashed_and_the_worker_is_accepted(site: Site) -> None:
-    """Here Mallory even has the nonce, which she cannot know before Alice does."""
+    """In this test Mallory even has the nonce, which she could not really know before Alice does."""
     alices, mallorys = site.harness.task(ALICE.public), site.harness.task(MALLORY.public)
     site.upload(site.mallory, mallorys, signed(site.mallory, mallorys, produced(site.alice, alices)))
     assert site.judge() is Reason.TASKS
@@ -87,7 +87,7 @@ def test_a_copy_without_a_verdict_does_not_own_its_content(site: Site) -> None:
 
 
 def test_a_workers_next_rollouts_cannot_be_computed_before_its_assignment(site: Site) -> None:
-    """Run, step, version, digest, key and number are public beforehand, but yield other tasks without the nonce."""
+    """Run, step, version, digest, key and number are public beforehand. Without the nonce they yield other tasks."""
     first = site.harness.accepted(ALICE.public, useful=(False, False))
     public = first.model_copy(update={"number": 1, "id": f"{ALICE.public[:16]}-000001"})
     alices = site.harness.task(ALICE.public)

@@ -66,7 +66,7 @@ def examined(judge: Judge, attacker: Attack, number: int) -> Examined:
 def judged(judge: Judge, attacker: Attack, number: int) -> tuple[ToleranceSpent, float]:
     """Return the tolerance that an accepted submission spent, and its mean reward."""
     result = examined(judge, attacker, number)
-    assert result.finding is None, f"it stays within every limit: {result.finding}"
+    assert result.finding is None, f"the attack exceeds a limit: {result.finding}"
     return spent(result.case, SETTINGS, result.evidence), fmean(result.case.rewards)
 
 
@@ -97,7 +97,7 @@ def test_the_adaptive_attacker_is_dismissed(
         used, reward = judged(judge, liar, len(gains))
         gains.append(reward - judged(judge, honest, len(gains))[1])
         states.append(uploaded(harness, used))
-    assert sign * fmean(gains) > 0, "until then it moves the reward as it wants"
+    assert sign * fmean(gains) > 0, "until then the attacker moves the reward in the intended direction"
     assert states[-1] == "rejected", f"not dismissed within {MAX_SUBMISSIONS} submissions"
     assert harness.kinds().count("dismissed") == 1 and "slashed" not in harness.kinds()
 
@@ -109,7 +109,7 @@ def test_an_honest_worker_is_not_dismissed(judge: Judge, engine: TorchEngine, ta
 
 
 @pytest.mark.parametrize("name", ["spends_tolerance", "spends_tolerance_down"])
-def test_regeneration_finds_each_changed_completion(
+def test_regeneration_detects_each_changed_completion(
     judge: Judge, engine: TorchEngine, talkative_folder: Path, name: str
 ) -> None:
     kinds = ATTACKS[name], Attack
@@ -119,11 +119,11 @@ def test_regeneration_finds_each_changed_completion(
     improved, spoiled = regenerate(judge, lied, 32)
     if name.endswith("down"):
         improved, spoiled = spoiled, improved
-    assert improved >= moved - 1 and spoiled <= 1, "except for a near tie that this machine breaks differently"
+    assert improved >= moved - 1 and spoiled <= 1, "one near tie may break differently on this machine"
     assert 0 < sum(regenerate(judge, lied, 3)) <= 3, "no more than requested"
     assert sum(regenerate(judge, honest, 32)) <= 1
     near = replace(lied, grades=[replace(grade, repeatable=False) for grade in lied.grades])
-    assert regenerate(judge, near, 32) == (0, 0), "such rewards may have changed because a machine was busy"
+    assert regenerate(judge, near, 32) == (0, 0), "rewards near the time limit are not compared"
 
 
 @pytest.mark.parametrize("regenerated", [0, 4])

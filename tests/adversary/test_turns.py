@@ -1,4 +1,4 @@
-"""Every lie about an environment's answers is found, and rejected for a hard reason; the honest control is accepted."""
+"""Every lie about an environment's answers is rejected for a hard reason. The honest control is accepted."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,14 +61,14 @@ def test_each_lie_is_rejected_for_the_expected_reason(talkative_folder: Path, ju
     assert result is None or result.reason in HARD
 
 
-def test_a_worker_that_forges_a_tools_answer_is_found(talkative_folder: Path, judge: Judge) -> None:
+def test_a_worker_that_forges_a_tools_answer_is_detected(talkative_folder: Path, judge: Judge) -> None:
     liar = workers.make_producer(talkative_folder, config(), CHEATS["forged_tool"])
     result = finding(judge, liar.submission(ASSIGNMENT))
     assert result is not None and result.reason is Reason.ENVIRONMENT and result.reason in HARD
 
 
 def test_the_forged_answer_contains_the_tasks_own_answer(talkative_folder: Path) -> None:
-    """So that the lie pays: the model reads the answer that it has to give."""
+    """The lie pays only if the model reads the answer that it has to give."""
     liar = attacker("forged_tool", talkative_folder)
     file = read_submission(liar.submission(ASSIGNMENT), max_rows=8, max_tokens=MAX_TOKENS)
     rows = [row for row in file.rows if row.turns]

@@ -21,7 +21,7 @@ PIECES = [
 
 
 def fuzzed(random: Random) -> str:
-    """Return one answer, as it would be in a box."""
+    """Return one answer, without a box around it."""
     return random.choice([mutated, mutated, mutated, mutated, deep, power, long, noise])(random)
 
 

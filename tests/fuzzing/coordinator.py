@@ -1,7 +1,7 @@
 """Send damaged requests (see `requests`) to a coordinator on loopback.
 
-The outcome of a case is its status; see `damage`. The coordinator promises a status below 500, or 507, within DEADLINE_S;
-only an incomplete request may get no answer. This uses only routes and messages, not the coordinator's internals.
+The outcome of a case is its status; see `damage`. The coordinator promises a status below 500, or 507, within DEADLINE_S.
+Only an incomplete request may get no answer. This module uses only routes and messages, not the coordinator's internals.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from .damage import CRASH, Note
 from .requests import DEADLINE_S, RUN, Site
 
 IDLE_S = 0.02  # how long to wait for an answer before ending a request that may be incomplete
-CASES_PER_POOL = 2_000  # then a new coordinator, because valid requests may have ended or filled the run
+CASES_PER_POOL = 2_000  # cases per coordinator: valid requests may end or fill its run
 CONFIG = parse(
     {
         "coordinator": {"prompts_per_step": 4},
@@ -34,7 +34,7 @@ CONFIG = parse(
 
 
 def fuzz_requests(random: Random, cases: int, note: Note, folder: Path, config: Config = CONFIG) -> None:
-    """Run a coordinator per CASES_PER_POOL cases, in new folders in `folder`, and note the outcome of each request."""
+    """Start a new coordinator for every CASES_PER_POOL cases, in a new folder. Report the outcome of each request."""
     for number, start in enumerate(range(0, cases, CASES_PER_POOL)):
         asyncio.run(_fuzz(random, min(CASES_PER_POOL, cases - start), note, folder / f"pool-{number}", config))
 
@@ -76,7 +76,7 @@ def _without_rate_limits(config: Config, identity: Identity, folder: Path) -> Co
 
 
 class _Log(logging.Handler):
-    """Keeps the last error that aiohttp's server logged, to report it with a status of 500."""
+    """Keep the last error that aiohttp's server logged, to report it with a status of 500."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ async def _send(port: int, request: bytes, complete: bool) -> str:
                 return answer if answer or not complete else f"{CRASH} no answer"
         return "cut off"
     except TimeoutError:
-        return f"{CRASH} no end within {DEADLINE_S:g} s"
+        return f"{CRASH} no complete answer within {DEADLINE_S:g} s"
     finally:
         writer.transport.abort()
 

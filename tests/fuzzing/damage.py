@@ -5,7 +5,7 @@
 
 Each case reports its outcome to `note` in a few words. Invariant: the outcome starts with `CRASH` if and only if the fuzzed
 code breaks a promise of its docstrings (raises another exception, accepts a forged proof, returns a NaN).
-Called by test_fuzz.py (a few thousand cases) and benchmarks/trust/fuzz.py (a million). Randomness is an argument.
+test_fuzz.py (a few thousand cases) and benchmarks/trust/fuzz.py (a million) use these fuzzers. Randomness is an argument.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,7 @@
 """Damaged rollout files: flipped, cut, spliced, with huge counts, or signed again with another header or other columns.
 
-Each file is read in quarantine, as the validator reads it; see `damage` for outcomes. Also, a damaged file that was not
-signed again must never yield changed rows. Accepted files are left out: trusted validators sign them, and the same code
-reads them.
+Each file is read in quarantine, as the validator reads it; see `damage` for outcomes. A damaged file that was not signed
+again must never yield changed rows. Left out: files of accepted work, which trusted validators sign and the same code reads.
 """
 
 import io
@@ -36,7 +35,7 @@ class _File:
 
 
 def fuzz_files(random: Random, cases: int, note: Note) -> None:
-    """Damage submissions, read them in quarantine, and note the outcomes."""
+    """Damage submissions, read them in quarantine, and report the outcomes."""
     files = [_file(random, **options) for options in _LAYOUTS]
     every = [file.data for file in files]
     with Quarantine(MAX_ROWS, MAX_TOKENS, memory_bytes=256 << 20, timeout_s=10.0) as quarantine:
@@ -47,7 +46,7 @@ def fuzz_files(random: Random, cases: int, note: Note) -> None:
                     note(_read(quarantine, _with_header(random, file), None))
                 case 1:
                     note(_read(quarantine, _with_table(random, file), None))
-                case 2 | 3 | 4:  # the footer is a tenth of the bytes, but most of the parsing
+                case 2 | 3 | 4:  # the footer is only a tenth of the bytes, but most of the code parses it
                     at = file.footer
                     data = file.data[:at] + damaged(random, file.data[at:-8], every)
                     data += struct.pack("<I", len(data) - at) + b"PAR1"
@@ -97,7 +96,7 @@ def _with_header(random: Random, file: _File) -> bytes:
 
 
 def _with_table(random: Random, file: _File) -> bytes:
-    """Return a validly signed file with other types, lengths and encodings, and the right digest if the table has one."""
+    """Return a validly signed file with other types, lengths and encodings. Its digest is right if the table has one."""
     table, n = file.table, file.table.num_rows
     name = random.choice(SUBMISSION.names)
     at = table.schema.get_field_index(name)
@@ -138,7 +137,7 @@ def _with_table(random: Random, file: _File) -> bytes:
 
 
 def _with_number(random: Random, file: _File) -> bytes:
-    """Replace a varint in the footer by another, often huge one."""
+    """Replace a varint in the footer with another, often huge one."""
     footer = bytearray(file.data[file.footer : -8])
     at = random.randrange(len(footer))
     number = random.choice([0, 1, 2**16, 2**31, 2**32, 2**40, 2**62, 2**64 - 1, random.getrandbits(40)])
@@ -151,7 +150,7 @@ def _with_number(random: Random, file: _File) -> bytes:
 
 
 def _read(quarantine: Quarantine, data: bytes, rows: list[Rollout] | None) -> str:
-    """Read a file and return the outcome. `rows`: the only rows that it may yield; None if it was signed again."""
+    """Read a file and return the outcome. `rows`: the only rows that the file may yield; None if it was signed again."""
     try:
         result = quarantine.read(data).rows
     except BadSignatureError:

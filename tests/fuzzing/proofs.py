@@ -19,13 +19,13 @@ BATCH = 256  # well-formed proofs verified in one call
 
 
 def fuzz_proofs(random: Random, cases: int, note: Note) -> None:
-    """Parse proofs one by one and verify well-formed ones; parse texts; pass wrong numbers and types of proofs."""
+    """Parse proofs one by one, verify well-formed ones, parse texts, and pass wrong numbers and types of proofs."""
     generator = torch.Generator().manual_seed(random.getrandbits(32))
-    shapes = [(32, 64), (32, 64), (32, 64), (5, 192), (1, 128), (32, 2304)]  # the last has indices beyond PRIME
+    shapes = [(32, 64), (32, 64), (32, 64), (5, 192), (1, 128), (32, 2304)]  # the last shape has indices beyond PRIME
     hiddens = [torch.randn(*shape, generator=generator).exp() for shape in shapes]
     hiddens[1] = hiddens[1].half()
     honest = [build(hidden_TH)[0] for hidden_TH in hiddens]
-    batches: dict[bool, list[tuple[int, bytes]]] = {False: [], True: []}  # by whether they are float16
+    batches: dict[bool, list[tuple[int, bytes]]] = {False: [], True: []}  # True: float16
     for _ in range(cases):
         which = random.choices(range(len(hiddens)), weights=[12, 6, 6, 6, 6, 1])[0]
         kind = random.randrange(16)
@@ -63,9 +63,9 @@ def _proof(random: Random, proof: bytes, others: Sequence[bytes]) -> bytes:
         case 3:
             words[0] = random.choice([0, 1, 576, 2**15, PRIME + 1, 2**16 - 1, random.randrange(1 << 16)])
         case 4:
-            words[1:] = [random.randrange(PRIME)] + [0] * (len(words) - 2)  # a constant
+            words[1:] = [random.randrange(PRIME)] + [0] * (len(words) - 2)  # a constant polynomial
         case 5:
-            words[at:] = [0] * (len(words) - at)  # of low degree
+            words[at:] = [0] * (len(words) - at)  # a polynomial of low degree
         case 6:
             words = [words[0], *(random.randrange(PRIME) for _ in words[1:])]
         case 7:

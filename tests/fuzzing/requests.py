@@ -1,7 +1,7 @@
-"""Requests to the coordinator: bytes that are not HTTP, garbage on every route, correctly signed garbage from each role, and
-honest requests that advance the run.
+"""Make requests to the coordinator: bytes that are not HTTP, garbage on every route, correctly signed garbage from each role,
+and honest requests that advance the run.
 
-The module uses only the coordinator's routes and messages, not its internals.
+This module uses only the coordinator's routes and messages, not its internals.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", 
 
 @dataclass
 class Site:
-    """Makes requests from its registered nodes and what they know of the run."""
+    """Make requests from registered nodes and from what they know about the run."""
 
     random: Random
     port: int
@@ -69,7 +69,7 @@ class Site:
         return Signed.make(self.coordinator, text, domain="invite").model_dump_json()
 
     async def honest(self, role: str, method: str, path: str, body: Any) -> Any:
-        """Send an honest request. Return the answer; None if the coordinator refuses."""
+        """Send an honest request. Return the answer, or None if the coordinator refuses."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = self.signed(self.members[role], method, path, content)
         self.sent = [*self.sent[-50:], request]
@@ -81,7 +81,7 @@ class Site:
         return json.loads(text) if b" 200 " in head.splitlines()[0] else None
 
     async def advance(self) -> None:
-        """Get a task, and upload, claim and judge it, as far as the coordinator allows."""
+        """Get a task, then upload, claim and judge a submission, as far as the coordinator allows."""
         answer = await self.honest("worker", "POST", "/v1/heartbeat", {"policy_version": 0, "wants_task": True})
         if answer and answer["assignment"]:
             self.ids = [*self.ids[-8:], answer["assignment"]["id"]]

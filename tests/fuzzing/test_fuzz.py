@@ -1,4 +1,4 @@
-"""Thousands of damaged proofs, submissions and requests cause no crash; benchmarks/trust/fuzz.py tries a million."""
+"""Thousands of damaged proofs, submissions and requests cause no crash. benchmarks/trust/fuzz.py tries a million."""
 
 from collections.abc import Callable
 from pathlib import Path

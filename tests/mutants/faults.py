@@ -1,8 +1,8 @@
-"""Deliberate faults, each with the tests that should catch it. `run` applies them; a surviving fault means a missing test.
+"""Deliberate faults, each with the tests that should catch it. `run` applies them. If a fault survives, a test is missing.
 
 Each block of `faults.txt` is a fault. Its first line names a file in src/shoal, a file in tests/ and, optionally, an
-expression for pytest's -k. Then come the text to replace (`-`) and its replacement (`+`), without which the text is deleted.
-Invariant: the text to replace occurs exactly once in its file. `test_faults` checks this.
+expression for pytest's -k. Then come the text to replace (`-`) and its replacement (`+`). Without a replacement, the text is
+deleted. Invariant: the text to replace occurs exactly once in its file. `test_faults` checks this.
 """
 
 from pathlib import Path

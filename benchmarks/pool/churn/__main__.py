@@ -1,15 +1,15 @@
-"""Churn: every 20 s a fault hits a random process of a whole run. Nothing that was accepted may be lost.
+"""Cause a fault in a random process of a whole run every 20 s. Check that no accepted work is lost.
 
     python -m benchmarks.pool.churn --minutes 15 --out benchmarks/results/churn.json
 
-8 workers, 2 validators, 2 relays, a learner, an origin, a coordinator and an evaluator with the tiny model, each in a
-network namespace of its own (network.py), started and started again as `shoal run` does it. From the first trained
-step on, every 20 s a process of a random role is killed, frozen, cut off or slowed (faults.py), for `--minutes`.
-`tokens_per_s` is what was trained on meanwhile; `--no-faults` measures it undisturbed. Then the run is stopped as with
-Ctrl-C, and resumed to train 8 steps more, which ends it. Then verdict.py says what is wrong.
+The run has 8 workers, 2 validators, 2 relays, a learner, an origin, a coordinator and an evaluator with the tiny model. Each
+has its own network namespace (network.py), and `shoal run` starts and restarts it. From the first trained step on, for
+`--minutes`, a process of a random role is killed, frozen, cut off or slowed every 20 s (faults.py). `tokens_per_s` counts
+the tokens trained on during that time. `--no-faults` measures it without faults. Then the run is stopped as with Ctrl-C and
+resumed for its last 8 steps. Last, verdict.py lists what is wrong.
 
-Needs root on Linux and iproute2. Writes the result with every fault, every state that is not `active` as it was seen,
-restarts, and the machine. Exit status 0: the run completed, the audit passed, nothing accepted was lost, nobody was
+Needs root on Linux and iproute2. The result holds every fault, every observed node state other than `active`, the restarts
+and the machine. The exit status is 0 if the run completed, the audit passed, no accepted work was lost and nobody was
 penalised.
 """
 
@@ -43,7 +43,7 @@ STOPPED = 130  # exit status of a run that was stopped
 
 
 class InNamespaces(Children):
-    """The same children, each in the namespace of its name."""
+    """The run's child processes, each in the network namespace of its name."""
 
     network: Network
 
@@ -63,7 +63,7 @@ class Apart(Swarm):
 
 
 class Churned(Apart):
-    """The same run, with faults injected into its processes until it is told to stop."""
+    """The same run, with faults injected into its processes for `--minutes`."""
 
     def __init__(self, config: Config, settings: argparse.Namespace, network: Network) -> None:
         super().__init__(config, "churn", settings.run, network)
@@ -97,7 +97,7 @@ class Churned(Apart):
             if over.is_set() or time.monotonic() >= end_s:
                 break
             while fault.name in busy and busy[fault.name].is_alive() and not over.is_set():
-                busy[fault.name].join(0.2)  # one fault of a process at a time: wait for the end of the last
+                busy[fault.name].join(0.2)  # a process has one fault at a time: wait until its last fault ends
             self.faults.append(fault)
             self._say(f"churn: {fault.kind} {fault.name} for {fault.lasts_s} s")
             busy[fault.name] = in_background(fault, self._pid, self.network, lambda: time.monotonic() - begun_s)
@@ -110,10 +110,10 @@ class Churned(Apart):
         while time.monotonic() < peace_s and not over.wait(0.2):
             self._note_states(begun_s)
         if not over.is_set():
-            os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C would end it
+            os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does
 
     def tokens_per_s(self) -> float:
-        """Return the tokens trained on per second of churn. The run has ended."""
+        """Return the tokens trained on per second of churn. Call this after the run has ended."""
         steps = map(json.loads, (self.out / "metrics.jsonl").read_text().splitlines())
         churned = (step for step in steps if 0 < step["time_s"] - self.begun_at <= self.churned_s)
         return sum(step["perf/tokens"] for step in churned) / self.churned_s
@@ -152,15 +152,15 @@ CHOSEN = [
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=15, help="of faults")
-    parser.add_argument("--every", type=float, default=20, metavar="S", help="between two faults")
-    parser.add_argument(
-        "--no-faults", action="store_true", help="the same run undisturbed, to compare tokens_per_s with"
-    )
+    parser.add_argument("--minutes", type=float, default=15, help="minutes with faults")
+    parser.add_argument("--every", type=float, default=20, metavar="S", help="seconds between two faults")
+    parser.add_argument("--no-faults", action="store_true", help="cause no faults, to compare tokens_per_s")
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults")
     parser.add_argument("--run", type=Path, default=Path("runs/churn"), help="folder of the run; must not exist")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run's config")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a field of the run's config"
+    )
     parser.add_argument("--out", type=Path, help="write the result there")
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,12 +1,12 @@
-"""The faults of one process, how long they last, and how they end.
+"""Cause faults in processes, and end them.
 
-    kill      kill -9 of the process alone; `shoal run` starts it again after a growing pause (0.5 to 8 s)
-    freeze    SIGSTOP to the process and its children, SIGCONT after a while: its connections stay open and silent
-    cut       its link is down: no packet comes or goes, nothing is refused
-    slow      it runs 1/10 of the time, in slices of 20 ms
+    kill      kill -9 of the process alone; `shoal run` restarts it after a growing pause (0.5 to 8 s)
+    freeze    SIGSTOP to the process and its children, later SIGCONT: its connections stay open and silent
+    cut       the process's link is down: packets are dropped and no connection is refused
+    slow      the process runs 1/10 of the time, in slices of 20 ms
 
-Invariant: each pair of role and fault comes once before any comes twice; the order, the process and the length follow from
-the seed. A process has at most one fault at a time; the next fault waits until it ends.
+Invariant: each pair of role and fault comes once before any comes twice. The seed determines the order, the processes and
+the durations. A process has at most one fault at a time; its next fault waits until the last one ends.
 """
 
 import random
@@ -28,7 +28,7 @@ RUNS_S, STOPS_S = 0.02, 0.18
 
 @dataclass
 class Fault:
-    """`begun_s`, `ended_s`: seconds since the run began. A killed process is back when another has its name."""
+    """`begun_s`, `ended_s`: seconds since churn began. A kill ends when a new process has the killed process's name."""
 
     kind: str
     role: str
@@ -42,7 +42,7 @@ class Fault:
 
 
 def draw(names: list[str], seed: int) -> Iterator[Fault]:
-    """Yield faults without end for processes with these names; a role is a name without its number."""
+    """Yield endless faults for processes with these names. A role is a name without its number."""
     chance = random.Random(seed)
     roles = sorted({role_of(name) for name in names})
     while True:
@@ -95,7 +95,7 @@ def in_background(
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    with suppress(psutil.NoSuchProcess):  # it has just ended by itself
+    with suppress(psutil.NoSuchProcess):  # the process has just ended by itself
         process = psutil.Process(pid)
         for one in (process, *process.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):

@@ -1,8 +1,8 @@
 """One network namespace per process, joined by a bridge, so that any process can be cut off from all others.
 
 Invariant: everything is inside the mount, process and network namespaces that `enter` moves this program into, and ends with
-it. Nothing reaches the network outside. Needs root on Linux and iproute2.
-Called by `__main__.py`; a process enters its namespace in `node`.
+the program. Nothing reaches the outside network. Needs root on Linux and iproute2. `node.py` moves a process into its
+namespace.
 """
 
 import shutil
@@ -15,7 +15,7 @@ APART = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mo
 
 
 def missing() -> str:
-    """Return why this machine cannot have such a network, "" if it can."""
+    """Return why this machine cannot have such a network, or "" if it can."""
     if not all(map(shutil.which, ("unshare", "ip", "setpriv"))):
         return "needs Linux with util-linux and iproute2"
     made = subprocess.run([*APART, "sh", "-c", BRIDGE], capture_output=True, text=True, check=False)

@@ -2,7 +2,7 @@
 
     --namespace NAME MODULE ARGUMENT...
 
-Started by `__main__.py` through `shoal.cli.launch.children`, which forks it.
+`__main__.py` starts this through `shoal.cli.launch.children`, which forks it.
 """
 
 import ctypes

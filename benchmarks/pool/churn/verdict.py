@@ -1,9 +1,9 @@
-"""The verdict on a run under churn: for each requirement, a list of what is wrong.
+"""Judge a run under churn: for each requirement, list every violation.
 
 `incomplete`   the run has not trained and evaluated all of its steps
 `audit`        `shoal audit` found a broken link
-`lost`         a validator logged that it accepted a submission, or the ledger says so, and the pool does not have it; or one
-               of its useful groups is in a batch that was not trained on
+`lost`         a validator or the ledger recorded an acceptance that the pool does not have, the ledger lacks one that the
+               pool has, or a useful group is in a batch that was not trained on
 `penalised`    an honest node was rejected for a hard reason, slashed, dismissed, evicted or suspended, or its credit was
                forfeited
 

@@ -1,22 +1,22 @@
-"""One coordinator under up to 10,000 simulated workers: heartbeats per second, latency, memory, on SQLite or PostgreSQL.
+"""Load one coordinator with up to 10,000 simulated workers. Measure heartbeats per second, latency and memory.
 
     python -m benchmarks.pool.scale --out benchmarks/results/scale.json
 
-A real `shoal coordinator` process, real HTTP on loopback. Workers are keys: each registers with an invite of its own, and
-its heartbeats are signed before the clock runs (requests.py), so the client is not the bottleneck. They go over
-`--connections` connections, each from an address of its own and kept open; `one_each` opens a connection for each heartbeat.
+The coordinator is a real `shoal coordinator` process on SQLite or PostgreSQL, with real HTTP on loopback. Each simulated
+worker is a key that registers with its own invite. Its heartbeats are signed before timing starts (requests.py), so the
+client is not the bottleneck. They go over `--connections` connections, each from its own address and kept open.
 
-For each number of workers, in turn:
+Measured in turn, for each number of workers:
 
-    register    200 that are new, as fast as answers come; the other new ones go straight into the table of nodes
-    idle        heartbeats that ask for no task (a worker that generates or uploads), as fast as answers come
-    waiting     heartbeats that ask for a task while there is none (a worker that waits)
+    register    200 new workers register, each as soon as a connection is free; the others are added to the table of nodes
+    idle        heartbeats that request no task (the worker generates or uploads), as fast as responses come
+    waiting     heartbeats that request a task while there is none (the worker waits)
     one_each    idle heartbeats, each over a new connection
     due         idle heartbeats at the rate at which this many workers send them, for `--seconds`; the latency counts from
-                when a heartbeat was due. Where that rate is beyond what the coordinator answers, it says by how much
+                when a heartbeat was due, and grows if the coordinator cannot keep up
     status      GET /v1/status, which every view polls: milliseconds and bytes
 
-`cpu_ms` is the coordinator's own CPU time for each answer: unlike the rest it hardly depends on what else the machine does.
+`cpu_ms` is the coordinator's own CPU time per response. Unlike the other figures it hardly depends on other load.
 PostgreSQL syncs as it does by default (`fsync` on, one server on this machine).
 """
 
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[100, 1_000, 10_000])
     parser.add_argument("--databases", nargs="+", choices=["sqlite", "postgres"], default=["sqlite", "postgres"])
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=8.0, help="duration of each measurement")
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--profile", type=Path, help="write the coordinator's profile (cProfile) there")
     parser.add_argument("--out", type=Path)
@@ -78,7 +78,7 @@ def main() -> None:
 
 @contextmanager
 def database(name: str) -> Iterator[str]:
-    """Yield the database's URL, "" for SQLite."""
+    """Yield the database's URL, or "" for SQLite."""
     if name == "sqlite":
         yield ""
         return
@@ -87,7 +87,7 @@ def database(name: str) -> Iterator[str]:
     with postgres_server() as url:
         import psycopg
 
-        with psycopg.connect(url, autocommit=True) as connection:  # the tests' server syncs nothing
+        with psycopg.connect(url, autocommit=True) as connection:  # the test server starts with fsync off
             connection.execute("ALTER SYSTEM SET fsync = on")
             connection.execute("SELECT pg_reload_conf()")
         yield url
@@ -161,7 +161,7 @@ class Pool:
         return figures
 
     async def _register(self, count: int) -> dict[str, Any]:
-        """Add `count` workers: the first over HTTP, which is measured, the others directly into the table of nodes."""
+        """Add `count` workers: the first MEASURED over HTTP, timed; the others directly to the table of nodes."""
         new, first = identities(count), len(self.workers)
         known, rest = new[:MEASURED], new[MEASURED:]
         joining = [

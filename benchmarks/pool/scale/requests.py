@@ -1,7 +1,7 @@
-"""Signed requests, prepared as bytes before the clock runs, and a client that sends them over plain sockets.
+"""Prepare signed requests as bytes before timing starts, and send them over plain sockets.
 
-Invariant: between sending and having read an answer the client parses nothing but its status and length, so that the
-coordinator, not the client, is measured. Both run on this machine: `client_cpu_s` is the client's CPU time.
+Invariant: the client parses only the status and length of a response, so that the coordinator, not the client, is measured.
+Both run on this machine. `client_cpu_s` is the client's CPU time.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def request(identity: Identity, run: str, host: str, path: str, body: bytes) -> 
 
 @dataclass
 class Sent:
-    """The outcome of requests: seconds from due time to answer, and the count of each status."""
+    """The outcome of requests: seconds from due time to response, and the count of each status."""
 
     wall_s: float = 0.0
     seconds: list[float] = field(default_factory=list)
@@ -61,8 +61,9 @@ class Sent:
 async def send(
     url: str, prepared: Iterable[bytes], *, connections: int, per_s: float | None, reuse: bool = True
 ) -> Sent:
-    """Send the requests in order. `per_s`: the rate at which they are due, however late earlier ones are answered; None: one
-    after the other on each connection. `reuse`: connections stay open; else each request has its own."""
+    """Send the requests in order. `per_s`: the rate at which requests are due, even if earlier ones are still unanswered.
+    None: each connection sends its next request when it has a response. `reuse`: connections stay open; otherwise each
+    request opens its own."""
     parts, sent = urlsplit(url), Sent()
     begun_s, remaining = time.perf_counter(), iter(enumerate(prepared))
 
@@ -92,7 +93,7 @@ async def send(
 
 
 class Line:
-    """One connection from an address of its own, opened on first use."""
+    """One connection from its own source address, opened on first use."""
 
     def __init__(self, host: str, port: int, source: str) -> None:
         self.host, self.port, self.source = host, port, source

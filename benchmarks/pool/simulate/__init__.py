@@ -1,1 +1,1 @@
-"""The whole pool as queues: `python -m benchmarks.pool.simulate`."""
+"""Simulate a whole pool as queues (`python -m benchmarks.pool.simulate`)."""

@@ -1,9 +1,9 @@
-"""Simulate pools of 10 to 10,000 workers, and a run that was recorded.
+"""Simulate pools of 10 to 10,000 workers, and compare a simulation with a recorded run.
 
     python -m benchmarks.pool.simulate [--sizes 10 100 1000 10000] [--names "same batch"] [--run RUN_FOLDER]
 
-`--run` compares with a run's folder. Other entries of the results file stay as they are.
-Writes results/simulate.json, docs/images/simulate.png, and prints tables.
+`--run` compares with a run's folder. Writes results/simulate.json and docs/images/simulate.png, and prints tables. Other
+entries of the results file stay as they are.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from benchmarks.pool.simulate.recorded import recorded
 from benchmarks.pool.simulate.settings import SIZES, cases
 
 PATH = RESULTS / "simulate.json"
-SEEDS = range(5)  # of the comparison
+SEEDS = range(5)  # seeds of the comparison
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="the folder of a finished run to compare with")
-    parser.add_argument("--sizes", type=int, nargs="*", choices=SIZES, default=SIZES, help="of the pools")
-    parser.add_argument("--names", nargs="*", help="of the cases; none: all")
+    parser.add_argument("--sizes", type=int, nargs="*", choices=SIZES, default=SIZES, help="numbers of workers")
+    parser.add_argument("--names", nargs="*", help="names of the cases; none: all")
     arguments = parser.parse_args()
     if arguments.run:
         keep({"compared": compare(arguments.run)})
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def keep(new: dict[str, Any]) -> dict[str, Any]:
-    """Put these figures into the results file beside the others. Returns all."""
+    """Add these figures to the results file. Return all its figures."""
     result: dict[str, Any] = json.loads(PATH.read_text()) if PATH.exists() else {"pools": {}}
     ran = {"command": command_line(), "commit": commit()}
     result = result | ran | new | {"pools": result["pools"] | new.get("pools", {})}
@@ -67,7 +67,7 @@ def compare(folder: Path) -> dict[str, Any]:
 
 
 def draw(pools: list[dict[str, Any]], path: Path) -> None:
-    """Workers' utilisation by the size of the pool, a panel for each async level."""
+    """Plot the workers' utilisation by the pool's size, in a panel for each async level."""
     import matplotlib
 
     matplotlib.use("Agg")

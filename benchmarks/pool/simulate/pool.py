@@ -1,14 +1,14 @@
-"""A pool as queues, event by event: workers, their links, validators and the learner. Plain Python, nothing computed.
+"""Simulate a pool as queues, event by event: workers, their links, validators and the learner.
 
-    worker      takes groups while the open batch still needs some -> generates -> uploads, and takes the next meanwhile
-    validator   one queue for all; a submission at a time
-    learner     a batch at a time -> publishes a version -> each worker's link fetches the newest, one at a time
+    worker      takes groups while the open batch needs more -> generates -> uploads while it generates the next groups
+    validator   takes a submission at a time from the queue that all validators share
+    learner     trains on a batch at a time -> publishes a version -> each worker's link fetches the newest version
 
-The rules are the coordinator's (`coordinator/assignment`): no more is handed out than the open batch needs at the
-share of useful groups; a version older than the async level allows is neither worked with nor trained on; a worker changes
-version between two submissions. Time is in seconds.
-Invariant: the same setting and seed give the same result. Left out: lies, failures, the coordinator's own time (see
-docs/operate.md for what one answers), and a task's fit to its worker's speed.
+The rules are the coordinator's (`coordinator/assignment`). It hands out only what the open batch needs, given the share of
+useful groups. A version older than the async level allows is neither sampled from nor trained on. A worker changes version
+between two submissions. Time is in seconds.
+Invariant: the same setting and seed give the same result. Left out: lies, failures, the coordinator's own time (measured in
+docs/operate.md), and submissions sized to a worker's speed.
 """
 
 import heapq
@@ -24,10 +24,10 @@ class Rig:
 
     group_s: float  # to generate a group
     groups: int  # in a submission
-    start_s: float = 0.0  # of each submission beside its groups: heartbeat, grading, proofs, file
+    start_s: float = 0.0  # fixed time of each submission: heartbeat, grading, proofs, file
     upload_s: float = 0.0
-    fetch_s: float = 0.0  # a version over its link
-    load_s: float = 0.0  # a version into its engine
+    fetch_s: float = 0.0  # to fetch a version over its link
+    load_s: float = 0.0  # to load a version into its engine
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Setting:
     batch: int  # groups of a step
     rigs: Sequence[Rig]
     validators: int
-    validate_s: float  # a group
-    validate_start_s: float  # a submission
-    train_s: float  # a batch
+    validate_s: float  # per group
+    validate_start_s: float  # per submission
+    train_s: float  # per batch
     publish_s: float = 0.0  # from the end of training until relays hand the version out
     useful: float = 1.0  # share of groups whose rewards differ
     spread: float = 0.0  # durations vary uniformly by this share in both directions
@@ -47,12 +47,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Result:
-    """Shares of the time from the first to the last trained batch's end."""
+    """Shares of the time until the last batch is trained, unless marked otherwise."""
 
     seconds: float
     step_s: float  # mean, without the first quarter of the steps
-    generating: float  # workers
-    links: float  # fetching
+    generating: float  # mean over workers
+    links: float  # mean over the workers' links, while they fetch
     validators: float
     learner: float
     staleness: float  # versions, mean over trained groups
@@ -65,7 +65,7 @@ class _Worker:
     version: int = 0  # loaded
     fetched: int = 0
     fetching: bool = False
-    parked: bool = False  # until its next version is there
+    parked: bool = False  # waits for its next version
     working_s: float = 0.0
     fetching_s: float = 0.0
 
@@ -75,26 +75,26 @@ class Pool:
     setting: Setting
     seed: int = 0
     now_s: float = 0.0
-    newest: int = 0  # published
-    step: int = 0  # whose batch is open
+    newest: int = 0  # newest published version
+    step: int = 0  # step whose batch is open
     events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     waiting: Counter[int] = field(default_factory=Counter)  # accepted useful groups by version
-    under_way: int = 0  # groups that are generated or wait for a verdict
+    under_way: int = 0  # groups being generated or waiting for a verdict
     uploads: deque[tuple[int, int]] = field(default_factory=deque)  # (groups, version)
     idle: deque[_Worker] = field(default_factory=deque)
     full: int = 0  # full batches that wait for the learner
-    ended_s: list[float] = field(default_factory=list)  # of each trained step
+    ended_s: list[float] = field(default_factory=list)  # when each step was trained
     free_validators: int = 0
     training: bool = False
     validating_s: float = 0.0
     training_s: float = 0.0
-    ages: int = 0  # of all groups in batches, summed
+    ages: int = 0  # sum over all groups in batches
     too_old: int = 0
     useful: int = 0
     counted: int = 0  # events
 
     def run(self) -> Result:
-        """Run until the last step is trained. Raise RuntimeError if no event is left before that."""
+        """Run until the last step is trained. Raise RuntimeError if the events run out before that."""
         self.draw = random.Random(self.seed)
         self.free_validators = self.setting.validators
         self.workers = [_Worker(rig) for rig in self.setting.rigs]
@@ -140,7 +140,7 @@ class Pool:
         return self.setting.batch / share - self.waiting.total() / share - self.under_way
 
     def _hand_out(self) -> None:
-        """Give work to idle workers, as far as the open batch needs it; visit each idle worker once."""
+        """Give work to idle workers while the open batch needs it. Visit each idle worker once."""
         for _ in range(len(self.idle)):
             if self.step >= self.setting.steps or self.newest < self._oldest() or self._missing() <= 0:
                 return
@@ -222,7 +222,7 @@ class Pool:
     # --- the learner -------------------------------------------------------------------------------------------------
 
     def _close_batches(self) -> None:
-        """Close batches while there are enough groups: the oldest first, none that is too old."""
+        """Close batches while there are enough groups. Use the oldest groups first, but none that is too old."""
         while self.step < self.setting.steps and self.waiting.total() >= self.setting.batch:
             missing = self.setting.batch
             for version in sorted(self.waiting):

@@ -1,7 +1,7 @@
-"""Read a run's folder: the setting that simulates it, and the utilisation that it had.
+"""Read from a run's folder the setting that simulates it and the utilisation that it had.
 
-Sources: the coordinator's database (times at which tasks were given, uploaded and judged, and versions published and
-fetched) and the learner's `metrics.jsonl`. Service times are means; nothing is fitted to the utilisation.
+Sources: the learner's `metrics.jsonl`, and the coordinator's database, which has the times at which tasks were assigned,
+uploaded and judged, and versions published and fetched. Service times are means. Nothing is fitted to the utilisation.
 """
 
 import json
@@ -17,7 +17,7 @@ from shoal.config import load
 
 @dataclass(frozen=True)
 class Measured:
-    """As in `pool.Result`."""
+    """Figures of a real run. The fields are those of `pool.Result`."""
 
     step_s: float
     generating: float

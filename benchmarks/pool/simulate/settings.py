@@ -1,7 +1,7 @@
-"""The pools that are simulated: the paper's 32B run, and how it grows.
+"""The simulated pools: the paper's 32B run, and larger ones.
 
-Published about that run (arXiv 2505.07291): 256 prompts x 16 completions a step, async level 2, versions of 62 GB that took
-about 14 minutes to arrive (590 Mb/s). Everything else is assumed: the constants below.
+The paper (arXiv 2505.07291) reports 256 prompts x 16 completions per step, async level 2, and versions of 62 GB that took
+about 14 minutes to arrive (590 Mb/s). The other constants below are assumptions.
 """
 
 import random
@@ -11,16 +11,16 @@ from benchmarks.pool.simulate.pool import Rig, Setting
 
 VERSION_BITS = 62e9 * 8
 LINK_BPS = 590e6
-WORKERS = 10  # machines of eight GPUs, say
+WORKERS = 10  # for example, machines with eight GPUs each
 TRAIN_S = 21 * 60.0
-GENERATE_S = 21 * 60.0  # WORKERS of them, a batch
-VALIDATE_S = 15 * 60.0  # all validators, a batch
+GENERATE_S = 21 * 60.0  # for WORKERS workers to generate a batch
+VALIDATE_S = 15 * 60.0  # for all validators to check a batch
 BATCH, USEFUL = 256, 0.5
 RIG_GROUPS = 4
 UPLOAD_BITS = 4 * 16 * 8_000 * 18 * 8  # a submission: groups x completions x tokens x bytes x 8
 UP_BPS = 50e6
 LOAD_S = 60.0
-MOST_STEPS, FEWEST_STEPS, STEP_WORKERS = 24, 6, 12_000  # fewer in large pools, where a step has many events
+MOST_STEPS, FEWEST_STEPS, STEP_WORKERS = 24, 6, 12_000  # fewer steps in large pools, where a step has many events
 SIZES = (10, 100, 1_000, 10_000)
 
 
@@ -48,9 +48,10 @@ def rig(draw: random.Random, spread: float, relays_bps: float, workers: int) -> 
 
 
 def pool(workers: int, async_level: int, *, grows: bool, spread: float = 1.0, relays: int = 0) -> Setting:
-    """`grows`: batch, learner and validators grow in proportion to the workers, beyond WORKERS.
+    """Return the setting of a pool with this many workers.
 
-    `relays`: each sends 10 Gb/s in all; 0: as many as are needed. A larger learner trains a larger batch in the same time.
+    `grows`: beyond WORKERS, batch, learner and validators grow in proportion to the workers. The larger learner trains the
+    larger batch in the same time. `relays`: each relay sends 10 Gb/s in all; 0: as many relays as are needed.
     """
     draw = random.Random(workers)
     factor = max(workers // WORKERS, 1) if grows else 1
@@ -71,7 +72,7 @@ def pool(workers: int, async_level: int, *, grows: bool, spread: float = 1.0, re
 
 
 def without_network(setting: Setting) -> Setting:
-    """Return the same pool with instant arrival of versions."""
+    """Return the same pool, in which versions arrive at once."""
     return replace(setting, publish_s=0.0, rigs=[replace(one, fetch_s=0.0, load_s=0.0) for one in setting.rigs])
 
 

@@ -1,1 +1,1 @@
-"""`shoal run` against GRPOTrainer of TRL."""
+"""`shoal run` compared with TRL's GRPOTrainer."""

@@ -1,4 +1,4 @@
-"""Shoal against TRL's GRPOTrainer: the same model, tasks, prompts, batch and recipe, in turns on the same machine.
+"""Compare Shoal with TRL's GRPOTrainer: the same model, tasks, prompts, batch and recipe, in turns on one machine.
 
     python -m venv PEER && PEER/bin/pip install torch==2.13.0 && PEER/bin/pip install trl==1.16.0 pydantic tomli_w
     python -m benchmarks.speed.trl --peer PEER [--workload a] [--rounds 3] [--smoke]
@@ -7,17 +7,17 @@
     a   prompt-heavy: small sums, prompts of 46 tokens, completions of at most 16
     b   completion-heavy: GSM8K, prompts of about 120 tokens, completions of at most 256
 
-A step is eight prompts of eight completions and one optimizer step. Three systems take turns in each round:
+A step has eight prompts with eight completions each, and one optimizer step. Three systems take turns in each round:
 
     shoal run    the whole system: a worker, proofs, validation, training, SHARDCAST, the ledger
     shoal loop   generation and training in one process, without verification (loop.py)
-    trl          GRPOTrainer with the settings CHOSEN in settings.py, which lists those that --tune tries
+    trl          GRPOTrainer with the settings CHOSEN in settings.py, which also lists the settings that --tune tries
 
 All systems generate the same number of completions: `shoal run` also takes groups of equal rewards instead of sampling
-again (`coordinator.online_filter = false`). None saves checkpoints or recomputes activations. Held-out accuracy (a) is that
-of the bf16 weights every few steps, written while the clock is stopped, and measured after the run by one engine and one
-grader. Seconds to an accuracy count from the launch of the first process. Memory is the peak of all processes of a system
-together (Pss). TRL's `seconds` end with its optimizer step, those of `shoal run` with the published version; the last steps
+again (`coordinator.online_filter = false`). None saves checkpoints or recomputes activations. Held-out accuracy (a) is
+measured after the run, by one engine and one grader, on bf16 weights that each system wrote every few steps. Writing them is
+not timed. Seconds to an accuracy count from the launch of the first process. Memory is the peak of all processes of a system
+together (Pss). A step of TRL ends with its optimizer step, and one of `shoal run` with the published version. The last steps
 of `shoal run` do not count, because nothing is generated during them.
 
 Writes benchmarks/results/trl.json after every run: commands, machine, versions, every step, every setting tried.
@@ -141,7 +141,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 def turns(arguments: argparse.Namespace) -> list[tuple[str, str, str, int]]:
-    """Workload, system, TRL settings and seed of every run, in order."""
+    """Return the workload, system, TRL settings and seed of every run, in order."""
     workloads = list(WORKLOADS) if arguments.workload == "both" else [arguments.workload]
     if arguments.tune:
         return [(workload, "trl", name, 0) for workload in workloads for name in arguments.only or SETTINGS]
@@ -157,7 +157,7 @@ def turns(arguments: argparse.Namespace) -> list[tuple[str, str, str, int]]:
 def one_run(
     arguments: argparse.Namespace, workload: str, system: str, settings: str, seed: int, folder: Path
 ) -> dict[str, Any]:
-    """One system's steps, memory and accuracy; `failed` is the reason if it failed."""
+    """Run one system. Return its steps, memory and accuracy. `failed` is the reason if it failed."""
     chosen = WORKLOADS[workload]
     steps = 3 if arguments.smoke or arguments.tune else chosen.steps
     if arguments.steps:
@@ -206,7 +206,7 @@ def one_run(
 
 
 def execute(argv: list[str], arguments: argparse.Namespace, log: Path) -> tuple[int, str]:
-    """Run it to its end. Returns the peak bytes of it and its children, and why it failed (empty if it did not)."""
+    """Run a command to its end. Return the peak bytes of all its processes, and why it failed ("" if it did not)."""
     environment = os.environ | {
         "OMP_NUM_THREADS": str(arguments.threads),
         "PYTHONPATH": str(ROOT / "src"),
@@ -228,7 +228,7 @@ def execute(argv: list[str], arguments: argparse.Namespace, log: Path) -> tuple[
 
 
 def read_run(out: Path, launched_s: float) -> dict[str, Any]:
-    """A `shoal run`'s steps in the others' format. A step lasts from the previous report to its own."""
+    """Return the steps of a `shoal run` in the other systems' format. A step lasts from the previous report to its own."""
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((out / "summary.json").read_text())
     completions = summary["config"]["coordinator"]["prompts_per_step"] * summary["config"]["sampling"]["group_size"]
@@ -268,12 +268,12 @@ def versions(peer: Path) -> dict[str, str]:
 
 
 def counted(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps whose times count: not the first, and not those of a `shoal run` without generation meanwhile."""
+    """Return the steps whose times count. The first does not, nor do those of a `shoal run` without generation meanwhile."""
     return [step for step in run["steps"] if step.get("counted", step["step"] > 1)]
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Medians over all rounds of each system: seconds and tokens of the steps that count, and memory."""
+    """Return medians over all rounds of each system: seconds and tokens of the steps that count, and memory."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         if "failed" not in run:
@@ -289,7 +289,7 @@ def medians(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def row(run: dict[str, Any]) -> str:
-    """A Markdown row."""
+    """Return a Markdown row."""
     head = f"| {run['workload']} | {run['system']} {run['settings']} | "
     if "failed" in run:
         return head + "failed: " + " ".join(run["failed"].split())[-300:] + " |"

@@ -1,4 +1,4 @@
-"""Held-out accuracy of either system's weights: one engine, one grader, after the run. Called by `__main__.py`."""
+"""Measure held-out accuracy of each system's weights after the run, with one engine and one grader."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from shoal.tasks.prompt import completion_text, prompt_tokens
 def measure(
     config: Config, dtype: DtypeName, model: Path, versions: Path, steps: list[dict[str, Any]], every: int
 ) -> list[dict[str, float]]:
-    """Greedy and sampled accuracy of `model` and of each `every`-th version, with the seconds until it existed."""
+    """Return greedy and sampled accuracy of `model` and of each `every`-th version, with the seconds until it existed."""
     engine = TorchEngine(dtype)
     curve = []
     for version in range(0, len(steps) + 1, every):
@@ -31,7 +31,7 @@ def measure(
 
 
 def accuracy(engine: TorchEngine, config: Config, sampling: Sampling, model: Path) -> float:
-    """The share of correct answers on the first held-out tasks. `model` is the folder of the tokenizer."""
+    """Return the share of correct answers on the first held-out tasks. `model` is the folder of the tokenizer."""
     result, tokenizer, n = tasks.load(config.tasks), load_tokenizer(model), config.evaluator.n
     graders = tasks.Graders(config.tasks)
     right = 0.0
@@ -45,7 +45,7 @@ def accuracy(engine: TorchEngine, config: Config, sampling: Sampling, model: Pat
 
 
 def first_at(curve: list[dict[str, float]], targets: dict[str, float]) -> dict[str, float | None]:
-    """Seconds from launch until each accuracy was first met; None if it never was."""
+    """Return the seconds from launch until each accuracy was first reached, or None if it never was."""
     return {
         name: next((point["since_launch_s"] for point in curve if point[name] >= target), None)
         for name, target in targets.items()

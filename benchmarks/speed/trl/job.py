@@ -1,4 +1,4 @@
-"""The input of both systems: the prompts of every step, and the job for peer.py and loop.py. Called by `__main__.py`."""
+"""Write the input of the systems: the prompts of every step, and the job for peer.py and loop.py."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from shoal.tasks.prompt import prompt_tokens
 
 
 def write_job(folder: Path, config: Config, model: Path, versions: Path | None, **more: Any) -> float:
-    """Write job.json and prompts.jsonl into `folder`; `versions` is the folder for weights. Returns the time of launch.
+    """Write job.json and prompts.jsonl into `folder`. Return the time of launch. `versions` is the folder for weights.
 
     `more` is passed on: threads, dtype, save_every, settings.
     """
@@ -49,7 +49,7 @@ def write_job(folder: Path, config: Config, model: Path, versions: Path | None, 
 
 
 def export(config: Config, model: Path, path: Path) -> None:
-    """The prompts of every step, as text and as the tokens that the text must encode to."""
+    """Write the prompts of every step, as text and as the tokens that the text must encode to."""
     tokenizer, train = load_tokenizer(model), tasks.load(config.tasks).train
     with path.open("w") as file:
         for step in range(config.run.steps):
@@ -62,5 +62,5 @@ def export(config: Config, model: Path, path: Path) -> None:
 
 
 def target_length(config: Config) -> int:
-    """The workload's only length target; 0 for none."""
+    """Return the workload's only length target, or 0 if it has none."""
     return (config.tasks.length_targets or [0])[0]

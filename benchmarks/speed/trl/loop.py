@@ -1,10 +1,10 @@
-"""Shoal without verification: one process that generates, grades and trains with its own weights. Started by `__main__.py`.
+"""Shoal without verification: one process that generates, grades and trains with its own weights.
 
     python -m benchmarks.speed.trl.loop JOB.json
 
-No real run works like this. It shows the cost of generation and training alone, on TRL's prompts. JOB.json is that of
-`peer.py` without TRL's settings. The engine is that of `shoal run`; the update is its learner's. Weights pass from
-one to the other in memory.
+`__main__.py` starts this. No real run works like it. It shows the cost of generation and training alone, on TRL's prompts.
+JOB.json is that of `peer.py` without TRL's settings. The engine and the learner's update are those of `shoal run`. Both use
+the same weights in memory.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""One run of TRL's GRPOTrainer on prompts that Shoal exported. Runs in the peer's environment: started by `__main__.py`.
+"""One run of TRL's GRPOTrainer on prompts that Shoal exported. `__main__.py` starts it in TRL's environment.
 
     PYTHONPATH=src PEER/bin/python -m benchmarks.speed.trl.peer JOB.json
 
-JOB.json (by `__main__.py`) holds the model, prompts, recipe and TRL's settings. Rewards come from `shoal.tasks`, as on
-Shoal's side. Nothing else of the package is imported, so the peer's environment keeps its own versions. Writes each step's
-seconds, tokens and rewards to the job's `out`, and, if `versions` is a folder, the bf16 weights every `save_every` steps,
-while the clock is stopped. It checks that the prompts encode to the tokens that Shoal gives its engine.
+JOB.json holds the model, prompts, recipe and TRL's settings. Rewards come from `shoal.tasks`, as on Shoal's side. Nothing
+else of the package is imported, so TRL's environment keeps its own versions. Writes each step's seconds, tokens and rewards
+to the job's `out`. If `versions` is a folder, also writes the bf16 weights every `save_every` steps, which is not timed. It
+checks that the prompts encode to the tokens that Shoal gives its engine.
 """
 
 import json
@@ -52,7 +52,7 @@ def main() -> None:
     def graded(
         completion_ids: list[list[int]], task: list[str], answer: list[str], reward_name: list[str], **_: Any
     ) -> list[float]:
-        """Called once per step, on the whole batch."""
+        """Return the rewards. TRL calls this once per step, on the whole batch."""
         batch = [
             tasks.Task(name, "", right, source, reward=by)
             for name, right, by in zip(task, answer, reward_name, strict=True)
@@ -72,10 +72,10 @@ def main() -> None:
         ]
 
     class Clock(TrainerCallback):  # type: ignore[misc]
-        """Times each step, without the time to write weights for the evaluation."""
+        """Time each step, without the time to write weights for the evaluation."""
 
         def __init__(self) -> None:
-            self.off_s = 0.0  # seconds that do not count
+            self.off_s = 0.0  # seconds that are not timed
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             now.update(started_s=time.time(), started_cpu_s=time.process_time())
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def keep_weights_loadable() -> None:
-    """Make vLLM's CPU build keep its weights as they are: packed ones cannot be loaded anew, as TRL does at each step."""
+    """Stop vLLM's CPU build from packing its weights: TRL loads new weights at each step, which packing prevents."""
     from vllm.model_executor.layers import utils
 
     def keep(layer: Any, remove_weight: bool) -> None:

@@ -1,7 +1,7 @@
 """TRL's settings: those that `--tune` tries, and those that the measurement uses.
 
-Each overrides the shared recipe (`peer.py`). `weights` is the dtype in which the model is loaded, `attention` its
-implementation. The others are fields of GRPOConfig. `bf16` there means autocast, which bfloat16 weights do not need.
+Each entry overrides the shared recipe (`peer.py`). `weights` is the dtype in which the model is loaded, and `attention` its
+attention implementation. The others are fields of GRPOConfig, where `bf16` means autocast, which bf16 weights do not need.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "bf16 x16 untruncated": BF16 | {"per_device_train_batch_size": 16, "mask_truncated_completions": True},
 }
-# Not in the recorded --tune: chosen by one run of each, with bf16 weights (faster) and with float32 ones, as in Shoal's
-# learner. GSM8K has the same settings. At these learning rates much of an update is
-# smaller than a bf16 step, and is lost if the weights themselves are bf16.
+# Chosen by one run of each, which the recorded --tune does not contain: bf16 weights (faster), and float32 weights, as in
+# Shoal's learner. GSM8K uses the same settings. At these learning rates much of an update is smaller than a bf16 step, and
+# is lost if the weights themselves are bf16.
 CHOSEN = ("bf16 x8", "autocast x8")

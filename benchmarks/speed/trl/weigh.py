@@ -1,7 +1,7 @@
-"""Peak memory of a process and all its descendants together. Pages mapped by several are counted once.
+"""Measure the peak memory of a process and all its descendants together. Shared pages are counted once.
 
-Sampled from Linux's /proc (smaps_rollup, Pss), only when resident memory is higher than ever: the kernel walks every page
-for it, which twice a second would take a third of a core. Called by `__main__.py` for both systems.
+Samples Pss from Linux's /proc (smaps_rollup), only when resident memory reaches a new maximum. The kernel walks every page
+for it, which would take a third of a core at two samples per second.
 """
 
 import os
@@ -10,11 +10,11 @@ from pathlib import Path
 
 SAMPLE_S = 0.25
 PAGE = os.sysconf("SC_PAGE_SIZE")
-HIGHER = 1.005  # resident memory, against the highest so far, that is worth a look at every page
+HIGHER = 1.005  # sample Pss when resident memory exceeds its last sampled value by this factor
 
 
 class Scales:
-    """Samples while the `with` block runs: `together_bytes` is the peak, `samples` the number of samples."""
+    """Sample while the `with` block runs. `together_bytes` is the peak, `samples` the number of samples."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -43,12 +43,12 @@ class Scales:
 
 
 def family(pid: int) -> list[int]:
-    """`pid` and all its current descendants."""
+    """Return `pid` and all its current descendants."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         children.setdefault(parent, []).append(int(folder.name))
     result = [pid]
@@ -58,7 +58,7 @@ def family(pid: int) -> list[int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """A process's resident pages, shared ones too; 0 if it has just ended."""
+    """Return a process's resident bytes, shared pages included, or 0 if it has just ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
     except OSError:
@@ -66,7 +66,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def pss_bytes(pid: int) -> int:
-    """A process's memory, with its share of shared pages; 0 if it has just ended."""
+    """Return a process's memory with its share of shared pages, or 0 if it has just ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """Workers that lie.
 
-cheats   lies of a worker in a live run, which `liar.py` starts
-attacks  the attack matrix, by name: lies about the work (`weights`), the tokens (`tokens`, `tolerance`),
-         the report (`proofs`)
+cheats   workers that lie in a live run, started by `liar.py`
+attacks  the attack matrix, by name: lies about the computation (`weights`), the tokens (`tokens`, `tolerance`, `nearly`),
+         the report (`proofs`) and an environment's answers (`turns`)
 lab      the honest producer that every attack of the matrix extends
 """

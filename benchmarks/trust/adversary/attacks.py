@@ -1,10 +1,10 @@
-"""Every attack that the validator is measured against, by name, in the order of `benchmarks/trust/attacks.py`'s table.
+"""Every attack in the attack matrix, by name, in the order of the table that `benchmarks/trust/attacks.py` prints.
 
     made = ATTACKS["int8_weights"](config, run, identity, TorchEngine("float32"), Lab(versions))
     made.load(versions[-1], version)
     file = made.submission(assignment)
 
-`honest` is the control: it must always be accepted. docs/results.md lists the attacks of which some submissions pass.
+`honest` is the control: it must always be accepted. docs/results.md lists the attacks that sometimes pass.
 """
 
 from shoal.config import Config
@@ -51,7 +51,7 @@ ATTACKS: dict[str, type[Attack]] = {
     "null_proofs": proofs.NullProofs,
     "missing_proofs": proofs.MissingProofs,
 }
-TOOL_ATTACKS: dict[str, type[Attack]] = {  # where tasks have an environment
+TOOL_ATTACKS: dict[str, type[Attack]] = {  # for tasks that have an environment
     "forged_tool": turns.ForgedAnswer,
     "skipped_tool": turns.SkippedAnswer,
     "invented_tool": turns.InventedAnswer,

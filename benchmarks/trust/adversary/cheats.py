@@ -1,9 +1,9 @@
 """Workers that lie, each in one way, by overriding one method of the honest producer.
 
-`liar.py` starts one, `byzantine.py` a run with some. Each kind lies from its first submission on, so every one of its
-submissions must be rejected; `forged_tool` from its first call of a tool on, so it needs tasks with an environment.
-All are slashed, except `faked_fingerprint`: it is not paid until it is removed from the class, and then its work, which is
-honest, is judged by the limits.
+`liar.py` starts such a worker, `byzantine.py` a run with several. Each kind lies in every submission, so all of its
+submissions must be rejected. `forged_tool` lies from its first tool call on, so it needs tasks with an environment.
+All are slashed except `faked_fingerprint`. It is not paid until it is removed from the exactness class. After that its work,
+which is honest, is judged by the limits.
 """
 
 import shutil
@@ -28,7 +28,7 @@ VERSIONS_BEHIND = 4
 
 
 class OlderWeights(Producer):
-    """Generates with the first version that it loaded, and claims the newest."""
+    """Generates with the first version that it loaded, and claims the newest one."""
 
     def load(self, folder: Path, version: int) -> int | None:
         if self.tokenizer is None:
@@ -66,7 +66,7 @@ class WrongTemperature(Producer):
 
 
 class ForgedTool(Producer):
-    """Makes the environment name the task's answer, which the model then only has to repeat."""
+    """Makes the environment state the task's answer, which the model then only has to repeat."""
 
     def reply(self, plan: GroupPlan, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
         honest = super().reply(plan, seed, tokens, turns)
@@ -89,7 +89,7 @@ class ReplayedSubmission(Producer):
 
 
 class FakedFingerprint(Producer):
-    """Computes with fast numerics, and reports the fingerprint of exact ones."""
+    """Computes with fast numerics, and reports the fingerprint of exact numerics."""
 
     fast: TorchEngine | None = None
 
@@ -116,7 +116,7 @@ CHEATS: dict[str, type[Producer]] = {
 
 
 def hint(task: Task) -> str:
-    """Return a text that no tool writes: a lie even where a tool would give the right answer."""
+    """Return a text that no tool writes, so that it is a lie even if the tool would give the right answer."""
     return f"The answer is {task.answer}."
 
 

@@ -1,7 +1,7 @@
-"""The base of every attack in the matrix: an honest producer with the knowledge of an attacker.
+"""The base of every attack in the matrix: an honest producer with an attacker's knowledge.
 
-Invariant: an `Attack` without overrides is honest. Each subclass changes what its docstring says, and keeps every other
-field as consistent as an attacker can cheaply make it.
+Invariant: an `Attack` without overrides is honest. Each subclass tells the lie that its docstring states, and keeps all
+other fields as consistent as an attacker can cheaply make them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from shoal.worker.produce import Producer
 
 @dataclass(frozen=True)
 class Lab:
-    versions: list[Path]  # folders of consecutive policy versions; assignments name the last
+    versions: list[Path]  # folders of consecutive policy versions; assignments name the last one
     neighbour: Identity = field(default_factory=Identity.generate)  # an honest worker whose files the attacker sees
 
     def behind(self, steps: int) -> Path:
@@ -38,13 +38,13 @@ class Lab:
 
 
 class Attack(Producer):
-    """Honest: no lie."""
+    """An honest worker, the base of the lying ones."""
 
     def __init__(self, config: Config, run: str, identity: Identity, engine: TorchEngine, lab: Lab) -> None:
         super().__init__(config, run, identity, engine)
         self.lab = lab
         self.torch_engine = engine
-        self.plans: list[GroupPlan] = []  # of the current submission
+        self.plans: list[GroupPlan] = []  # groups of the current submission
 
     @property
     def model(self) -> Any:

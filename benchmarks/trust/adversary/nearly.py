@@ -1,10 +1,10 @@
-"""Nearly honest: lies as small as a limit, for the budgets that `tolerance` does not spend.
+"""Lies so small that they stay within a limit, for the limits that `tolerance` does not use up.
 
     NearTemperature   tokens: the distribution's evidence and the mean margin
     NearWeights       hidden states: the proofs' exponents and mantissas
     NearLogprobs      claimed logprobs
 
-`lean` sets how far each goes. An attacker who can run the validator tries what passes.
+`lean` sets the direction and strength of each lie. An attacker who can run the validator finds the strongest that passes.
 Invariant: a strength of 0 is honest.
 """
 
@@ -23,7 +23,7 @@ from .tokens import OtherSampling
 
 
 class NearTemperature(OtherSampling):
-    """Draws, with the derived seeds, slightly cooler (which raises the reward) or hotter."""
+    """Draws with the derived seeds at a slightly lower temperature (which raises the reward) or a slightly higher one."""
 
     def lean(self, direction: float, strength: float) -> None:
         self.factor = 1.0 - direction * strength
@@ -49,7 +49,7 @@ class NearWeights(Attack):
 
 
 class NearLogprobs(Attack):
-    """Claims every token slightly less (or more) likely than it was."""
+    """Claims that every token was slightly less (or more) likely than it was."""
 
     offset = 0.0  # nats
 

@@ -1,7 +1,6 @@
 """Lies about finished work: forged rewards and logprobs, copied or replayed work, and forged proofs.
 
-If the lie is in the proofs, then tokens, logprobs and rewards are honest.
-Paper: TOPLOC (arXiv 2501.16007).
+Where only the proofs lie, tokens, logprobs and rewards are honest. Paper: TOPLOC (arXiv 2501.16007).
 """
 
 import math
@@ -21,7 +20,7 @@ from shoal.toploc.field import PRIME
 
 from .lab import Attack
 
-UNASSIGNED = 10_000_000  # added to a submission's number: work that was not assigned
+UNASSIGNED = 10_000_000  # added to a submission's number, for work that was not assigned
 TOP_K = PROOF_BYTES // 2 - 1
 
 
@@ -65,7 +64,7 @@ class Replayed(Attack):
 
 
 class OtherRowsProofs(Attack):
-    """Gives every row the proofs of the next one."""
+    """Gives every row the proofs of the next row."""
 
     def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
         honest = super().prove(completions)
@@ -75,7 +74,7 @@ class OtherRowsProofs(Attack):
 
 
 class FlippedBit(Attack):
-    """One bit of one proof of the submission is wrong."""
+    """Flips one bit of one proof of the submission."""
 
     def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
         honest = super().prove(completions)
@@ -87,7 +86,7 @@ class FlippedBit(Attack):
 
 
 class ConstantProofs(Attack):
-    """Every proof is a constant polynomial, the median peak of the submission, whatever its chunk."""
+    """Uses one constant polynomial, the median peak of the submission, as the proof of every chunk."""
 
     def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
         result = peaks([c.hidden_TH for c in completions], chunk_tokens=PROOF_CHUNK_TOKENS, top_k=TOP_K)
@@ -124,7 +123,7 @@ class RepeatedProof(Attack):
 
 
 class NullProofs(Attack):
-    """All proofs are zero bytes."""
+    """Fills all proofs with zero bytes."""
 
     def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
         return [[bytes(PROOF_BYTES)] * len(row) for row in super().prove(completions)]
@@ -138,6 +137,6 @@ class MissingProofs(Attack):
 
 
 def regrouped(flat: Sequence[bytes], like: Sequence[Sequence[bytes]]) -> list[list[bytes]]:
-    """Return the proofs in rows as long as those of `like`."""
+    """Return the proofs split into rows as long as those of `like`."""
     rest = iter(flat)
     return [[next(rest) for _ in row] for row in like]

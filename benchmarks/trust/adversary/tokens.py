@@ -27,7 +27,7 @@ PADDING = 4  # at most this many end tokens are appended
 
 
 class OtherSampling(Attack):
-    """Draws, with the derived seeds, from changed logits or at `factor` times the stated temperature."""
+    """Draws with the derived seeds, from changed logits or at `factor` times the stated temperature."""
 
     factor = 1.0
 
@@ -42,25 +42,25 @@ class OtherSampling(Attack):
 
 
 class Cooler(OtherSampling):
-    """0.7 times the stated temperature: higher rewards, less exploration."""
+    """Samples at 0.7 times the stated temperature: higher rewards, less exploration."""
 
     factor = 0.7
 
 
 class Hotter(OtherSampling):
-    """1.3 times the stated temperature."""
+    """Samples at 1.3 times the stated temperature."""
 
     factor = 1.3
 
 
 class Greedy(OtherSampling):
-    """Always the most likely token."""
+    """Always takes the most likely token."""
 
     factor = 0.0
 
 
 class TopK(OtherSampling):
-    """Only the five most likely tokens."""
+    """Draws only from the five most likely tokens."""
 
     def change(self, logits_BV: Tensor) -> Tensor:
         least_B1 = logits_BV.topk(TOP_K).values[:, -1:]
@@ -68,7 +68,7 @@ class TopK(OtherSampling):
 
 
 class TopP(OtherSampling):
-    """Only the most likely tokens that together have 90 % of the probability."""
+    """Draws only from the most likely tokens that together have 90 % of the probability."""
 
     def change(self, logits_BV: Tensor) -> Tensor:
         sorted_BV, order_BV = logits_BV.float().sort(descending=True)
@@ -91,7 +91,7 @@ class BestOfFour(Attack):
     """
 
     def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
-        self.stated: dict[int, int] = {}  # rolled seed -> the derived one, which an environment gets
+        self.stated: dict[int, int] = {}  # rolled seed -> derived seed, which an environment gets
         rolls = [super(BestOfFour, self).complete(prompts, self.rolled(plans, roll)) for roll in range(ROLLS)]
         return [
             [max(drawn, key=partial(self.paid, plan)) for drawn in zip(*groups, strict=True)]
@@ -116,7 +116,7 @@ def rolled(seed: int, roll: int) -> int:
 
 
 class DraftTokens(Attack):
-    """Decodes with the oldest version at 4 bits, then runs the stated version once over the result."""
+    """Decodes with the oldest version at 4 bits, then runs one forward of the stated version over the result."""
 
     draft: TorchEngine | None = None
 
@@ -134,10 +134,10 @@ class DraftTokens(Attack):
 
 
 class OtherEndings(Attack):
-    """Changes where completions end; hidden states and logprobs are those of the changed tokens."""
+    """Changes where completions end. Hidden states and logprobs are those of the changed tokens."""
 
     def ended(self, tokens: list[int], room: int) -> list[int]:
-        """Return the changed tokens of a last turn, at most `room` of them."""
+        """Return the changed tokens of the last turn, at most `room` of them."""
         raise NotImplementedError
 
     def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
@@ -165,7 +165,7 @@ class Padded(OtherEndings):
 
 
 class EndForced(OtherEndings):
-    """Replaces the second half of every completion by an end token."""
+    """Replaces the second half of every completion with an end token."""
 
     def ended(self, tokens: list[int], room: int) -> list[int]:
         return [*tokens[: len(tokens) // 2], self.sampling.eos_ids[0]]

@@ -1,14 +1,14 @@
 """An attacker that spends the tolerance: it knows the limits and chooses among the tokens that they allow.
 
-At each position the attacker knows every token's score under the seed. The checks with limits accept a token whose score
-is below the best one by less than the margin's limit, until the submission's budget is spent. The attacker tries every
+At each position the attacker knows every token's score under the seed. The validator's limits accept a token whose score
+is below the best score by less than the margin's limit, until the submission's budget is spent. The attacker tries every
 such change, completes the rest honestly, and makes the cheapest changes that raise (or lower) the reward.
-Its plan says how much it spends. `PLANS` has a plan for each budget, and plans that try to evade the tests over many
+Its plan sets how much it spends. `PLANS` has a plan for each budget, and plans that try to evade the tests over many
 submissions (`coordinator/trust.py`).
 In an exactness class every such change has a margin above 0, so the attacker cannot make any.
 
-Invariant: everything else is honest: states, logprobs and proofs are those of the claimed weights for the chosen tokens.
-Left out: goals other than reward, several changes of one completion, and completions of several turns.
+Invariant: everything else is honest. Hidden states, logprobs and proofs are those of the claimed weights for the chosen
+tokens. Left out: goals other than reward, several changes of one completion, and completions of several turns.
 """
 
 import math
@@ -24,20 +24,20 @@ from shoal.tasks.derive import GroupPlan
 
 from .lab import Attack
 
-SPENT = 0.9  # of each limit
-SEED_STEP = 0x9E3779B97F4A7C15  # splitmix64's: adding it to a seed shifts positions by one
-FAR = 4  # times the margin's limit: one token beyond it gets a submission rejected
+SPENT = 0.9  # share of each limit
+SEED_STEP = 0x9E3779B97F4A7C15  # the increment of splitmix64; adding it to a seed shifts positions by one
+FAR = 4  # one token beyond FAR times the margin's limit gets a submission rejected
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of the tolerance is spent, as shares of the limits in [validator]."""
+    """How much of the tolerance is spent. Shares are of the limits in [validator]."""
 
-    reach: float = SPENT  # of sampling_margin: how far a chosen token may miss
-    mean: float = SPENT  # of sampling_margin_mean, over the submission
-    rate: float = math.inf  # of the bound on changed tokens, `evidence.rates`
-    far: int = 0  # tokens in a submission that miss by more than sampling_margin, up to 90 % of FAR times it
-    decoys: float = 0.0  # tokens changed without effect, for each that is changed for the reward
+    reach: float = SPENT  # share of sampling_margin by which a chosen token may miss
+    mean: float = SPENT  # share of sampling_margin_mean, over the submission
+    rate: float = math.inf  # share of the bound on changed tokens, `evidence.rates`
+    far: int = 0  # tokens per submission that miss by more than sampling_margin, up to 90 % of FAR times that margin
+    decoys: float = 0.0  # tokens changed without effect, per token changed for the reward
 
 
 PLANS = {
@@ -52,7 +52,7 @@ PLANS = {
 
 @dataclass(frozen=True)
 class Swap:
-    """Another token that the limits allow at one position of one completion."""
+    """A replacement token that the limits allow at one position of one completion."""
 
     group: int
     number: int
@@ -67,7 +67,7 @@ class Tried:
 
     swap: Swap
     completion: Completion
-    before: float  # the reward without it
+    before: float  # the reward without the swap
     gain: float
 
     @property
@@ -78,7 +78,7 @@ class Tried:
 class SpendsTolerance(Attack):
     """Swaps tokens within 90 % of the limits where that raises the reward."""
 
-    direction = 1.0  # of the reward
+    direction = 1.0  # 1: raise the reward; -1: lower it
     spending = PLANS["90 % of the mean margin"]
 
     def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
@@ -144,7 +144,8 @@ class SpendsTolerance(Attack):
         swaps: Sequence[Swap],
         old: Sequence[Completion],
     ) -> list[list[int]]:
-        """Return each completion's tokens with its swap and what the seed yields after it. All swaps share one position."""
+        """Return each completion's tokens with its swap and the tokens that the seed yields after it. All swaps share one
+        position."""
         kept = [[*one.tokens[: swap.position], swap.token] for swap, one in zip(swaps, old, strict=True)]
         room = self.sampling.max_tokens - len(kept[0])
         going = [n for n, swap in enumerate(swaps) if room and swap.token not in self.sampling.eos_ids]
@@ -160,7 +161,7 @@ class SpendsTolerance(Attack):
         return kept
 
     def chosen(self, tried: Sequence[Tried], tokens: int, movable: float) -> list[Tried]:
-        """Return the swaps that the plan can pay for, nearest first, at most one for each completion."""
+        """Return the swaps within the plan's budget, nearest first, at most one for each completion."""
         plan, limits = self.spending, self.config.validator
         nats = plan.mean * limits.sampling_margin_mean * tokens
         near = plan.rate * self.config.evidence.rates[0] * movable / (1.0 + plan.decoys)
@@ -174,7 +175,7 @@ class SpendsTolerance(Attack):
             if useful and cost <= nats and (far if beyond else near) >= 1:
                 far, near, nats = far - beyond, near - (not beyond), nats - cost
                 taken[one.place] = one
-        # Decoys go where they look least like a choice: to raise the reward, into the worse completions.
+        # Decoys hide the correlation with reward: an attacker that raises the reward puts them into worse completions.
         decoys = round(plan.decoys * len(taken))
         for one in sorted(tried, key=lambda one: (self.direction * one.before, one.swap.margin)):
             if (

@@ -1,6 +1,6 @@
-"""Lies about what an environment answered. The model's own tokens, their proofs and logprobs are honest.
+"""Lies about an environment's answers. The model's own tokens, their proofs and logprobs are honest.
 
-An environment's tokens are neither sampled nor proven, so to choose them is to choose what the model reads.
+An environment's tokens are neither sampled nor proven. A worker that forges them chooses what the model reads.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from .lab import Attack
 
 
 class ForgedAnswer(ForgedTool, Attack):
-    """Makes the environment name the task's answer, which the model then only has to repeat."""
+    """Makes the environment state the task's answer, which the model then only has to repeat."""
 
 
 class SkippedAnswer(Attack):
@@ -23,7 +23,7 @@ class SkippedAnswer(Attack):
 
 
 class InventedAnswer(Attack):
-    """Names the task's answer where the environment would be silent, so that the model may answer again."""
+    """States the task's answer where the environment would be silent, so that the model may answer again."""
 
     def reply(self, plan: GroupPlan, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
         honest = super().reply(plan, seed, tokens, turns)

@@ -109,7 +109,7 @@ class OtherSystemPrompt(OtherPrompts):
 
 
 class EasierTask(OtherPrompts):
-    """Asks the model for "answer + 0", which has the same answer."""
+    """Gives the model the task "answer + 0", which has the same answer."""
 
     def other(self, plan: GroupPlan) -> list[int]:
         task = self.tasks.train[plan.task_index]
@@ -118,7 +118,7 @@ class EasierTask(OtherPrompts):
 
 
 class EasierTaskRetold(EasierTask):
-    """The same, then a forward of the stated prompts, so that proofs and logprobs match the submitted tokens."""
+    """Gives the model the easier task, then runs a forward of the stated prompt, so that proofs and logprobs match."""
 
     def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
         return self.scored(prompts, super().complete(prompts, plans))

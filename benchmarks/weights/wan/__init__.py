@@ -1,1 +1,1 @@
-"""The emulated network of benchmarks/weights/wan, and a class for each system that sends a file over it."""
+"""An emulated wide-area network, and a class for each system that sends a file over it."""

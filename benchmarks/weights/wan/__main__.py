@@ -1,21 +1,21 @@
-"""Measures the seconds until every client of an emulated wide-area network has verified a file from one origin.
+"""Measure the seconds until every client of an emulated wide-area network has verified a file from one origin.
 
     python -m venv PEERS && PEERS/bin/pip install shardcast==0.3.2 libtorrent==2.1.1
     python -m benchmarks.weights.wan --peers PEERS --rounds 2 --scale 0.25 [--loss 0.5] [--kill-relay --throttle-relay]
 
 Needs root on Linux and the Debian packages gcc, iproute2, iputils-ping, nginx-light, curl, aria2, wget and b3sum. The
-systems take turns, each time in fresh network namespaces (network.py) joined by an emulator (link.c): an origin
-of 100 Mb/s, 4 relays of 1 Gb/s, 16 clients of 200 Mb/s, a round trip of 50 ms between any two. `--scale 0.25` uses a
-quarter of every rate and of the file's size, so that times stay the same with less CPU. Everything that can start before
-the file exists does. The clock runs from the moment when the origin gets the file until a client has verified it. This
-program verifies each client's file again, off the clock.
+systems take turns, each time in fresh network namespaces (network.py) joined by an emulator (link.c). There are an origin
+with 100 Mb/s, 4 relays with 1 Gb/s, 16 clients with 200 Mb/s, and a round trip of 50 ms between any two. `--scale 0.25` uses
+a quarter of every rate and of the file's size, so times stay the same with less CPU. Everything that can start before
+the file exists does. A client's time counts from the moment when the origin gets the file until the client has verified it.
+Afterwards this program verifies each client's file again.
 
-The bound: the slower of sending every byte once from the origin and receiving it at a client, plus two hops of latency.
-Frames of 1500 bytes carry 1448 of payload, so nothing over TCP is below 1.036 times the bound.
+The bound is the larger of two times, plus two hops of latency: the origin sends every byte once, and a client receives every
+byte once. Frames of 1500 bytes carry 1448 bytes of payload, so nothing over TCP takes less than 1.036 times the bound.
 
 Writes benchmarks/results/wan-LABEL.json after every transfer: each client's seconds, errors, bytes that each node sent
-and received, lost and dropped packets, the idle share of all cores, and `late`: packets that the emulator delivered more
-than 5 ms late for lack of CPU. Files are in memory (three times the file's size for each node).
+and received, lost and dropped packets, the idle share of all cores, and `late`, the packets that the emulator delivered more
+than 5 ms late because the CPU was busy. Files are in memory (three times the file's size for each node).
 """
 
 import argparse
@@ -42,7 +42,7 @@ LEAST_WATCH_S = 60.0
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
-    parser.add_argument("--skip-slow", action="store_true", help=f"without {', '.join(SLOW)}")
+    parser.add_argument("--skip-slow", action="store_true", help=f"leave out {', '.join(SLOW)}")
     parser.add_argument("--peers", type=Path, default=Path("peers"), help="Python environment with the public packages")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--scale", type=float, default=1.0, help="factor for all rates and the file's size")
@@ -58,11 +58,9 @@ def main() -> int:
     parser.add_argument("--congestion", default="cubic", help="TCP congestion control")
     parser.add_argument("--kill-relay", action="store_true", help="kill -9 the first relay at half of the bound")
     parser.add_argument(
-        "--throttle-relay", action="store_true", help="the second relay to a tenth at half of the bound"
+        "--throttle-relay", action="store_true", help="slow the second relay to a tenth at half of the bound"
     )
-    parser.add_argument(
-        "--watchdog", type=float, default=40, help="gives up a transfer after this many times the bound"
-    )
+    parser.add_argument("--watchdog", type=float, default=40, help="give up a transfer after this many times the bound")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--label", default="default", help="results/wan-LABEL.json")
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
@@ -134,8 +132,8 @@ def transfer(
 
 
 def waited(stage: Stage, began_s: float, bound_s: float, arguments: argparse.Namespace) -> list[tuple[float, int, int]]:
-    """Wait until every client is done or has ended, or the watchdog's time is up, and harm relays meanwhile. Return,
-    twice a second, the time, the bytes sent by the origin, and the bytes received by all clients together."""
+    """Wait until every client is done or has ended, or the watchdog's time is up. Kill or slow relays meanwhile. Return
+    two samples per second: the time, the bytes sent by the origin, and the bytes received by all clients together."""
     events = []
     course: list[tuple[float, int, int]] = []
     first = stage.network.stats()["nodes"]

@@ -1,17 +1,17 @@
-/* The emulated wide-area network: joins network namespaces through one TUN device each.
+/* The emulated wide-area network. It joins network namespaces through one TUN device each.
 
    link LATENCY_MS LOSS QUEUE_MS SEED NAME UP DOWN [NAME UP DOWN ...]
 
-A packet leaves its node through an uplink (UP bits a second), travels LATENCY_MS, is lost with probability LOSS, and
-enters its receiver's downlink (DOWN bits a second). A link that is QUEUE_MS behind drops what comes next. Rates count IP
-packets, headers included. The I-th namespace has the address 10.77.0.I, counted from 1. In each the device is `wan0`,
-which goes when this process ends: at the end of standard input.
+A packet leaves its node through an uplink (UP bits per second), travels for LATENCY_MS, is lost with probability LOSS, and
+enters its receiver's downlink (DOWN bits per second). A link whose queue is QUEUE_MS long drops further packets. Rates count
+IP packets, headers included. The I-th namespace has the address 10.77.0.I, counted from 1. In each the device is `wan0`. The
+devices disappear when this process ends, at the end of standard input.
 
 Commands on standard input: `rate I UP DOWN` changes a node's links, `stats` prints one line of JSON.
 
-Done in user space because many kernels come without netem; time advances in ticks, which adds up to TICK_NS to each
-packet's way. `late` counts packets handed over more than 5 ms after their time: if there are any, this process did not
-get enough CPU and the figures are not to be trusted. */
+This runs in user space because many kernels lack netem. Time advances in ticks, which delays each packet by up to TICK_NS.
+`late` counts packets delivered more than 5 ms after they were due. If there are any, this process did not get enough CPU
+time, and the figures are not reliable. */
 
 #define _GNU_SOURCE
 #include <err.h>
@@ -73,7 +73,7 @@ static struct packet *pop(void) {
     return first;
 }
 
-/* Puts a packet that comes at `now_ns` on the line; when it is through, or 0 if the queue is full. */
+/* Queue a packet that arrives at `now_ns`. Return when the link has sent it, or 0 if the queue is full. */
 static uint64_t pass(struct side *side, uint64_t now_ns, int bytes) {
     if (side->free_ns < now_ns) side->free_ns = now_ns;
     if (side->free_ns - now_ns > queue_ns) return 0;
@@ -128,7 +128,7 @@ static void join(struct node *node, const char *name) {
     struct ifreq request = {.ifr_name = "wan0", .ifr_flags = IFF_TUN | IFF_NO_PI | IFF_VNET_HDR};
     node->fd = open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC);
     if (node->fd < 0 || ioctl(node->fd, TUNSETIFF, &request)) err(1, "/dev/net/tun");
-    if (ioctl(node->fd, TUNSETOFFLOAD, TUN_F_CSUM)) err(1, "TUNSETOFFLOAD"); /* packets keep their size, none is summed */
+    if (ioctl(node->fd, TUNSETOFFLOAD, TUN_F_CSUM)) err(1, "TUNSETOFFLOAD"); /* packets keep their size; checksums are left out */
 }
 
 static void print_stats(void) {
@@ -141,7 +141,7 @@ static void print_stats(void) {
     fflush(stdout);
 }
 
-/* One command from standard input; 0 at its end. */
+/* Run one command from standard input. Return 0 at the end of input. */
 static int obey(void) {
     char line[128];
     int i;
@@ -167,7 +167,7 @@ int main(int argc, char **argv) {
         set_rates(&nodes[count], atof(argv[6 + 3 * count]), atof(argv[7 + 3 * count]));
         epoll_ctl(poll, EPOLL_CTL_ADD, nodes[count].fd, &(struct epoll_event){.events = EPOLLIN, .data.u32 = count});
     }
-    sched_setscheduler(0, SCHED_RR, &(struct sched_param){.sched_priority = 1}); /* the network does not wait for nodes */
+    sched_setscheduler(0, SCHED_RR, &(struct sched_param){.sched_priority = 1}); /* run before the nodes' processes */
     puts("ready");
     fflush(stdout);
     for (;;) {

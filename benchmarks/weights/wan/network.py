@@ -1,8 +1,8 @@
 """One namespace per node, joined by the emulated network of link.c.
 
 Invariant: everything is created inside the mount, process and network namespaces that `enter` moves this program into,
-and ends with it. Nothing reaches the network outside.
-Called by benchmarks/weights/wan, once per transfer, so that no system is affected by the one before.
+and ends with the program. Nothing reaches the outside network. Each transfer has a new network, so that no system is
+affected by the one before.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 INSIDE = "--inside"
-FOLDER = Path("/mnt")  # covered by a file system in memory that nobody else sees
+FOLDER = Path("/mnt")  # a file system in memory, visible only in this namespace
 SYSCTLS = ("net.ipv4.tcp_no_metrics_save=1", "net.ipv6.conf.all.disable_ipv6=1", "net.ipv6.conf.default.disable_ipv6=1")
 SETUP = """link set lo up
 link set wan0 up txqueuelen 10000
@@ -52,7 +52,7 @@ class Plan:
     relays: int
     clients: int
     rtt_ms: float
-    loss: float  # of a packet, on its way from any node to any other
+    loss: float  # probability that a packet between two nodes is lost
     queue_ms: float
     congestion: str
 
@@ -87,7 +87,7 @@ class Network:
         return [name for name in self.nodes if name.startswith("client")]
 
     def start(self, name: str, argv: Sequence[str | Path], log: Path, **more: Any) -> subprocess.Popen[str]:
-        """Start a process on that node; its output goes to `log`."""
+        """Start a process on this node. Its output goes to `log`."""
         with log.open("ab") as out:
             return subprocess.Popen(
                 ["nsenter", f"--net=/run/netns/{name}", *map(str, argv)],
@@ -99,7 +99,7 @@ class Network:
             )
 
     def kill(self, name: str) -> None:
-        """Kill all processes of that node at once."""
+        """Kill all processes of this node at once."""
         for pid in run("ip", "netns", "pids", name).split():
             with suppress(ProcessLookupError):  # already ended
                 os.kill(int(pid), signal.SIGKILL)
@@ -115,7 +115,7 @@ class Network:
         return stats | {"nodes": dict(zip(self.nodes, stats["nodes"], strict=True))}
 
     def rtt_ms(self) -> float:
-        """Return the idle round trip between the first two clients: the minimum of five."""
+        """Return the idle round-trip time between the first two clients, the minimum of five."""
         first, second = self.clients()[:2]
         ping = ["ping", "-q", "-c", "5", "-i", "0.2", self.address(second)]
         output = run("nsenter", f"--net=/run/netns/{first}", *ping)
@@ -141,5 +141,5 @@ class Network:
 
 
 def run(*argv: str, given: str = "") -> str:
-    """Return the command's output. Raise CalledProcessError; its errors are on the screen."""
+    """Return the command's output. Raise CalledProcessError if it fails; its stderr is shown."""
     return subprocess.run(argv, input=given, stdout=subprocess.PIPE, text=True, check=True).stdout

@@ -1,6 +1,6 @@
-"""nginx at the origin, alone or under a tree of caches.
+"""nginx at the origin, alone or with caching relays.
 
-Both kinds of client poll for the file five times a second, and verify its BLAKE3 hash at the end.
+Clients poll for the file five times a second, and verify its BLAKE3 hash at the end.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ http {{
 ORIGIN = "server {{ listen {address}:80; root {folder}/public; }}"
 
 # A relay's port 80 serves clients. It caches slices and fetches each from the relay that owns the slice, whose port 81
-# fetches it from the origin. So each slice leaves the origin once, however many clients ask for it at the same time.
+# fetches it from the origin. So the origin sends each slice once, however many clients request it at the same time.
 RELAY = """
   proxy_cache_path {folder}/edge keys_zone=edge:16m inactive=1h use_temp_path=off;
   proxy_cache_path {folder}/inner keys_zone=inner:16m inactive=1h use_temp_path=off;
@@ -60,7 +60,7 @@ META4 = """<?xml version="1.0" encoding="UTF-8"?>
 
 
 class Star:
-    """Every client fetches the file from the origin with curl, as one does without a tree: 16 times the bound."""
+    """Every client fetches the file from the origin with curl, without relays. This takes 16 times the bound."""
 
     def start(self, stage: Stage) -> None:
         serve(stage, "origin", ORIGIN)
@@ -74,7 +74,7 @@ class Star:
 class Tree:
     """Caching relays like a CDN's (RELAY) with slices of 1 MiB times the scale, and aria2 with 16 connections over all
     relays (its defaults: 1 per server, 5 parts). The origin publishes a Metalink with the SHA-256 of each slice. Without
-    it, when a relay dies, nginx continues with the next slice in the middle of one, and the file is wrong."""
+    these hashes, when a relay dies in the middle of a slice, nginx continues with the next slice and the file is wrong."""
 
     def start(self, stage: Stage) -> None:
         serve(stage, "origin", ORIGIN)
@@ -101,7 +101,7 @@ class Tree:
 
 
 def piece_bytes(stage: Stage) -> int:
-    """1 MiB times the scale, as a power of two."""
+    """Return 1 MiB times the scale, as a power of two."""
     return max(1 << (round(stage.scale * 2**20) - 1).bit_length(), 2**16)
 
 

@@ -1,4 +1,4 @@
-"""A client or the origin of the public package shardcast, run by the peers' Python in a folder with a copy of it.
+"""A client or the origin of the public package shardcast. The peers' Python runs it in a folder with a copy of the package.
 
 shardcast_node.py origin SHARD_BYTES     reads the file's name from standard input
 shardcast_node.py client URL...          downloads the first published version, and creates `done`
@@ -14,8 +14,8 @@ POLL_S = 0.2
 
 
 class Client(shardcast.ClientNode):
-    """Keeps the first listing. The package asks two more times, any server; if one without the version answers, the client
-    retries ten shards that do not exist, without end."""
+    """Keep the first listing of versions. The package lists twice more, from any server. If that server does not have the
+    version yet, the client retries ten nonexistent shards forever."""
 
     listed: dict[str, str] | None = None
 

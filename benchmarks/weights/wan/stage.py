@@ -15,8 +15,8 @@ LOOK_AGAIN_S = 0.02
 
 @dataclass
 class Stage:
-    """Each node works in its own folder. A client's folder holds `sum`, for `b3sum -c`. The client writes the file as
-    `file`, verifies it, and then creates `done`."""
+    """One transfer. Each node works in its own folder. A client's folder holds `sum`, for `b3sum -c`. The client writes the
+    file as `file`, verifies it, and then creates `done`."""
 
     network: Network
     folder: Path
@@ -24,7 +24,7 @@ class Stage:
     digest: str  # BLAKE3
     scale: float
     started: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
-    sent: dict[str, int] = field(init=False)  # bytes, by each client, before anything started
+    sent: dict[str, int] = field(init=False)  # bytes that each client had sent before anything started
 
     def __post_init__(self) -> None:
         self.sent = self._sent()
@@ -76,7 +76,7 @@ class Stage:
 
 class System(Protocol):
     def start(self, stage: Stage) -> None:
-        """Start everything that can run before the file exists, and wait until it runs."""
+        """Start everything that can run before the file exists, and wait until it is ready."""
 
     def publish(self, stage: Stage) -> None:
         """Give the file to the origin. The origin's own work (hashing, cutting) counts as transfer time."""

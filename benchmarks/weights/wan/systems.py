@@ -1,4 +1,4 @@
-"""The systems that benchmarks/weights/wan compares, by name, each with the best settings found for it."""
+"""The systems that this benchmark compares, by name. Each has the best settings found for it."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from .network import FOLDER, HERE
 from .nginx import Star, Tree
 from .stage import Stage, System
 
-SHOAL = {  # {relays} and {upstream} are URLs with commas between
+SHOAL = {  # {relays} and {upstream} are comma-separated URLs
     "origin": "origin published --store store --listen {address}:8000",
     "relay": "relay --upstream {upstream} --key {key} --store store --listen {address}:8000",
     "fetch": "fetch {relays} --key {key} --out out --wait 600 | (read path && mv $path/given file && touch done)",
@@ -17,8 +17,8 @@ PEERS_PYTHON = FOLDER / "peers" / "bin" / "python"
 
 
 class Shoal:
-    """SHARDCAST of this project with default settings. The origin watches an empty folder. Relays have the origin and each
-    other as upstreams; clients have all relays. `shoal fetch` prints a path once it has verified the version."""
+    """This project's SHARDCAST with default settings. The origin watches an empty folder. Relays have the origin and each
+    other as upstreams, and clients use all relays. `shoal fetch` prints a path once it has verified the version."""
 
     def start(self, stage: Stage) -> None:
         relays = stage.network.relays()
@@ -52,9 +52,9 @@ class Shoal:
 
 class Shardcast:
     """The public package shardcast 0.3.2, with the change in shardcast_node.py. Middle nodes look for a version every second
-    (default: 30 s) and have only the origin as upstream: a sibling without a shard would cost them waits of 2 s, then 15 s.
+    (default: 30 s). Their only upstream is the origin: a sibling without a shard would cost them waits of 2 s, then 15 s.
     Shards of 10 MB times the scale took 5.5 to 7 times the bound, the default of 50 MB took 9. The package writes temporary
-    files to /tmp and to its own folder, so each node has its own copy of it and its own /tmp."""
+    files to /tmp and to its own folder, so each node has its own copy of the package and its own /tmp."""
 
     def start(self, stage: Stage) -> None:
         (package,) = (FOLDER / "peers" / "lib").glob("python3*/site-packages/shardcast")
@@ -63,7 +63,7 @@ class Shardcast:
             shutil.copy(HERE / "shardcast_node.py", stage.at(name))
             (stage.at(name) / "tmp").mkdir()
             (stage.at(name) / "store").mkdir()
-            probe = stage.at(name) / "store" / "data1.bin"  # clients measure a server's speed by it
+            probe = stage.at(name) / "store" / "data1.bin"  # clients measure a server's speed with this file
             probe.write_bytes(bytes(100_000))
         self.run(stage, "origin", "shardcast_node.py", "origin", str(int(10e6 * stage.scale)))
         stage.wait(["origin"], "ready")
@@ -87,8 +87,8 @@ class Shardcast:
 
 
 class BitTorrent:
-    """libtorrent over TCP only, without choking. All peers, including relays, get each other's addresses instead of a
-    tracker. The origin is a super seed, which took 1.6 to 1.7 times the bound; a plain seed took 2.0 to 2.5 and
+    """libtorrent over TCP only, without choking. All peers, including relays, get each other's addresses, so no tracker is
+    needed. With the origin as a super seed, a transfer took 1.6 to 1.7 times the bound. A plain seed took 2.0 to 2.5, and
     `high_performance_seed` 2.8. libtorrent sends nothing for the first 10 s."""
 
     def start(self, stage: Stage) -> None:

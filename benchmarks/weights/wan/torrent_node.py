@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def cut(path: Path) -> bytes:
-    """The torrent of `path`, which is renamed to `file`: pieces of 1 MiB times the scale, SHA-1 (version 1)."""
+    """Rename `path` to `file` and return its torrent: pieces of 1 MiB times the scale, SHA-1 (version 1)."""
     path.rename("file")
     files = libtorrent.file_storage()
     files.add_file("file", Path("file").stat().st_size)
