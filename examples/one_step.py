@@ -1,9 +1,9 @@
-"""One step of Shoal in one process, top to bottom: what worker, validator and learner compute, and what they exchange.
+"""One step of Shoal in one process, top to bottom: what worker, validator and learner compute and exchange.
 
     python examples/one_step.py
 
-It takes some seconds with the 3 M parameters of bundled:tiny (trained on first use, in two minutes). Left out is what moves
-the same bytes between machines: HTTP, coordinator, ledger, relays. `shoal run configs/tiny.toml` has all of it.
+It takes a few seconds with the 3 M parameters of bundled:tiny (trained on first use, in two minutes). It leaves out the
+parts that move the same bytes between machines: HTTP, coordinator, ledger, relays. `shoal run configs/tiny.toml` has them.
 """
 
 import tempfile
@@ -34,7 +34,7 @@ from shoal.tasks.prompt import completion_text, prompt_tokens
 GROUPS = 8
 config = load(Path("tiny"), ["learner.warmup_steps=0", "learner.lr=1e-4"])  # configs/tiny.toml
 folder = Path(tempfile.mkdtemp())
-worker, learner = Identity.generate(), Identity.generate()  # ed25519 keys; a node's public key is its name
+worker, learner = Identity.generate(), Identity.generate()  # ed25519 keys; a node is named by its public key
 task_set = tasks.load(config.tasks)
 
 # --- the learner publishes version 0: shards in a folder, and a signed manifest with the hash of each ---------------------
@@ -47,7 +47,7 @@ first = publish(folder / "v0", store, learner.private_key, run="example")
 # --- the coordinator assigns work; tasks and seeds follow from the assignment, so a worker chooses neither ---------------
 
 assignment = {"run": "example", "step": 0, "submission": 0, "groups": GROUPS, "policy_digest": first.digest}
-assignment |= {"worker": worker.public, "nonce": "5" * 32}  # random in a pool: nobody knows the tasks before
+assignment |= {"worker": worker.public, "nonce": "5" * 32}  # random in a pool, so nobody knows the tasks earlier
 size = config.sampling.group_size
 plans = plan_groups(**assignment, group_size=size, pick=task_set.pick, length_targets=[])
 questions = [task_set.train[plan.task_index] for plan in plans]
@@ -61,15 +61,17 @@ sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, eos
 
 
 def generate(how):
-    """What is sent: of each group, the tokens of a completion for each seed, and their proofs."""
+    """Return what a worker submits. For each group: the tokens of one completion per seed, and their proofs."""
     groups = engine.generate(prompts, [plan.seeds for plan in plans], how)
     return [([one.tokens for one in group], toploc.build_many([one.hidden_TH for one in group])) for group in groups]
 
 
 honest = generate(sampling)
-greedy = generate(Sampling(0.0, sampling.max_tokens, sampling.eos_ids))  # a liar: the likeliest tokens, for the reward
+greedy = generate(
+    Sampling(0.0, sampling.max_tokens, sampling.eos_ids)
+)  # a liar that takes the most likely tokens, for reward
 with torch.no_grad():
-    for weight in engine.model.parameters():  # another liar: a cheaper model, with weights of 4 bits
+    for weight in engine.model.parameters():  # another liar, with a cheaper model: weights of 4 bits
         scale = weight.abs().amax() / 7
         weight.copy_((weight / scale).round() * scale)
 rounded = generate(sampling)
@@ -81,7 +83,7 @@ validators_model = load_model(folder / "v0")
 
 @torch.inference_mode()
 def validate(submission):
-    """The logprobs of each group's tokens, or what is wrong. Only these logprobs reach the learner, never the worker's."""
+    """Return the logprobs of each group's tokens, or what is wrong. The learner gets these logprobs, never the worker's."""
     accepted = []
     for prompt, plan, (completions, proofs) in zip(prompts, plans, submission):
         packed = pack([Tree(prompt, completions)])  # the prompt is computed once for all of them
@@ -104,7 +106,7 @@ def validate(submission):
 behaviour = validate(honest)
 print(f"honest  accepted\ngreedy  {validate(greedy)}\n4 bits  {validate(rounded)}")
 
-# --- the validator grades, too: rewards are recomputed, and a group whose rewards are equal teaches nothing --------------
+# --- the validator also recomputes the rewards; a group whose rewards are equal teaches nothing --------------------------
 
 rewards = []
 with tasks.Graders(config.tasks) as graders:
@@ -139,7 +141,7 @@ policy.write(folder / "v1")
 second = publish(folder / "v1", store, learner.private_key, run="example")
 print(f"delta   {second.streams['delta'].size_bytes} bytes, in full {second.size_bytes}")
 
-# --- and is checked by whoever fetches it: the learner's signature on the manifest, then the hash of each byte -----------
+# --- whoever fetches it checks the learner's signature on the manifest, then the hash of every shard ---------------------
 
 manifest = SignedManifest.parse(store.manifest_path(second.version).read_bytes()).open(learner_key, run="example")
 shards = [store.shard_path(manifest.version, "delta", shard.index) for shard in manifest.streams["delta"].entries()]

@@ -1,4 +1,4 @@
-"""A verifiers environment of a dozen lines: small sums, a reward for the right number, and a smaller one for brevity."""
+"""A verifiers environment in a dozen lines: small sums, a reward for the right number, and a smaller reward for brevity."""
 
 import verifiers.v1 as vf
 

@@ -1,9 +1,9 @@
-"""Conversations that show the calculator, for the warm-up of `configs/calculator.toml`: some call it, most answer at once.
+"""Write conversations for the warm-up of `configs/calculator.toml`: some call the calculator, most answer directly.
 
     python examples/calculator/conversations.py configs/calculator.toml > conversations.jsonl
 
 SmolLM2-135M never calls a tool that a prompt describes. After this warm-up it sometimes does, and reinforcement learning
-finds out what is better. The questions are training tasks of the config, none of which is held out.
+can strengthen what earns more. The questions are training tasks of the config, none of them held out.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Rewards of your own: how good is a completion, from 0 to 1?"""
+"""Your own rewards. Each returns a completion's score, from 0 to 1."""
 
 
 def exact(task, completion):
@@ -6,6 +6,6 @@ def exact(task, completion):
 
 
 def close(task, completion):
-    """Part of the score for being near."""
-    found = completion.strip()
-    return max(0.0, 1 - abs(int(found) - int(task.answer)) / 10) if found.isdecimal() else 0.0
+    """Return more for an answer that is nearer to the right one."""
+    answer = completion.strip()
+    return max(0.0, 1 - abs(int(answer) - int(task.answer)) / 10) if answer.isdecimal() else 0.0
