@@ -1,14 +1,14 @@
-"""Parts of the recipe, on and off: the age of rollouts, the second clip, both filters, length budgets.
+"""Measure parts of the recipe, on and off: the age of rollouts, the second clip, both filters, length budgets.
 
     python -m benchmarks.learning.ablations levels --seeds 0 1 2
     python -m benchmarks.learning.ablations words --seeds 0 1 2 --set tasks.sources.0.path=FILE
 
 Each arm of a study trains SmolLM2-135M in one process, with the same tasks and seeds. Step s trains on the batch that
-version s - level sampled (version 0 at first), as in the paper; a pool also allows younger ones. Arms take turns within each
-seed. The recipe is INTELLECT-2's (arXiv 2505.07291, section 4), except for the learning rate: 3e-7 is for 32 billion
-parameters. Measured: the reward of each version's samples, its mean over the last quarter of the run, and held-out accuracy
-before and after; their differences to the first arm over the seeds, with 95 % intervals (Welch's t). Writes
-benchmarks/results/ablations-STUDY.json and docs/images/ablations-STUDY.png. Runs that the file has are not repeated.
+version s - level sampled (version 0 at first), as in the paper. A pool also allows younger rollouts. Arms take turns within
+each seed. The recipe is INTELLECT-2's (arXiv 2505.07291, section 4), except for the learning rate: 3e-7 is for 32 billion
+parameters. Measured are the reward of each version's samples, its mean over the last quarter of the run, and held-out
+accuracy before and after, and their differences from the first arm over the seeds, with 95 % intervals (Welch's t). Writes
+benchmarks/results/ablations-STUDY.json and docs/images/ablations-STUDY.png. Runs that are already in the file are skipped.
 """
 
 import argparse
@@ -49,8 +49,8 @@ RECIPE = [
     "coordinator.prompts_per_step=8",
 ]
 HELDOUT = 256
-MAX_DRAWS = 8  # batches sampled for one step; after that the step trains on fewer groups
-MANIFEST = "runs/words-filter/manifest.json"  # by `shoal filter configs/words.toml --out runs/words-filter`
+MAX_DRAWS = 8  # maximum batches sampled for one step; after that the step trains on fewer groups
+MANIFEST = "runs/words-filter/manifest.json"  # made by `shoal filter configs/words.toml --out runs/words-filter`
 COLORS = ["#555555", "#1f6fb4", "#2a9d8f", "#d1495b", "#7b5ea7", "#e08d3c"]
 T_95 = {2: 4.303, 3: 3.182, 4: 2.776}  # Student's t, two-sided, by degrees of freedom
 
@@ -145,7 +145,7 @@ class Sampled(NamedTuple):
 
 
 class Run:
-    """One training run. Use as a context manager."""
+    """One training run, as a context manager."""
 
     def __init__(self, config: str, settings: list[str], arm: Arm, seed: int) -> None:
         self.config = load(ROOT / "configs" / f"{config}.toml", settings)
@@ -167,7 +167,7 @@ class Run:
         self.temporary.cleanup()
 
     def figures(self, steps: int) -> dict[str, Any]:
-        """Train, and return everything measured."""
+        """Train. Return all measurements."""
         self.load_policy()
         before = self.heldout()
         waiting = deque(self.sample() for _ in range(self.arm.level))
@@ -239,7 +239,7 @@ class Run:
         return result
 
     def heldout(self) -> dict[str, float]:
-        """Return held-out accuracy, greedy and sampled, and the mean distance of sampled lengths to their targets."""
+        """Return held-out accuracy, greedy and sampled, and the mean distance of sampled lengths from their targets."""
         chosen = [self.tasks.heldout[number] for number in range(min(HELDOUT, len(self.tasks.heldout)))]
         result = {}
         for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
@@ -258,7 +258,7 @@ class Run:
 
 
 def compare(runs: list[dict[str, Any]], arm: str, first: str) -> dict[str, Any]:
-    """Return an arm's means over the seeds, and their differences to the first arm with intervals."""
+    """Return an arm's means over the seeds, and their differences from the first arm with intervals."""
     row: dict[str, Any] = {"arm": arm}
     for name in ("reward_last", "greedy_after", "sampled_after", "length_error_after", "drawn_total", "tokens_total"):
         values, base = ([run[name] for run in runs if run["arm"] == each and name in run] for each in (arm, first))
@@ -282,7 +282,7 @@ def half_interval(a: list[float], b: list[float]) -> float:
 
 
 def draw(runs: list[dict[str, Any]], arms: list[str], picture: Path) -> None:
-    """Draw the reward of each arm's versions: the mean over seeds as a line, the range as a band."""
+    """Plot the reward of each arm's versions: the mean over seeds as a line, the range as a band."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")

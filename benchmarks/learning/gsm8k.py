@@ -1,13 +1,14 @@
-"""GSM8K before and after training: three prompts, strict and lenient grading, greedy and sampled.
+"""Score models on GSM8K, before and after training: three prompts, strict and lenient grading, greedy and sampled.
 
     python -m benchmarks.learning.gsm8k before=MODEL after=runs/gsm8k/model --data FOLDER --n 500
 
-MODEL is a folder or a Hugging Face id; FOLDER has gsm8k_test.jsonl (Cobbe et al. 2021, arXiv 2110.14168). The first N of its
-1,319 problems are asked, up to 256 tokens. Strict: the number after the last "####", or in the last box, is the answer.
-Lenient: the last number is (the reward of training). The first prompt is that of configs/gsm8k.toml; the others are verl's
-and Qwen's own, so that a gain over the best prompt can be told from learning a format. Sampled answers, at temperature 1,
-are asked for with the first prompt only. Intervals are Wilson's, 95 %. Writes benchmarks/results/gsm8k-eval.json after each
-measurement, and skips those that it has for the same model name, prompt, temperature and N.
+MODEL is a folder or a Hugging Face id. FOLDER has gsm8k_test.jsonl (Cobbe et al. 2021, arXiv 2110.14168). Each model answers
+the first N of its 1,319 problems, with up to 256 tokens. Strict grading takes the number after the last "####", or in the
+last box, as the answer. Lenient grading takes the last number, as the training reward does. The first prompt is that of
+configs/gsm8k.toml. The others are verl's and Qwen's own: a gain over the best of them is more than a learned format.
+Sampling, at temperature 1, uses only the first prompt. Intervals are Wilson's, 95 %. Writes
+benchmarks/results/gsm8k-eval.json after each measurement, and skips those that it already has for the same model name,
+prompt, temperature and N.
 """
 
 import argparse
