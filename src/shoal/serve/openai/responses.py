@@ -2,8 +2,7 @@
 
     ApiResponse   sends one request's completions     Envelope, choice   OpenAI's objects, as dictionaries
 
-Invariant: when a client disconnects, its rows in the batch are freed, and the streamed pieces add up to the whole
-response.
+Invariant: when a client disconnects, its rows in the batch are freed. Streamed pieces add up to the whole response.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Rate limits, and checks on a request before its body is parsed: origin, content type, size, deadline.
 
-Invariant: requests that another site makes a browser send are refused (CSRF). A body is read only up to its size limit and
+Invariant: a browser's request on behalf of another site is refused (CSRF). A body is read only up to its size limit and
 deadline. The routes of all pages use this module.
 """
 

@@ -1,4 +1,4 @@
 """A run in a terminal: one screen that is redrawn, or one line per event if the output is not a terminal.
 
-Invariant: these modules only turn a `Status` into text that fits its column. The caller fetches the Status.
+Invariant: all text fits its column. These modules only draw; `shoal.watch.run` reads the run.
 """

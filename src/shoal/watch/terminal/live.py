@@ -1,6 +1,7 @@
 """The live view of a run: a screen in a terminal, log lines elsewhere.
 
-Invariant: it draws only in `update`, so it needs no thread. It waits up to PATIENCE_S for an unreachable coordinator.
+Invariant: the view draws only in `update` and `log`, so it needs no thread. `watch` waits up to PATIENCE_S for an
+unreachable coordinator.
 Left out: keyboard input; completions, which the dashboard shows under About.
 """
 
