@@ -1,6 +1,6 @@
 """The dashboard's server: the page, and the routes that a visible page polls.
 
-Invariant: the server answers GET only and changes nothing. No response contains a key, an invite, a signature or an address.
+Invariant: the server answers only GET and changes nothing. No response contains a key, invite, signature or address.
 Responses are computed on request, in the one thread that reads the run. All clients share them. A response is cached
 for FRESH_S; one that is slow to compute is cached for longer, so that it uses at most SHARE of one core. A client that
 has the current response gets a 304.
