@@ -119,7 +119,7 @@ class Judgement:
             if submission.state in ("accepted", "rejected") and submission.validator == validator:
                 return  # the validator repeats its verdict because it did not get the response
             if self.checkers.is_repeat(submission, validator):
-                return  # the same for a first verdict that awaits confirmation
+                return  # the validator repeats a first verdict that awaits confirmation
             submission = self._claimed(validator, verdict.submission)
             if self.checkers.defer(submission, validator, verdict):
                 rejected = f"{submission.id} rejected by {validator[:16]}: {verdict.reason}"
@@ -189,7 +189,7 @@ class Judgement:
         return lines
 
     def _slash(self, submission: Submission, reason: Reason) -> bool:
-        """Ban the worker, forfeit its credit, drop its work. Return False if it was already banned."""
+        """Ban the worker, forfeit its pending credit, drop its unused work. Return False if it was already banned."""
         why = f"slashed: {reason.value} in {submission.id}"
         if not self.db.nodes.move(submission.worker, "ban", why, self.db.clock()):
             return False

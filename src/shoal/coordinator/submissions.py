@@ -2,7 +2,7 @@
 
     open        its worker works on it          accepted, rejected  judged
     uploaded    waits for a validator           expired             nobody will finish it
-    validating  a validator has claimed it      stale               not uploaded before its version was too old
+    validating  a validator has claimed it      stale               its version became too old before the upload
 
     miss    its worker requests another task instead of uploading it, or uploads a file other than the announced one
     drop    its worker was dismissed or banned, or no validator can get its version any more

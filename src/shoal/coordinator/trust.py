@@ -45,7 +45,7 @@ SCHEMA = [
 ]
 TRUST_AFTER = 32  # passed full checks in a row that halve the share
 UNCHECKED_SHARE = 0.5  # largest share of a batch's groups from submissions that were not prefilled whole
-THETAS = (0.1, 0.4, 1.5, 3.0)  # each bet on a frequency pays best at e^theta times the bound: 1.1, 1.5, 4.5, 20
+THETAS = (0.1, 0.4, 1.5, 3.0)  # each bet on a frequency pays best at e^theta (1.1, 1.5, 4.5, 20) times the bound
 STAKES = (0.3, 0.8)  # share of the capital that a bet on an average stakes
 CHOICE_STAKE = 0.8  # the same for bets on regenerated rollouts
 DISMISSAL_NATS = math.log(1 / ALPHA)  # evidence that dismisses a worker

@@ -57,7 +57,7 @@ class Coordinator:
         pace: Pace | None = None,
         front: Front | None = None,
     ) -> None:
-        """Raise LedgerError if another key wrote the ledger; PoolFolderError, DatabaseLostError, PoolError, StoreError."""
+        """Raise LedgerError (another key wrote the ledger), PoolFolderError, DatabaseLostError, PoolError, StoreError."""
         self.config = config
         self.run = run
         self.identity = identity
@@ -172,7 +172,7 @@ class Coordinator:
         )
 
     async def _book(self, request: Request) -> Answer:
-        """Book a stake. Only the operator may, with this coordinator's key."""
+        """Book a stake. Only the operator may do this, with this coordinator's key."""
         stakes = self.pool.members.stakes
         if request.key != self.identity.public:
             raise PoolError("only the operator may book stakes", 403)
