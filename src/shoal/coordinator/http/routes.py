@@ -57,7 +57,7 @@ class Coordinator:
         pace: Pace | None = None,
         front: Front | None = None,
     ) -> None:
-        """Raise LedgerError (another key wrote the ledger), PoolFolderError, DatabaseLostError, PoolError, StoreError."""
+        """Raise LedgerError (another key's ledger), PoolFolderError, DatabaseLostError, PoolError, StoreError."""
         self.config = config
         self.run = run
         self.identity = identity
