@@ -186,7 +186,7 @@ def test_a_program_that_cannot_be_graded_ends_the_evaluation(tmp_path: Path, mon
     """Otherwise it would count as wrong, and the model would look worse than it is."""
     failed = Grade(0.0, "grader_error", "no sandbox here")
     monkeypatch.setattr("shoal.evals.evaluate.grade", lambda suite, tasks, completions: [failed for _ in tasks])
-    with pytest.raises(ShoalError, match="1 programs of MBPP cannot be graded; the first, .*: no sandbox here"):
+    with pytest.raises(ShoalError, match="1 programs of MBPP cannot be graded; the first is for .*: no sandbox here"):
         run(tmp_path / "out", "say-pass", suite=code_suite("MBPP", tmp_path, MBPP))
 
 

@@ -166,8 +166,8 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"environment": "no_such_one"}, "no_such_one does not load"),
     ({"environment": "json"}, "json does not load: taskset module 'json'"),
     ({"config": {"bottom": 3}}, "bottom"),
-    ({"config": {"system_prompt": "/etc/hostname"}}, "names a file or a function of this machine"),
-    ({"config": {"task": {"rewards": {"mine": {"fn": "os:getpid"}}}}}, "names a file or a function of this machine"),
+    ({"config": {"system_prompt": "/etc/hostname"}}, "names a file or a function on this machine"),
+    ({"config": {"task": {"rewards": {"mine": {"fn": "os:getpid"}}}}}, "names a file or a function on this machine"),
     ({"python": "/bin/true"}, "no option python"),
 ]
 # One process for all of them: importing the library takes seconds.

@@ -195,7 +195,7 @@ def test_a_bad_file_is_refused_and_named(tmp_path: Path, content: bytes, message
         ({"fields": {"question": "text"}}, r"row 1: no column text: there are question, answer; correct `fields`"),
         ({"fields": {"qestion": "text"}}, r"row 1: `fields` has no key 'qestion'; its keys are question, answer"),
         ({"fields": {"question": "question.text"}}, r"row 1: column question.text is not JSON"),
-        ({"reward": "mine.py:exact"}, r"no reward file at mine.py, from .*; correct the source's reward"),
+        ({"reward": "mine.py:exact"}, r"no reward file at mine.py \(current folder: .*; correct the source's reward"),
         ({"environment": "mine.py:Echo"}, r"no environment file at mine.py, from .*; correct the source's environment"),
         ({"keep": "kept.json"}, r"keep = 'kept.json' is not a manifest of `shoal filter`"),
     ],

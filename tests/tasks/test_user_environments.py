@@ -84,7 +84,7 @@ def test_an_environment_sees_task_seed_and_turns_and_keeps_no_state(start: Any) 
     ("name", "why"),
     [
         ("Raises", "KeyError: 'a' (folder/mine.py, line 18)"),
-        ("Number", "respond returned int '4' in place of text or None"),
+        ("Number", "respond returned int '4' instead of text or None"),
         ("Sleeps", "passed (tasks.sandbox.cpu_s)"),
         ("Dies", "its process ended"),
     ],
@@ -155,5 +155,7 @@ def test_a_trial_names_an_environment_that_fails(tmp_path: Path, monkeypatch: py
     Path("mine.py").write_text(SOURCE)
     source = {"generator": "arithmetic", "environment": "mine.py:Raises"}
     task_set = task_set_of(source)
-    with pytest.raises(ConfigError, match=r"mine.py:Raises fails on a trial, task arithmetic/.* turn '': KeyError: ''"):
+    with pytest.raises(
+        ConfigError, match=r"mine.py:Raises fails in a trial on task arithmetic/.* turn '': KeyError: ''"
+    ):
         try_out(config(tasks={"sources": [source]}), task_set)

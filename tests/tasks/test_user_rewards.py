@@ -86,7 +86,7 @@ def test_a_function_sees_the_task_with_its_metadata_parsed_and_scores_each_compl
         ("nan", "it returned nan"),
         ("two", "it returned 2.0; scores must be within [0, 1]"),
         ("below", "scores must be within [0, 1]"),
-        ("text", "it returned str '1.0' in place of a number"),
+        ("text", "it returned str '1.0' instead of a number"),
         ("none", "it returned NoneType"),
         ("dies", "its process ended"),
     ],
@@ -129,7 +129,7 @@ def test_only_a_trusted_run_reads_the_machines_files_and_imports_installed_packa
         ("hoards", "MemoryError"),
         ("network", "PermissionError"),
         ("installed", "ModuleNotFoundError: No module named 'numpy' (mine.py, line 30)"),
-        ("installed", f"standard library alone: to import other installed packages, set {TRUST}=1"),
+        ("installed", f"only Python's standard library: to import other installed packages, set {TRUST}=1"),
     ],
 )
 def test_the_sandbox_confines_a_function(name: str, detail: str) -> None:
@@ -205,7 +205,7 @@ def test_a_trial_names_a_file_that_cannot_work(source: str, message: str) -> Non
     ("name", "message"),
     [
         *(
-            (f"mine.py:{name}", "source s: its reward fails on a trial, task s/1 .*; fix the reward")
+            (f"mine.py:{name}", "source s: its reward fails in a trial on task s/1 .*; fix the reward")
             for name in FAILING
         ),
         ("other.py:exact", "does not hold other.py"),

@@ -1,7 +1,7 @@
 """One evaluation: run each model on each suite, and compare the results.
 
-Invariants: `eval.json` in the folder records the settings, so that a stopped evaluation can resume, but only with the
-same settings. Every figure has a 95 % interval.
+Invariants: a stopped evaluation can resume, but only with the settings recorded in the folder's `eval.json`. Every
+figure has a 95 % interval.
 """
 
 import json
@@ -27,7 +27,7 @@ CONFIG, RESULTS = "eval.json", "results.json"
 
 @dataclass(frozen=True)
 class Contestant:
-    """A model to evaluate. `open` serves it, and is called only if runs are missing."""
+    """A model to evaluate. `open` serves the model; it is called only if runs are missing."""
 
     label: str
     facts: Mapping[str, Any]  # recorded; an evaluation resumes only if they are unchanged
@@ -48,7 +48,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Difference:
-    """avg@k of `after` minus avg@k of `before`, over the same tasks."""
+    """The avg@k of `after` minus that of `before`, over the same tasks."""
 
     suite: str
     before: str
@@ -109,7 +109,7 @@ def code_scores(endpoint: Endpoint, suite: Suite, out: Path, seed: int, n: int) 
     if failed := [pair for pair in zip(answered, grades, strict=True) if pair[1].outcome == "grader_error"]:
         task, first = failed[0]
         raise ShoalError(
-            f"{len(failed)} programs of {suite.name} cannot be graded; the first, of {task.id}: {first.detail}"
+            f"{len(failed)} programs of {suite.name} cannot be graded; the first is for {task.id}: {first.detail}"
         )
     return {task.id: result.score for task, result in zip(answered, grades, strict=True)}
 
@@ -163,8 +163,8 @@ def check_settings(path: Path, contestants: Sequence[Contestant], suites: Sequen
             for fact, value in facts.items():
                 if name in recorded and recorded[name].get(fact) != value:
                     raise UserError(
-                        f"{path} was made with {fact} of {name} = {recorded[name].get(fact)!r:.80}, now {value!r:.80}: "
-                        "give the same value to continue, or another --out for a new evaluation"
+                        f"{path} was made with {fact} of {name} = {recorded[name].get(fact)!r:.80}, and it is now "
+                        f"{value!r:.80}: give the same value to continue, or another --out for a new evaluation"
                     )
         new[kind] = recorded | new[kind]
     write_file(path, (json.dumps(new, indent=2) + "\n").encode())

@@ -21,7 +21,7 @@ class Examiner:
     """Answers and grades tasks with one model. Use as a context manager, or call `close`."""
 
     def __init__(self, config: Config, files: Mapping[str, bytes]) -> None:
-        """`files`: those of the task set."""
+        """`files`: user code by file name, from the task set."""
         self.config = config
         self.graders = Graders(config.tasks, files=files)
         self.environments = environments_of(config, files)

@@ -3,10 +3,10 @@
     results.jsonl       k graded completions per task: one line per task, in the order of the task set
     manifest.json       the tasks whose pass rate lies in the band, bounds included, without a grader error
 
-Each batch of tasks is generated, graded, appended and fsynced. In a config, a source's `keep` names the manifest.
-Invariants: synced results are never recomputed, and a resumed file has the same bytes as an uninterrupted one. So a file is
-resumed only after a complete batch, and only with its original settings (`settings.json`). The manifest depends only on the
-results and the band, so another band needs no new completions.
+The results of each batch of tasks are appended and fsynced. In a config, a source's `keep` names the manifest.
+Invariants: synced results are never computed again, and a resumed file has the same bytes as an uninterrupted one. So a
+file is resumed only after a complete batch, and only with its original settings (`settings.json`). The manifest depends
+only on the results, the band and the settings, so another band needs no new completions.
 Paper: INTELLECT-2 (arXiv 2505.07291), offline filtering: pass@8 of 12.5 % to 50 %.
 """
 
@@ -39,7 +39,7 @@ from shoal.protocol.messages import MILLION
 
 RESULTS, SETTINGS = "results.jsonl", "settings.json"
 MIN_GRADED = 64  # completions needed before the grader's error rate is checked
-ROWS = 128  # completions decoded together; large, because each step reads all weights once for any number of rows
+ROWS = 128  # completions decoded together; many, because each decoding step reads all weights once for all of them
 FORMAT = "shoal-filter-1"
 MANIFEST = "manifest.json"
 MAX_BINS = 16
@@ -73,10 +73,10 @@ class PassRates:
         self.error = ""  # the newest grader error
 
     def measure(self, engine: Engine, stop: threading.Event, say: Callable[[int], None]) -> list[PassRate] | None:
-        """Return every task's result, or None if `stop` was set first.
+        """Return every task's result, or None if `stop` was set before the end.
 
-        `say` is called with the number done: at the start, and after each batch. Raise ShoalError if `out` has results
-        with other settings, the grader fails, or the disk is full.
+        `say` is called with the number of tasks done, at the start and after each batch. Raise ShoalError if `out` has
+        results with other settings, the grader fails, or the disk is full.
         """
         try:
             with self._lock_results() as file:
@@ -143,7 +143,7 @@ class PassRates:
 
     @contextmanager
     def _lock_results(self) -> Iterator[BinaryIO]:
-        """Open and lock the results file, and check its settings."""
+        """Open and lock the results file, and check that it has the same settings."""
         self.out.mkdir(parents=True, exist_ok=True)
         with (self.out / RESULTS).open("a+b") as file:
             try:
@@ -250,7 +250,7 @@ def write_filter(out: Path, results: Sequence[PassRate], band: Band, settings: M
     """Write the manifest and return the kept results. Raise OSError, or ShoalError if none are kept."""
     kept = [result for result in results if band.contains(result)]
     if not kept:
-        (out / MANIFEST).unlink(missing_ok=True)  # left from another band
+        (out / MANIFEST).unlink(missing_ok=True)  # may be left from another band
         bins = ", ".join(f"{label}: {count}" for label, count in histogram(results).items() if count)
         raise ShoalError(
             f"no task of {len(results)} has a pass rate from {float(band.low):g} to {float(band.high):g}; tasks by pass "

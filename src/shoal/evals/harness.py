@@ -1,8 +1,8 @@
 """Run lm-evaluation-harness as a child process against an OpenAI-compatible endpoint.
 
-Invariant: a run's folder gets its final name only if the run succeeded. A killed or failed run is repeated, but lm_eval's
-cache keeps its completions.
-Left out: suites that need logprobs of given continuations, which chat routes do not serve.
+Invariant: a run's folder gets its final name only if the run succeeded. A killed or failed run is repeated with the
+completions in lm_eval's cache.
+Left out: suites that need logprobs of given continuations, which chat routes do not return.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ from shoal.evals.suites import Suite
 from shoal.sandbox import kernel
 
 START_S = 900.0  # for the server to load the model
-END_S = 10.0
+END_S = 10.0  # for a child process to end
 LOG_CHARACTERS = 600  # quoted from a log in an error
 KEY_VARIABLE = "OPENAI_API_KEY"
 CONCURRENCY = 8  # concurrent requests
@@ -102,8 +102,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """Return the samples of one run of a suite, as lm_eval writes them, ordered by document. Raise ShoalError.
 
-    `out`: the run's folder; if it exists, the run is not repeated. `n`: number of documents; 0: all. `tasks`: a folder of
-    extra lm_eval tasks.
+    `out`: the run's folder; if it exists, the run is not repeated. `n`: number of documents; 0: all. `tasks`: a folder
+    of extra lm_eval tasks.
     """
     if not out.is_dir():
         part = out.with_name(f"{out.name}.part")

@@ -1,9 +1,9 @@
 """The evaluator: held-out accuracy of policy versions, greedy and sampled, during the run.
 
-It is an ordinary pool member that receives versions through SHARDCAST, so it measures what workers received.
-Invariant: the first and the last version are evaluated on the same tasks with the same noise. The first is skipped only if
-relays no longer have it when this node joins. It is fetched at once, but evaluated only once the second version is
-published: evaluating it earlier would slow down the first batch if the run has one machine.
+It is an ordinary pool member that receives versions through SHARDCAST, so it measures the weights that workers use.
+Invariant: the first and the last version are evaluated on the same tasks with the same noise. The first is skipped only
+if relays no longer have it when this node joins. It is fetched at once, but evaluated only after the second version is
+published: on a single machine, an earlier evaluation would slow down the first batch.
 Left out: pass@k and named benchmark suites (`shoal eval`).
 """
 
@@ -77,7 +77,7 @@ class Evaluator:
                 folder = self.fetch(version)
             except FetchError as error:
                 if version > (answer.newest_version or 0) - KEEP:
-                    raise  # relays should have it: they are down
+                    raise  # relays should have it, so they are down
                 log.warning("version %d is not evaluated, because relays no longer have it: %s", version, error)
                 done.add(due)
                 continue
@@ -99,7 +99,10 @@ class Evaluator:
         return "stopped"
 
     def due(self, newest: int | None, done: set[tuple[int, bool]]) -> tuple[int, bool] | None:
-        """Return the version to evaluate now and whether it is final. Due: the first, every `every`-th and the last."""
+        """Return the version to evaluate now and whether it is the last; None if no version is due.
+
+        The first and the last version are due. Between them, one is due after every `evaluator.every` versions.
+        """
         every, last = self.config.evaluator.every, self.config.run.steps
         if newest is None:
             return None
@@ -120,7 +123,7 @@ class Evaluator:
         return self.fetched[1]
 
     def evaluate(self, version: int, folder: Path, final: bool) -> Evaluation:
-        """Return one version's held-out accuracy; versions between the first and the last use fewer tasks."""
+        """Return one version's held-out accuracy. All versions but the first and the last are given fewer tasks."""
         self.examiner.load(self.new_engine(), folder)  # a new engine each time, to free its memory afterwards
         self.node.policy_version = version
         self.node.doing(f"evaluating version {version}")

@@ -1,10 +1,10 @@
-"""The suites of `shoal eval`: public benchmarks run by lm-evaluation-harness, three of them for code.
+"""The suites of `shoal eval`: public benchmarks run by lm-evaluation-harness (lm_eval), three of them for code.
 
-lm_eval runs programs unsandboxed. So for code suites it only generates completions, from a task definition written
-here, and our sandbox grades them. Rows become tasks as in training (`tasks/sources/schemas.py`).
-Sampling: temperature 0.6 and 32,768 tokens are DeepSeek-R1's (arXiv 2501.12948, section 3), whose top-p of 0.95 is left
-out: engines here sample from the full distribution. Suites that are usually reported greedily have k = 1 and
-temperature 0.
+lm_eval runs programs without a sandbox. So for code suites it only generates completions, from a task definition
+written here. They are graded in our sandbox. Rows become tasks as in training (`tasks/sources/schemas.py`).
+Sampling: temperature 0.6 and 32,768 tokens, as for DeepSeek-R1 (arXiv 2501.12948, section 3), but without its top-p of
+0.95, because engines here sample from the full distribution. Suites whose greedy accuracy is usually reported use
+temperature 0 and k = 1.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ FUNCTION = (
     "Read the following function signature and docstring, and fully implement the function described. Your response should "
     "only contain the code for this function.\n{question}"
 )
-# Austin et al. 2021 (arXiv 2108.07732), section 3, without its few-shot examples; the question holds the tests.
+# Austin et al. 2021 (arXiv 2108.07732), section 3, without its few-shot examples. The question includes the tests.
 TESTED = "You are an expert Python programmer, and here is your task: {question}\nAnswer with the code alone."
-# LiveCodeBench, `lcb_runner/prompts/code_generation.py`; the question holds the starter code where there is one.
+# LiveCodeBench, `lcb_runner/prompts/code_generation.py`. The question includes any starter code.
 PROGRAM = (
     "You will be given a question (problem specification) and will generate a correct Python program that matches the "
     "specification and passes all tests.\n\nQuestion: {question}\n\nWithout starter code, read the inputs from stdin, solve "
@@ -39,7 +39,10 @@ PROGRAM = (
 
 @dataclass(frozen=True)
 class Suite:
-    """`task`, `metric` and `filter` (how answers are extracted) are lm_eval's. Only code suites have a `prompt`."""
+    """A benchmark. `task`, `metric` and `filter` (how answers are extracted) are lm_eval's names.
+
+    Only code suites have a `prompt`.
+    """
 
     name: str
     about: str  # size and source
@@ -100,11 +103,16 @@ TABLE = [
 
 
 def find(names: str) -> list[Suite]:
-    """Return the suites of these comma-separated names, in any case; other names are lm_eval tasks. Raise UserError."""
+    """Return the suites with these comma-separated names, ignoring case. An unknown name is an lm_eval task.
+
+    Raise UserError.
+    """
     known = {suite.name.lower(): suite for suite in TABLE}
     requested = [name.strip() for name in names.split(",") if name.strip()]
     if not requested or len({name.lower() for name in requested}) < len(requested):
-        raise UserError(f"name each suite once, out of {', '.join(suite.name for suite in TABLE)}, or lm_eval's tasks")
+        raise UserError(
+            f"name each suite once; choose from {', '.join(suite.name for suite in TABLE)}, or lm_eval's tasks"
+        )
     return [known.get(name.lower()) or Suite(name, "", name, metric="") for name in requested]
 
 

@@ -1,11 +1,12 @@
-"""A pool of child processes: runs model-written Python in isolation, and trusted code under a deadline.
+"""A pool of child processes that run model-written Python in isolation, and trusted code under a deadline.
 
-Imports nothing else of Shoal.
+The package imports nothing else from Shoal.
 
     pool                  `Sandbox`: warm fork servers of one tier
-    limits                programs, their limits and results
+    limits                programs, their limits and their results
     forkserver, launch    start a server: namespaces, bubblewrap, uid
-    server, program       inside: fork each program, which confines itself (kernel, seccomp) and runs
+    server, program       run inside: the server forks each program, which confines itself and then runs
+    kernel, seccomp       system calls and the system call filter that confine it
     process, channel      exchange bytes and frames with a running program
     function              call functions with plain data
 
@@ -15,24 +16,25 @@ Imports nothing else of Shoal.
 
 Keep expected outputs outside: run the program on an input, or call its functions through `open`, and compare outside.
 
-Both tiers, `bubblewrap` and `kernel`, promise:
+The tiers `bubblewrap` and `kernel` both promise:
 
 - wall time and output are bounded from outside; memory, CPU time, file size and open files by the kernel
-- one process, at most eight further threads; nothing outlives a run
+- one process with at most eight threads beside the first; nothing outlives a run
 - no descriptor, environment or argument of the parent; no state of one run reaches the next
 - the host's files cannot be read; nothing can be written outside the scratch folder, whose total size is bounded
 - no network, no DNS, no abstract sockets; no other process can be seen, signalled or traced
 - no new privileges, setuid ignored, no capability
 - only listed system calls: no mount, unshare, io_uring, keyctl, ptrace, bpf, userfaultfd, clone3, memfd
-- no further user namespaces: by two mechanisms in `bubblewrap`, by one in `kernel`
+- no new user namespaces: two mechanisms forbid them in `bubblewrap`, one in `kernel`
 
 Both have the same Landlock rules, seccomp filter and limits. In `bubblewrap` the widely reviewed bwrap builds the
-namespaces; in `kernel`, `launch.py` does. A third tier, `plain`, is for code that this machine's owner trusts. It bounds
-wall time, output, CPU time and memory; otherwise the code runs as the current user with all installed packages.
+namespaces; in `kernel`, `launch.py` builds them. A third tier, `plain`, is for code that this machine's owner trusts.
+It bounds wall time, output, CPU time and memory. Apart from that, the code runs as the current user with all installed
+packages.
 
-The same program gives the same result everywhere with the same interpreter (`interpreter()`): hash seed 0, `random` seeded
-with 0, an empty environment, fixed arguments, UTC. Not fixed: the clock, `os.urandom`, addresses. Left out: systems other
-than Linux, kernels before 5.14, installed packages, GPUs, kernel bugs. The aarch64 code has never run.
+The same program gives the same result everywhere with the same interpreter (`interpreter()`): hash seed 0, `random`
+seeded with 0, an empty environment, fixed arguments, UTC. Not fixed: the clock, `os.urandom`, addresses. Left out:
+systems other than Linux, kernels before 5.14, installed packages, GPUs, kernel bugs. The aarch64 code has never run.
 """
 
 from shoal.sandbox.forkserver import interpreter

@@ -1,11 +1,12 @@
 """Message channel between a program and the outside (`import channel`): frames, and plain data as bytes.
 
 A frame is its length (4 bytes, big-endian), then that many bytes. Plain data are numbers, text, bytes, booleans, None,
-lists, tuples, sets and dicts: no pickle, no objects, no code. A value is a one-byte tag, a length (4 bytes, big-endian; not
-for N, T and F), then that many bytes or values. Tags: N None, T True, F False, I int (two's complement), D float,
+lists, tuples, sets and dicts: no pickle, no objects, no code. A value is a one-byte tag, a length (4 bytes, big-endian;
+not for N, T and F), then that many bytes or values. Tags: N None, T True, F False, I int (two's complement), D float,
 C complex, S text, B bytes, L list, U tuple, E set, Z frozenset, M dict.
-Invariant: `unpack` returns builtins only, so no method that a program overrides is ever called outside. The frame bounds
-the size of a value, DEPTH its nesting. This file runs on both sides, so it imports only modules that the server preloads.
+Invariant: `unpack` returns only builtins, so no method that a program overrides is ever called outside. The frame's
+length bounds the size of a value, and DEPTH bounds its nesting. This file runs on both sides, so it imports only
+modules that the server preloads.
 Left out: object identity, generators, objects of other classes. Outside, `process.py` limits the size of frames.
 """
 

@@ -1,8 +1,9 @@
 """Control one fork server from outside: start it, send it programs, kill it, and choose the host files that it can see.
 
-Invariants: `kill` needs no cooperation: the kernel kills the server by its pidfd and, except in `plain`, every process
-inside. A failed start raises StartError with the reason. The visible files are the interpreter, its library, the system's
-shared libraries and four devices: no user files, no Shoal code, nothing of /etc but the loader's cache.
+Invariants: `kill` needs no cooperation from the server. It goes through a pidfd, and except in `plain` the kernel also
+kills every process inside. A failed start raises StartError with the reason. The visible files are the interpreter, its
+library, the system's shared libraries and four devices. User files, Shoal's code and /etc are not visible, except the
+loader's cache.
 Left out: the program's output (`process.py`), installed packages.
 """
 
@@ -55,7 +56,7 @@ class ForkServer:
         `preloaded` as in `Sandbox`. `python`: the interpreter of the tier `plain`; None: this one.
         """
         self.tier = tier
-        self._lock = threading.Lock()  # guards `kill`: the pool may close while a caller gives up
+        self._lock = threading.Lock()  # guards `kill`, which the pool and a caller may call at the same time
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         plain = tier == PLAIN
         isolated = [] if plain else ["-s", "-S"]
@@ -156,7 +157,7 @@ class ForkServer:
 
 
 def sources() -> dict[str, str]:
-    """Return the source of the modules that run inside, where Shoal's folder is not visible."""
+    """Return the source of the modules that run inside, by name. Shoal's folder is not visible there."""
     here = Path(__file__).parent
     inside = {f"shoal.sandbox.{name}": (here / f"{name}.py").read_text() for name in INSIDE}
     return {"shoal": "", "shoal.sandbox": ""} | inside
@@ -175,7 +176,7 @@ def seal(descriptor: int) -> None:
 
 
 def interpreter() -> str:
-    """Return the version of the interpreter that runs the programs, to record with scores: `CPython 3.11.7 x86_64`."""
+    """Return the version of the interpreter that runs the programs, such as `CPython 3.11.7 x86_64`."""
     return f"{platform.python_implementation()} {platform.python_version()} {platform.machine()}"
 
 
@@ -184,13 +185,13 @@ def interpreter() -> str:
 
 @cache
 def executable() -> str:
-    """Return the real interpreter behind a virtual environment's link."""
+    """Return the path of the real interpreter, which a virtual environment links to."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 @cache
 def binds() -> list[str]:
-    """Return the files and folders to bind read-only, none inside another."""
+    """Return the files and folders to bind read-only, without those inside another."""
     prefix = Path(os.path.realpath(sys.base_prefix))
     bases = dict.fromkeys(("base", "platbase", "installed_base", "installed_platbase"), str(prefix))  # not the venv's
     library = [sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")]

@@ -1,11 +1,12 @@
-"""A function that runs in a sandbox's child processes: `channel.serve` inside, `RemoteFunction` outside, plain data between.
+"""Call a function in a sandbox's child processes: `channel.serve` runs inside, `RemoteFunction` outside.
 
     preloaded = {"adder": "def add(pair): return sum(pair)"}
     with Sandbox("plain", ProgramLimits(cpu_s=1.0), preloaded=preloaded) as box:
         RemoteFunction(box, "import adder, channel; channel.serve(adder.add)").call([1, 2]).value      # 3
 
-Invariant: every call ends in bounded time: with a value, with the exception it raised, or at a limit. A value consists of
-builtins only, without sets and, in confined tiers, without dicts: building either from hostile items takes quadratic time.
+Invariant: every call ends in bounded time: with a value, with the exception it raised, or at a limit. A value consists
+only of builtins. Sets are refused, and dicts too in confined tiers, because building them from hostile items takes
+quadratic time.
 Left out: what a value means. It is untrusted.
 """
 
@@ -26,12 +27,12 @@ Ending = Literal["answered", "raised", "timeout", "memory", "output", "died", "l
 
 @dataclass(frozen=True)
 class CallResult:
-    """How a call ended. `late`: the budget was spent before it started."""
+    """How a call ended. `late`: the budget ran out before the call started."""
 
     ending: Ending
     value: Any = None
     detail: str = ""  # the exception, or how the child died
-    repeatable: bool = False  # used at most half of each limit
+    repeatable: bool = False  # whether it used at most half of each limit
     cpu_s: float = 0.0
 
 

@@ -1,7 +1,8 @@
 """Linux system calls that Python 3.11 lacks: mount, unshare, capset, prctl, clone with namespaces, and Landlock.
 
-Invariant: every failure raises OSError naming the call. Landlock (`restrict_files`) denies opening files outside the named
-folders, and, as far as the kernel's version supports it, TCP, and signals and abstract sockets to other processes.
+Invariant: every failure raises an OSError that names the call. Landlock (`restrict_files`) denies opening files outside
+the named folders. If the kernel's version supports it, Landlock also denies TCP, signals to other processes, and
+connections to their abstract sockets.
 Left out: policy, which callers decide; UDP and Landlock's logging switches.
 """
 
@@ -70,7 +71,7 @@ def mount_attributes(target: str, attributes: int, recursive: bool) -> None:
 
 
 def make_root(folder: str) -> None:
-    """Make `folder`, which must be a mount point, the root, and detach the old root."""
+    """Make `folder` the root and detach the old root. `folder` must be a mount point."""
     os.chdir(folder)
     syscall("pivot_root", SYS_PIVOT_ROOT[platform.machine()], b".", b".")
     checked(libc.umount2(b".", MNT_DETACH), "umount the old root")
@@ -78,7 +79,7 @@ def make_root(folder: str) -> None:
 
 
 def keep_capabilities(capabilities: int) -> None:
-    """Keep exactly these capabilities (a bit set) as permitted and effective, none as inheritable or ambient."""
+    """Make exactly these capabilities (a bit set) permitted and effective, and none inheritable or ambient."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     low, high = capabilities & 0xFFFFFFFF, capabilities >> 32
     checked(libc.capset(header, (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)), "capset")

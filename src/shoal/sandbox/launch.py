@@ -1,11 +1,11 @@
-"""Confine a new interpreter, then start the fork server in it. Runs once per server, first thing in the process.
+"""Confine a new interpreter, then start the fork server in it. Runs once per server, at the start of its process.
 
-Invariants: in confined tiers the server never runs as host root, which escapes RLIMIT_NPROC and could read root's files:
-root first becomes a uid that no account has. All mounts happen in a private mount namespace; the host's never change. Then
-`bubblewrap`  executes bwrap, which executes the interpreter again for `server.main`;
-`kernel`      creates the same namespaces and root folder itself and becomes process 1;
-`plain`       is not confined and keeps its user.
-The interpreter gets its modules through a file descriptor. Its environment is empty, except in `plain`.
+In the tier `bubblewrap`, `main` executes bwrap, which executes the interpreter again for `server.main`. In `kernel`, it
+creates the same namespaces and root folder itself and becomes process 1. In `plain`, it confines nothing and keeps its
+user. The interpreter gets its modules through a file descriptor. Its environment is empty, except in `plain`.
+Invariants: in confined tiers the server never runs as the host's root, which would escape RLIMIT_NPROC and could read
+root's files. Root first becomes a uid that no account has. All mounts happen in a private mount namespace, so the
+host's mounts never change.
 Left out: seccomp, Landlock and limits (`program.py`, once per program); scratch space (`server.py`).
 """
 
@@ -26,7 +26,7 @@ NAMESPACES |= kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 def main(config: dict[str, Any]) -> None:
     if config["plain"]:
         server.main(config)
-    os.umask(0o022)  # with the caller's, the new user might not enter folders created here
+    os.umask(0o022)  # with the caller's umask, the new user might not be able to enter folders created here
     os.chdir("/")
     if os.getuid() == 0:
         drop_root(config)
@@ -37,7 +37,7 @@ def main(config: dict[str, Any]) -> None:
 
 
 def drop_root(config: dict[str, Any]) -> None:
-    """Become a plain user for good. First expose needed files that lie in folders that only root may enter."""
+    """Become an ordinary user for good. Before that, expose the needed files in folders that only root may enter."""
     own = [config["bwrap"]] if config["tier"] == "bubblewrap" else []
     expose([path for path in (*config["binds"], *own) if not reachable(path)])
     os.setgroups([])
@@ -96,7 +96,7 @@ def reachable(path: str) -> bool:
 def expose(paths: Sequence[str]) -> None:
     """Cover each folder that only root may enter with an empty one, and bind only `paths` back into it.
 
-    Do so in a private mount namespace.
+    This happens in a private mount namespace.
     """
     if not paths:
         return

@@ -1,4 +1,4 @@
-"""What enters and leaves the sandbox: a program, its limits, its result, and the errors.
+"""Programs, their limits and their results, and the sandbox's errors.
 
 Invariant: all are immutable values except `Budget`.
 Left out: comparing outputs. Expected outputs never enter the sandbox.
@@ -29,11 +29,11 @@ class StartError(SandboxError):
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """Limits of one program, which it cannot raise: the kernel or a process outside enforces each.
+    """Limits of one program. The kernel or a process outside enforces each, so the program cannot raise them.
 
-    `memory_bytes` is address space, including the interpreter's. `output_bytes` covers stdout, stderr and frames together.
-    A program is one process, which cannot fork or execute another one.
-    In the tier `plain`, the memory of preloaded imports does not count, and the number of processes is not limited.
+    `memory_bytes` is address space, including the interpreter's. `output_bytes` covers stdout, stderr and frames
+    together. A program is one process. It cannot fork or execute another program. In the tier `plain`, the memory of
+    preloaded imports does not count, and the number of processes is not limited.
     """
 
     wall_s: float = 10.0
@@ -46,8 +46,8 @@ class ProgramLimits:
 class Budget:
     """Wall time shared by many programs, from `start` to `stop`; unlimited otherwise.
 
-    Its end stops all running programs. A result does not tell whether its program was cut short, so check `over` before
-    you use it.
+    When it runs out, all running programs are stopped. A result does not tell whether that happened, so check `over`
+    before you use the result.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -83,7 +83,7 @@ class Result:
     exited   by itself, with `exit_code`
     killed   by a signal; `exit_code` is its negative number
     timeout  over `wall_s` or `cpu_s`
-    memory   by an uncaught MemoryError; a program can fake this, and gains nothing: it counts as a failure
+    memory   by an uncaught MemoryError; a program can fake this without a gain, because it counts as a failure
     output   over `output_bytes`
     """
 
@@ -91,7 +91,7 @@ class Result:
     exit_code: int | None
     stdout: bytes
     stderr: bytes
-    cpu_s: float  # total of all its processes, including start-up
+    cpu_s: float  # of all its processes together, including start-up
     wall_s: float
-    memory_bytes: int  # peak resident; in the tier `plain`, beyond the server's own
+    memory_bytes: int  # peak resident memory; in the tier `plain`, without the server's own
     tier: str

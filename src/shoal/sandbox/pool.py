@@ -1,8 +1,8 @@
 """A sandbox: warm fork servers of one tier, each of which runs one program at a time.
 
-Invariants: every program gets a fresh child of a server that never runs programs itself; a server that died or failed is
-replaced before its next use. The tier `plain` is used only if named. A tier works if a test program runs in it and is
-refused a socket. Thread-safe.
+Invariants: every program gets a fresh child of a server that never runs programs itself. A server that died or failed
+is replaced before its next use. The tier `plain` is used only if named. A confined tier works if a test program runs in
+it and cannot open a socket. Thread-safe.
 Left out: grading; systems other than Linux.
 """
 
@@ -21,7 +21,7 @@ from shoal.sandbox.limits import PLAIN, TIERS, Budget, Program, ProgramLimits, R
 from shoal.sandbox.process import SandboxProcess
 
 QUEUE_S = 300.0  # how long a caller waits for a free server
-MIN_WALL_S = 1e-3  # wall limit of a program that starts after the budget's end
+MIN_WALL_S = 1e-3  # wall limit of a program that starts after the budget has run out
 REMEDY = {
     "bubblewrap": "install bubblewrap 0.8 or newer (`make sandbox`) and allow user namespaces; "
     "Ubuntu restricts them: sysctl kernel.apparmor_restrict_unprivileged_userns=0",
@@ -42,7 +42,7 @@ class Sandbox:
 
     `tier`: a name, or None for the strongest that works. Raise SandboxError if it does not work here.
     `preloaded`: source by module name, executed once in each server, for programs to import.
-    `budget` stops all programs at its end.
+    `budget`: when it runs out, all programs are stopped.
     `python`: the interpreter of the tier "plain", whose programs have this user's rights.
     """
 
@@ -71,7 +71,7 @@ class Sandbox:
         return self._start(program, limits, frames=False).close()
 
     def open(self, program: Program, limits: ProgramLimits | None = None) -> SandboxProcess:
-        """Start a program that exchanges frames through `import channel`, `channel.receive()` and `channel.send(frame)`.
+        """Start a program that imports `channel` and exchanges frames by `channel.receive` and `channel.send`.
 
         Close the process; until then it occupies one of the sandbox's servers.
         """
@@ -104,7 +104,7 @@ class Sandbox:
         server = self._take()
         try:
             limits = limits or self.limits
-            if limits.wall_s < math.inf:  # a program without a limit is stopped by its owner
+            if limits.wall_s < math.inf:  # a program without a wall limit is stopped by its owner, not by the budget
                 limits = replace(limits, wall_s=max(min(limits.wall_s, self.budget.left_s), MIN_WALL_S))
             return SandboxProcess(server, program, limits, frames, lambda: self._give_back(server))
         except BaseException:
@@ -148,11 +148,11 @@ class Sandbox:
 
 @cache
 def problem(tier: Tier) -> str:
-    """Return why a tier does not work here, with the remedy; empty if it works. Test it once per process."""
+    """Return why a tier does not work here, with the remedy; empty if it works. It is tested once per process."""
     if not sys.platform.startswith("linux"):
         return f"the sandbox needs Linux, and this is {sys.platform}"
     if tier == "bubblewrap" and forkserver.bwrap() is None:
-        return f"sandbox tier bubblewrap: no program bwrap found; {REMEDY[tier]}"
+        return f"sandbox tier bubblewrap: the program bwrap was not found; {REMEDY[tier]}"
     try:
         server = ForkServer(tier)
         try:
@@ -163,7 +163,7 @@ def problem(tier: Tier) -> str:
     except (SandboxError, OSError) as error:
         return f"{error}; {REMEDY[tier]}"
     if result.stdout != b"no socket\n":
-        return f"sandbox tier {tier} ran a program with a wrong result: {result}"
+        return f"sandbox tier {tier}: the test program gave a wrong result: {result}"
     return ""
 
 

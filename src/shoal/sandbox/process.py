@@ -1,6 +1,6 @@
 """One running program, seen from outside: read its output, send it frames, stop it at its limits.
 
-Invariant: whatever the program does, no call takes longer than its wall limit plus `GRACE_S`, or keeps more than
+Invariant: whatever the program does, no call takes longer than the wall limit plus `GRACE_S`, and none keeps more than
 `output_bytes` plus one read in memory.
 Left out: what frames mean. They are untrusted bytes: parse them with limits, never unpickle them.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from shoal.sandbox.forkserver import ForkServer
 from shoal.sandbox.limits import Outcome, Program, ProgramLimits, Result, SandboxError
 
-GRACE_S = 5.0  # how long the supervisor may take to kill and report after the leash closes; then the server is killed
+GRACE_S = 5.0  # after the leash closes, for the supervisor to kill all and report; then the server is killed
 CHUNK = 1 << 16
 MAX_WAIT_S = 3600.0  # the longest wait of one `poll` call
 OUT_OF_MEMORY = 10  # SIGUSR1, see program.py
@@ -74,7 +74,7 @@ class SandboxProcess:
             self._pump(time.monotonic(), lambda: False)
 
     def receive(self) -> bytes | None:
-        """Return the program's next frame, or None at the end; `close` then says why."""
+        """Return the program's next frame, or None if no more will come; `close` then returns how the program ended."""
         self._pump(self._over, lambda: self._whole_frame() or "frames" not in self._reading.values())
         if self._whole_frame():
             buffer, size = self._text["frames"], self._frame_size()
@@ -86,9 +86,10 @@ class SandboxProcess:
         return None
 
     def close(self, timeout_s: float | None = None) -> Result:
-        """Send no more frames and wait for the program's end, at most `timeout_s` and its wall limit. Idempotent.
+        """Send no more frames and wait until the program ends. Idempotent.
 
-        Raise SandboxError if the sandbox itself failed; the server is then replaced.
+        Stop the program after `timeout_s` or at its wall limit. Raise SandboxError if the sandbox itself failed; the
+        server is then replaced.
         """
         if self._failure is not None:
             raise self._failure
@@ -158,7 +159,7 @@ class SandboxProcess:
             self._leash.shutdown(socket.SHUT_WR)
 
     def _pump(self, deadline: float, done: Callable[[], bool], stopping: bool = False) -> None:
-        """Move bytes until `done()`, the deadline, or a limit."""
+        """Read and write bytes until `done()`, the deadline, or a limit."""
         while not done() and (self._stopped is None or stopping):
             poll = select.poll()
             for descriptor in self._reading:

@@ -1,9 +1,9 @@
 """The program's process: it confines itself, then runs the program's code as `__main__`.
 
-Invariant: in confined tiers, before the first line of that code runs, this process has no capability, no new privileges,
-hard limits, a Landlock domain, a seccomp filter, an empty environment and no descriptor but 0, 1, 2 and, if it exchanges
-frames, 3 and 4. If any step fails, the code does not run and the pool gets the error.
-Once the code runs, nothing that this process reports is trusted.
+Invariant: in confined tiers, before the first line of that code runs, this process has hard limits, a Landlock domain,
+a seccomp filter and an empty environment. It has no capability, cannot gain privileges, and has no descriptor but 0, 1,
+2 and, if it exchanges frames, 3 and 4. If any step fails, the code does not run and the pool gets the error. Once the
+code runs, nothing that this process reports is trusted.
 """
 
 import _sitebuiltins
@@ -61,9 +61,8 @@ def set_limits(request: dict[str, Any], config: dict[str, Any]) -> None:
     cpu_s = request["cpu_s"]
     values = {
         resource.RLIMIT_AS: request["memory_bytes"],
-        resource.RLIMIT_CPU: 2 * math.ceil(cpu_s) + 1
-        if math.isfinite(cpu_s)
-        else -1,  # `server.wait` enforces `cpu_s`; this is a backstop
+        # A backstop: `server.wait` enforces `cpu_s`.
+        resource.RLIMIT_CPU: 2 * math.ceil(cpu_s) + 1 if math.isfinite(cpu_s) else -1,
         resource.RLIMIT_CORE: 0,
     }
     if config["plain"]:
@@ -128,7 +127,7 @@ def execute(source: str, scratch: str) -> NoReturn:
 
 
 def warm_up() -> None:
-    """Set up the interpreter as for a new script. Done once, in the server: a fork copies every page that it changes."""
+    """Set up the interpreter as for a new script. The server does this once: every page that a fork changes is copied."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "shoal"]:
         del sys.modules[name]
     sys.modules["channel"] = channel

@@ -1,10 +1,10 @@
 """A seccomp filter with an allowlist of system calls.
 
-Invariant: an unlisted call fails with EPERM, including calls of future kernels. `clone3` fails with ENOSYS, so that libc
-falls back to `clone`, whose flags a filter can read. No promise rests on this filter alone: namespaces, Landlock and limits
-hold without it.
+Invariant: a call that is not listed fails with EPERM, including calls of future kernels. `clone3` fails with ENOSYS, so
+that libc falls back to `clone`, whose flags a filter can read. No promise rests on this filter alone: namespaces,
+Landlock and limits hold without it.
 
-x86_64 is tested. The aarch64 numbers are taken from the kernel's asm-generic/unistd.h and have never run.
+x86_64 is tested. The aarch64 numbers come from the kernel's asm-generic/unistd.h and were never tested.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ pwritev2 328 287, statx 332 291, rseq 334 293, close_range 436 436, openat2 437 
 epoll_pwait2 441 441, fchmodat2 452 452, open 2 -, stat 4 -, lstat 6 -, poll 7 -, getdents64 217 61,
 sendfile 40 71, setpgid 109 154
 """
-# Decided by their arguments, except `clone3`, which always fails.
+# The filter checks the arguments of these calls, except `clone3`, which always fails.
 CLONE, CLONE3, IOCTL, PRLIMIT64, SOCKETPAIR = (56, 220), (435, 435), (16, 29), (302, 261), (53, 199)
 
 CLONE_THREAD = 0x10000
@@ -121,11 +121,11 @@ def numbers(column: int) -> list[int]:
 
 
 def when(number: int, then: list[Instruction]) -> list[Instruction]:
-    """Run `then` for one call number. `then` must return; it may overwrite the accumulator."""
+    """Run `then` for one call number. `then` must end with a return; it may overwrite the accumulator."""
     return [(JUMP_EQUAL, 0, len(then), number), *then]
 
 
 def argument_in(index: int, values: tuple[int, ...]) -> list[Instruction]:
-    """Allow if the low 32 bits of an argument are among `values`; the kernel, too, reads only an `int`."""
+    """Allow the call if the low 32 bits of an argument are among `values`. The kernel reads no more bits either."""
     tests = [pair for value in values for pair in ((JUMP_EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
     return [(LOAD, 0, 0, ARGUMENTS + 8 * index), *tests, (RETURN, 0, 0, EPERM)]

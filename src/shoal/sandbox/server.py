@@ -1,11 +1,11 @@
 """The fork server: a preloaded interpreter that forks a supervisor for each program; the supervisor forks the program.
 
-Invariants: a program cannot affect the server, which never runs one itself. The server has one socket to the pool, handles
-one request at a time, and exits when the socket closes or the pool's process dies. A supervisor exits when the program
-ends, when the pool closes its end of the leash (a socket), when the pool dies, or at the wall limit. By then every process
-that the program started is dead. Once the program's code runs, only the supervisor can write to the leash, so a program
-cannot fake a report. In confined tiers server and supervisor are process 1 of their namespaces; in `plain` the server is
-the supervisor.
+Invariants: a program cannot affect the server, which never runs programs itself. The server has one socket to the pool,
+handles one request at a time, and exits when the socket closes or the pool's process dies. A supervisor exits when the
+program ends, when the pool closes its end of the leash (a socket), when the pool dies, or at the wall limit. By then
+every process that the program started is dead. Once the program's code runs, only the supervisor can write to the
+leash, so a program cannot fake a report. In confined tiers, server and supervisor are process 1 of their namespaces. In
+`plain`, the server is the supervisor.
 Left out: concurrent programs (the pool starts more servers) and the program's output (the pool reads the pipes).
 """
 
@@ -37,10 +37,10 @@ WARM = [
 ]  # fmt: skip
 MAX_DESCRIPTORS = 8
 READY, DONE = b"ready", b"done"
-BACKSTOP_S = 0.5  # how much later than the pool's own timeout
+BACKSTOP_S = 0.5  # the supervisor stops a program this much later than the pool would
 MAX_WAIT_S = 3600.0  # the longest wait of one `poll` call
 PROCESS_CPU_CLOCK = 2  # low bits of the clock id of a process's CPU clock
-LOWEST = 16  # lower descriptors are the program's
+LOWEST = 16  # the program may use all lower descriptors
 
 
 def main(config: dict[str, Any]) -> NoReturn:
@@ -77,7 +77,7 @@ def main(config: dict[str, Any]) -> NoReturn:
 
 
 def serve_one(control: socket.socket, config: dict[str, Any]) -> bool:
-    """Run one requested program. Return False if the pool has gone."""
+    """Wait for a request and run its program. Return False if the pool has gone."""
     if readable([control.fileno(), config["parent"]]) != {control.fileno()}:
         return False
     message, descriptors, _, _ = socket.recv_fds(control, 64, MAX_DESCRIPTORS)
@@ -113,7 +113,7 @@ def fork_supervisor(control: socket.socket, config: dict[str, Any], descriptors:
 
 
 def readable(descriptors: list[int]) -> set[int]:
-    """Wait until any descriptor is readable, without a deadline: the pool's death is one of the events."""
+    """Wait until any descriptor is readable. No deadline is needed, because the pool's death makes one readable."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -176,7 +176,7 @@ def read_all(descriptor: int) -> bytes:
 
 
 def make_scratch() -> None:
-    """Enter an empty folder of bounded size that vanishes with its mount namespace."""
+    """Enter an empty folder of bounded size, which vanishes with its mount namespace."""
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
     options = f"mode=0700,nr_inodes=4096,size={program.SCRATCH_BYTES}"
     kernel.mount("tmpfs", program.SCRATCH, "tmpfs", flags, options)
@@ -186,7 +186,7 @@ def make_scratch() -> None:
 def wait(child: int, leash: int, deadline: float, cpu_s: float) -> bool:
     """Wait until the program ends or the pool closes the leash. Return False on timeout.
 
-    Read CPU time here: RLIMIT_CPU counts clock ticks, and was observed to kill at two thirds of its limit.
+    Measure CPU time here, because RLIMIT_CPU counts clock ticks and was seen to kill at two thirds of its limit.
     """
     ended = os.pidfd_open(child)
     poll = select.poll()
@@ -225,7 +225,7 @@ def kill_all(child: int, plain: bool) -> tuple[int, int]:
 
 
 def kill_descendants() -> None:
-    """Kill and reap all children until there are none; orphans become children of this subreaper."""
+    """Kill and reap all children until there are none. Orphans become children too, because this is a subreaper."""
     while True:
         for child in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
             os.kill(child, signal.SIGKILL)

@@ -1,9 +1,16 @@
 """Tasks: questions for models, and rewards for their answers.
 
-sources/, compiling, taskset   rows become tasks on disk      task, prompt            one task; text to tokens and back
-derive                         the tasks of a submission      budget                  length targets
-rewards/, environments/        scores; answers between turns  user_code, libraries    user code; libraries' tasks
-inside/                        code that runs in the sandbox
+sources/         read rows from files, data sets and generators
+compiling        turn the rows into tasks on disk
+taskset          read the tasks from disk
+task             one task, its grade, and the interfaces of rewards and environments
+derive           choose the tasks of a submission
+prompt, budget   prompts as tokens; length targets
+rewards/         score completions
+environments/    answer the model between its turns
+user_code        rewards and environments written by users
+libraries        tasks of other libraries
+inside/          code that runs in the sandbox
 """
 
 import shutil
@@ -22,10 +29,10 @@ __all__ = ["Grade", "GradeError", "Graders", "Task", "TaskSet", "TasksNotFoundEr
 
 
 def load(section: TaskSection, folder: Path | None = None) -> TaskSet:
-    """Return the task set of a config, built from its sources in `folder`. Without `folder` the tasks are deleted with
-    the set.
+    """Build the task set of a config in `folder` and return it.
 
-    Raise TasksNotFoundError if a source is not readable, has too few tasks, or does not give `section.digest`.
+    Without `folder`, use a temporary folder, which is deleted with the set. Raise TasksNotFoundError if a source is not
+    readable or has too few tasks, or if the set's digest is not `section.digest`.
     """
     if folder is not None:
         store = TaskStore(folder)
@@ -39,9 +46,9 @@ def load(section: TaskSection, folder: Path | None = None) -> TaskSet:
 
 
 def join(section: TaskSection, folder: Path, fetch: Fetch) -> TaskSet:
-    """Return the task set named by `section.digest`, stored in `folder` and fetched by hash when needed.
+    """Return the task set named by `section.digest`. Missing files are fetched into `folder` when they are needed.
 
-    Raise TasksNotFoundError, and what `fetch` raises.
+    Raise TasksNotFoundError, or any error of `fetch`.
     """
     if not section.digest:
         raise TasksNotFoundError("the run's config names no task set: start its coordinator with this version of Shoal")

@@ -20,7 +20,7 @@ def instruction(target_length: int) -> str:
 
 
 def cycled_target(section: TaskSection, number: int) -> int:
-    """Return the target of task `number`: evaluation and `shoal filter` cycle through the targets. 0: no target."""
+    """Return the target length of task `number`, for evaluation and `shoal filter`; 0: no target."""
     targets = section.length_targets
     return targets[number % len(targets)] if targets else 0
 

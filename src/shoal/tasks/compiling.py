@@ -1,11 +1,11 @@
-"""Compile the sources of a config into a task set on disk: split off held-out tasks, merge duplicates, write hashed chunks.
+"""Compile the sources of a config into a task set on disk: merge duplicates, hold out tasks, write hashed chunks.
 
     read     the rows of each split of each source into a spool on disk
     split    hold out the tasks with the smallest question hashes, or those of `heldout_split`
     write    the training tasks of each source and all held-out tasks as chunks, then the manifest
 
-Invariants: equal rows give the same task set, whatever their order and however they are spread over files. No question
-is both trained on and held out. Memory holds one batch of rows as Python objects, and 48 bytes per row for sorting.
+Invariants: the same rows give the same task set, in any order and in any number of files. No question is both trained
+on and held out. Memory holds one batch of rows as Python objects, and 48 bytes per row for sorting.
 """
 
 import hashlib
@@ -74,9 +74,9 @@ class Spool:
             self._flush()
 
     def finish(self) -> None:
-        """Close the spool: sort the keys, merge equal tasks, and map the file.
+        """Close the spool: sort the keys, merge equal tasks, and map the file into memory.
 
-        Of tasks that differ only in their reward, keep the one whose reward's name sorts first.
+        If tasks differ only in their reward, keep the one whose reward name sorts first.
         """
         self._flush()
         self._writer.close()
@@ -114,7 +114,7 @@ class Spool:
 
 
 def order_key(question: str) -> bytes:
-    """Return the hash, in hex, by which questions are ordered and split. Differences in white space do not change it."""
+    """Return a question's hash in hex, which decides its order and whether it is held out. White space is ignored."""
     words = " ".join(question.split())
     return hashlib.sha256(f"shoal/tasks/{words}".encode()).hexdigest()[:KEY_BYTES].encode()
 
@@ -170,9 +170,9 @@ def compile_tasks(section: TaskSection, folder: Path) -> Built:
 
 
 def build_tasks(config: Config, folder: Path) -> tuple[Config, list[str]]:
-    """Build a pool's task set in its folder. Return the config with `tasks.digest`, and notes for people.
+    """Build a pool's task set in its folder. Return the config with `tasks.digest`, and readable notes.
 
-    A pool's task set never changes: a different set for the same folder is refused. Raise ConfigError.
+    A pool's task set never changes. Raise ConfigError, also if the folder holds a different set.
     """
     before = read_built(folder)
     section = config.tasks
@@ -203,7 +203,7 @@ def _compile(section: TaskSection, store: TaskStore) -> tuple[TaskManifest, list
         shares = _shares([source.weight for source in section.sources], section.heldout)
         portions = [_split(spool, number, readings[number], share) for number, share in enumerate(shares)]
         heldout = np.sort(np.concatenate([portion.heldout for portion in portions]))
-        # Sort across sources, so that the first n held-out tasks are a mixture of all sources.
+        # Sort across sources, so that the first n held-out tasks come from all sources.
         heldout = heldout[np.argsort(spool.keys[heldout], kind="stable")]
         for number, (portion, share) in enumerate(zip(portions, shares, strict=True)):
             held_out = np.isin(spool.keys[portion.train], spool.keys[heldout])  # in this source or another
@@ -270,7 +270,7 @@ def _keep(source: SourceSection, all_ids: Indices, train: Indices, of_source: In
     if len(missing):
         raise TasksNotFoundError(
             f"source {source.label}: {len(missing)} of {len(ids)} tasks in {source.keep} are not in the source, for example "
-            f"{source.label}/{int(missing[0]):016x}; its rows have changed: filter it again"
+            f"{source.label}/{int(missing[0]):016x}; the rows of the source have changed: filter it again"
         )
     train = train[np.isin(all_ids[train], ids)]
     if len(train) < MIN_TRAIN:
@@ -319,8 +319,8 @@ def _user_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
                 data = path.expanduser().read_bytes()
             except OSError as error:
                 raise TasksNotFoundError(
-                    f"source {source.label}: no {kind} file at {path}, from {Path.cwd()} ({error.strerror}); correct "
-                    f"the source's {kind}"
+                    f"source {source.label}: no {kind} file at {path} (current folder: {Path.cwd()}; "
+                    f"{error.strerror}); correct the source's {kind}"
                 ) from error
             if len(data) > FILE_BYTES:
                 raise TasksNotFoundError(f"{path} has {len(data) / 1e6:.1f} MB; the limit is 1 MB")

@@ -1,11 +1,12 @@
-"""Tasks of other libraries, scored by the libraries' own rewards: `reasoning_gym` and `verifiers`, each an extra.
+"""Tasks of the libraries `reasoning_gym` and `verifiers`, scored by the libraries' own rewards.
 
-Each has a file in `inside/` with `rows(options)`, `prepare(setting)` and `score(value)`, which run in child processes.
-Invariants: rows follow from the options and the versions of library and environment. Those are in each row's metadata and so
-in the digest of the task set. A completion is scored in a child under limits, so it cannot hang or kill the caller. A score
-is the library's, or a grader error.
-verifiers may use another Python interpreter, SHOAL_VERIFIERS_PYTHON. A machine loads only the verifiers environments that
-SHOAL_VERIFIERS_ENVIRONMENTS lists, so a run's author cannot choose what it executes.
+Each library is an extra of the package, and has a file in `inside/` with `rows(options)`, `prepare(setting)` and
+`score(value)`, which run in child processes.
+Invariants: rows depend only on the options and on the versions of library and environment. Each row's metadata records
+both, so the digest of the task set covers them. A completion is scored in a child process under limits, so it cannot
+hang or kill the caller. Every grade is the library's own score or a grader error.
+verifiers may use another Python interpreter, SHOAL_VERIFIERS_PYTHON. A machine loads only the verifiers environments
+that SHOAL_VERIFIERS_ENVIRONMENTS lists, so a run's author cannot choose what it executes.
 """
 
 import json
@@ -18,16 +19,16 @@ from shoal.sandbox import Budget, ProgramLimits
 from shoal.tasks.inside import Grader, source
 from shoal.tasks.task import TRUST, Grade, GradeError, Task, TasksNotFoundError, trusted
 
-FILES = {"reasoning_gym": source("gym"), "verifiers": source("tasksets")}  # by name of the generator and the reward
+FILES = {"reasoning_gym": source("gym"), "verifiers": source("tasksets")}  # by library
 LISTING = ProgramLimits(wall_s=1800.0, cpu_s=math.inf, memory_bytes=1 << 40, output_bytes=4 << 30)
-SCORING = ProgramLimits(wall_s=60.0, cpu_s=10.0, memory_bytes=1 << 30)  # the slowest known takes 3 s of CPU time
-MAX_COMPLETION = 20_000  # characters that are scored, from the end
+SCORING = ProgramLimits(wall_s=60.0, cpu_s=10.0, memory_bytes=1 << 30)  # the slowest known score takes 3 s of CPU time
+MAX_COMPLETION = 20_000  # characters; of a longer completion, only the end is scored
 PYTHON = "SHOAL_VERIFIERS_PYTHON"
 ENVIRONMENTS = "SHOAL_VERIFIERS_ENVIRONMENTS"  # names, comma-separated
 
 
 def check_allowed(library: str, setting: Mapping[str, Any]) -> None:
-    """Raise TasksNotFoundError if this machine may not load the environment of these options or of this task setting."""
+    """Raise TasksNotFoundError if this machine may not load the verifiers environment named in `setting`."""
     allowed = {listed.strip() for listed in os.environ.get(ENVIRONMENTS, "").split(",")} - {""}
     if library != "verifiers" or trusted() or (name := setting.get("environment")) in allowed:
         return
@@ -54,7 +55,7 @@ def rows(library: str, options: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 class LibraryReward:
-    """A library's own score for its tasks. The first completion starts its processes."""
+    """Scores completions with the library's own reward. Its processes start with the first completion."""
 
     def __init__(self, library: str, budget: Budget | None = None) -> None:
         self.library, self.budget = library, budget

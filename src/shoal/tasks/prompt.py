@@ -1,12 +1,12 @@
 """Text to tokens and back: prompts, completions, and an environment's answers between turns of the model.
 
     ... 12*7)  <|im_end|>  \\n <|im_start|>user \\n  84  <|im_end|> \\n <|im_start|>assistant \\n  ...
-    the model's            the answer's tokens
+    the model's tokens     the tokens of the environment's answer
 
-The answer becomes a user message, which every template supports. To find the template's text around it, a conversation of
-placeholder messages is rendered.
-Invariants: worker, validator and evaluator use this code. An answer cannot contain control tokens: their names are deleted
-from its text.
+The answer becomes a user message, which every template supports. `TurnFrame` renders a conversation of placeholder
+messages to find the template's text around an answer.
+Invariants: worker, validator and evaluator use this code. An answer cannot contain control tokens: their names are
+deleted from its text.
 Left out: templates that rewrite earlier turns, for example to drop reasoning. The model's own tokens stay unchanged.
 """
 
@@ -102,7 +102,7 @@ def _cannot_answer(reason: str) -> ChatTemplateError:
 
 
 def _around(tokenizer: Any) -> tuple[str, str]:
-    """Return the template's text from an answer to the next question, and from there to the next answer."""
+    """Return the template's text between an answer and the next question, and between that question and its answer."""
     messages = [{"role": role, "content": text} for role, text in zip(ROLES, SENTINELS, strict=True)]
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

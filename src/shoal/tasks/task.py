@@ -1,7 +1,7 @@
 """Tasks, grades, and the interfaces of rewards and environments.
 
-Invariants: a task is data, the same on every machine; a grade follows from task and completion alone. Only an environment
-variable of the machine says whether its owner trusts the author of a run, never the config.
+Invariants: a task is data, and the same on every machine. A grade depends only on the task and the completion. A
+machine's owner states in an environment variable whether the author of a run is trusted; the config cannot.
 """
 
 import os
@@ -23,7 +23,7 @@ class Task:
     source: str = ""  # name of its source
     tests: str = ""  # JSON: the unit tests of a code task
     metadata: str = ""  # JSON: other data for a reward or environment
-    reward: str = ""  # the reward that grades it if its source names none
+    reward: str = ""  # grades the task if its source names no reward
 
 
 Outcome = Literal["graded", "wrong_format", "grader_error"]
@@ -42,54 +42,54 @@ class Grade:
 
     @property
     def certain(self) -> bool:
-        """Whether every machine with the same versions gives this score.
+        """Return whether every machine with the same versions gives this score.
 
-        False if the grader failed or came near a limit, or if code ran: it may read clocks and addresses.
+        False if the grader failed or came near a limit, or if code ran, which may read clocks and addresses.
         """
         return self.repeatable and self.outcome != "grader_error" and not self.tier
 
 
 class Reward(Protocol):
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """Return one grade per completion: a `grader_error` where the grader fails. No completion makes it raise.
+        """Return one grade per completion. If the grader fails on a completion, its grade is a `grader_error`.
 
-        Raise SandboxError if this machine fails, which is not a grade.
+        Raise SandboxError if this machine fails. No completion can make it fail.
         """
         ...
 
     def close(self) -> None:
-        """End the processes it started."""
+        """End the processes that the reward started."""
         ...
 
 
 class Environment(Protocol):
     """Answers the model between its turns. Subclass it; only `respond` is required.
 
-    It keeps no state between calls. Its answer follows from the task, the rollout's seed and the model's turns alone. A
-    validator computes it again from the model's own tokens and rejects a different answer. That slashes the worker, unless
-    an honest machine may give that answer (`tolerated`).
+    An environment keeps no state between calls. Its answer depends only on the task, the rollout's seed and the model's
+    turns. A validator computes the answer again and rejects a rollout that has a different one. The worker is slashed
+    too, unless `tolerated` allows that answer.
     """
 
     def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
         """Return the answer to the model's last turn; None ends the conversation.
 
-        `turns`: what the model wrote, turn by turn, at least one. The environment's earlier answers follow from it.
+        `turns`: the text of each of the model's turns, at least one. They determine the environment's earlier answers.
         """
         ...
 
     def tolerated(self, task: Task, seed: int, turns: Sequence[str]) -> Sequence[str] | None:
-        """Return the answers that honest machines may give instead of `respond`'s; None: any answer.
+        """Return other answers that an honest machine may give in place of `respond`'s; None: any answer.
 
         Called only if a worker reported a different answer. A tolerated answer is rejected without slashing the worker.
         """
         return ()
 
     def set_budget(self, budget: Budget) -> None:
-        """Stop the programs that it runs when `budget` runs out."""
+        """Stop the environment's programs when `budget` runs out."""
         return
 
     def close(self) -> None:
-        """End what it started."""
+        """End the processes that the environment started."""
         return
 
 

@@ -1,8 +1,8 @@
 """The task set of a run, read from disk: a manifest in JSON that names chunks of tasks in Arrow's IPC format.
 
-Invariants: every file is named by its SHA-256, which is verified when it is read. A task's id is a hash of its content, and
-`digest` is the hash of the manifest, so two machines with the same digest draw the same tasks. Opening a set reads only its
-manifest; a chunk is fetched and memory-mapped when one of its tasks is first needed.
+Invariants: every file is named by its SHA-256, which is verified when it is read. A task's id is a hash of its content,
+and `digest` is the hash of the manifest, so two machines with the same digest draw the same tasks. Opening a set reads
+only its manifest; a chunk is fetched and memory-mapped when one of its tasks is first needed.
 """
 
 import bisect
@@ -25,7 +25,7 @@ from shoal.tasks.task import Task, TasksNotFoundError
 FORMAT = "shoal-tasks-1"
 CHUNK_ROWS = 4096
 CHUNK_BYTES = 32 << 20  # characters in a chunk, unless a single task has more
-MAX_CHUNK_BYTES = 256 << 20  # of a chunk's file: a character has up to four bytes, and one task up to 64 MB of tests
+MAX_CHUNK_BYTES = 256 << 20  # size of a chunk's file: a character has up to 4 bytes, and one task up to 64 MB of tests
 MAX_CHUNKS = 1 << 18  # per source, and for the held-out tasks
 MAX_SOURCES = MAX_FILES = 1024
 MANIFEST_BYTES = 64 << 20
@@ -93,9 +93,9 @@ class TaskStore:
         return sha256
 
     def path(self, sha256: str, max_bytes: int) -> Path:
-        """Return the file's path; fetch it if it is missing, at most `max_bytes`. Raise TasksNotFoundError.
+        """Return a file's path. Fetch the file if it is missing, and verify its hash once. Raise TasksNotFoundError.
 
-        Its hash is verified once.
+        `max_bytes`: limit of the fetch.
         """
         path = self.folder / sha256
         if sha256 in self.verified:
@@ -128,7 +128,7 @@ class TaskStore:
             )
         batch = _mapped(path)
         if batch.schema != SCHEMA or batch.num_rows != chunk.rows:
-            raise TasksNotFoundError(f"task data {chunk.sha256} does not hold {chunk.rows} tasks of this version")
+            raise TasksNotFoundError(f"task data {chunk.sha256} does not hold {chunk.rows} tasks in the known format")
         self.mapped[chunk.sha256] = batch
         if len(self.mapped) > OPEN_CHUNKS:
             self.mapped.popitem(last=False)
@@ -172,7 +172,7 @@ class TaskView(Sequence[Task]):
 
 
 def _mapped(path: Path) -> pa.RecordBatch:
-    """Map a chunk and validate it fully, because Arrow follows a hostile file's offsets beyond its text."""
+    """Map a chunk and validate it fully: Arrow would follow a hostile file's offsets out of bounds."""
     try:
         with pa.memory_map(str(path)) as source:
             batch = pa.ipc.open_file(source).get_batch(0)
@@ -188,12 +188,15 @@ def _hash(path: Path) -> str:
 
 
 class TaskSet:
-    """The set named `digest` in `store`. Raise TasksNotFoundError if missing, or if its sources are not `section`'s."""
+    """The task set whose manifest has the hash `digest`.
+
+    Raise TasksNotFoundError if it is not in `store`, or if its sources are not those of `section`.
+    """
 
     def __init__(self, section: TaskSection, digest: str, store: TaskStore, notes: Sequence[str] = ()) -> None:
         self.digest = digest
         self.store = store
-        self.notes = notes  # for people: counts of each source's rows
+        self.notes = notes  # a readable line per source, with counts of its rows
         self.manifest = TaskManifest.decode(store.read(digest, MANIFEST_BYTES))
         names = [source.name for source in self.manifest.sources]
         if names != [source.label for source in section.sources]:
@@ -217,7 +220,7 @@ class TaskSet:
         return [self.train[start] for start in [0, *self.ends[:-1]]]
 
     def pick(self, drawn: bytes) -> int:
-        """Return the index of a training task. 32 random bytes choose a source by its weight, then one of its tasks."""
+        """Return the index of a training task. `drawn`: 32 random bytes that choose a source by weight, then a task."""
         total = sum(self.weights)
         point = int.from_bytes(drawn[16:24], "big") / 2**64 * total
         at = min(bisect.bisect_right(list(itertools.accumulate(self.weights)), point), len(self.weights) - 1)

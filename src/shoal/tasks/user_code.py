@@ -1,11 +1,11 @@
-"""User rewards and environments: a function or class in a file that is part of the task set, `"my_rewards.py:exact"`.
+"""User rewards and environments: functions and classes in a file of the task set, for example `"my_rewards.py:exact"`.
 
-Invariants: whatever the user's code does, each completion gets a grade and each turn an answer in bounded time. A reward
-that fails is a `grader_error` with the error's text. If worker and validator get different answers from an environment, the
-submission is rejected as `unrepeatable` and nobody is slashed: the class may read a clock or come near a limit. The code
-runs in the sandbox, in a fresh process for each call, because a machine need not trust the author of a run. If the
-node's operator sets SHOAL_TRUST_RUN=1, these processes are forked from an unsandboxed one that has loaded the file and
-may import installed packages.
+Invariants: whatever the user's code does, each completion gets a grade and each turn gets an answer, in bounded time.
+If a reward fails, the grade is a `grader_error` with the error's text. If worker and validator get different answers
+from an environment, the submission is rejected as `unrepeatable` and nobody is slashed: the class may read a clock or
+come near a limit. The code runs in the sandbox, in a fresh process for each call, because a machine need not trust the
+author of a run. If the node's operator sets SHOAL_TRUST_RUN=1, these processes are forked from an unsandboxed one that
+has loaded the file and may import installed packages.
 Left out: code in several files; environment state between calls.
 """
 
@@ -19,7 +19,7 @@ from shoal.sandbox import Budget, CallResult, ProgramLimits, SandboxError
 from shoal.tasks.inside import Grader, source
 from shoal.tasks.task import TRUST, Environment, Grade, GradeError, Task, trusted
 
-TRUSTED = "trusted"  # tier of unsandboxed scores, on which two machines need not agree
+TRUSTED = "trusted"  # tier of scores computed outside the sandbox; two machines need not agree on them
 WAIT_S = 10.0  # wall time beyond the CPU limit, for a busy machine and for code that sleeps
 FIELDS = ("id", "question", "answer", "source", "tests", "metadata")
 MAX_ANSWER = 10_000  # characters of an environment's answer; the rest is cut off
@@ -42,9 +42,9 @@ def program_limits(section: SandboxSection) -> ProgramLimits:
 
 
 class UserCode(Grader):
-    """The function or class named "file.py:NAME", called with [task, ...], see `inside/user_code.py`.
+    """The function or class named "file.py:NAME". See `inside/user_code.py` for its arguments.
 
-    `files`: code by file name, from the task set. Raise GradeError if the file is not among them, SandboxError if no
+    `files`: code by file name, from the task set. Raise GradeError if `files` lacks the file, SandboxError if no
     sandbox works here.
     """
 
@@ -78,14 +78,14 @@ class UserCode(Grader):
         hint = " (tasks.sandbox.cpu_s)" if call.ending == "timeout" else ""
         if call.detail.startswith(("ModuleNotFoundError", "ImportError")) and self.reported_tier != TRUSTED:
             hint = (
-                "; the sandbox has Python's standard library alone: to import other installed packages, set "
-                f"{TRUST}=1 on every machine, where its owner trusts the author of this run"
+                "; the sandbox has only Python's standard library: to import other installed packages, set "
+                f"{TRUST}=1 on every machine, if its owner trusts the author of this run"
             )
         return super().failure(call) + hint
 
 
 def _fields(task: Task) -> dict[str, str]:
-    """Return the fields of a task that user code gets."""
+    """Return the fields of a task that are passed to user code."""
     return {field: getattr(task, field) for field in FIELDS}
 
 

@@ -1,4 +1,4 @@
-"""Environments, which answer the model between its turns. `conversation` decides whether and how turns continue."""
+"""Environments, which answer the model between its turns. `conversation` decides whether a completion continues."""
 
 from collections.abc import Callable, Mapping
 
@@ -49,8 +49,8 @@ def try_out(config: Config, task_set: TaskSet) -> None:
                     environment.ask(task, 0, [turn])
                 except (GradeError, SandboxError) as error:
                     raise ConfigError(
-                        f"source {task.source}: the environment {environment.code.name} fails on a trial, task {task.id} "
-                        f"with the turn {turn[:80]!r}: {error}; correct the class"
+                        f"source {task.source}: the environment {environment.code.name} fails in a trial on task "
+                        f"{task.id} with the turn {turn[:80]!r}: {error}; correct the class"
                     ) from error
     finally:
         close(environments)

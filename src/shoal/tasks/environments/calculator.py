@@ -1,8 +1,8 @@
 """The calculator: the model writes `calc(12*7)`, ends its turn, and gets the answer `84`.
 
-The last complete call of a turn counts; a turn without one ends the conversation. Expressions consist of numbers,
-parentheses and + - * /. Results are exact: an integer, a decimal where that is exact, otherwise a fraction. If an
-expression has no value, the answer is `error: ` and the reason, so that the model can try again.
+The last complete call of a turn counts. A turn without a complete call ends the conversation. Expressions consist of
+numbers, parentheses and + - * /. Results are exact: an integer, a decimal where that is exact, otherwise a fraction. If
+an expression has no value, the answer is `error: ` and the reason, so that the model can try again.
 Invariant: an expression is parsed with Python's parser but never executed, and its characters cannot form names.
 Length, depth and digits are bounded, so no input takes long.
 """
@@ -53,7 +53,7 @@ def last_call(text: str) -> str | None:
     >>> last_call("calc(1+1), then calc(2*(3+4)) and calc(5"), last_call("calculate")
     ('2*(3+4)', None)
     """
-    open_at: list[int] = []  # per open parenthesis: where the content of its call begins; -1 if it opens no call
+    open_at: list[int] = []  # per open parenthesis: the start of its call's content; -1 if it does not begin a call
     last = (-1, -1)
     for match in PARENTHESIS.finditer(text):
         if match[0] != ")":

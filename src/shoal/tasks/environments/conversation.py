@@ -1,11 +1,11 @@
-"""Multi-turn conversations: whether a completion continues after a turn of the model, and with which tokens.
+"""Multi-turn conversations: decide whether a completion continues after a turn of the model, and with which tokens.
 
     the model's turn ends with an end token -> its text -> the environment of the task's source -> text -> tokens
 
-A conversation ends when the environment ends it, after `sampling.max_turns` turns of the model, when the token limit leaves
-no room for the answer and one more token, or with a turn that is cut off.
-Invariants: if `Environment.respond` depends on its arguments alone, so does `reply`. `find_fault` never calls an answer a
-lie if an honest machine could give it. The model's output is decoded for the environment, but never tokenized again.
+A conversation ends if the environment ends it, after `sampling.max_turns` turns of the model, if a turn is cut off, or
+if the token limit leaves no room for the answer and one more token.
+Invariants: if `Environment.respond` depends only on its arguments, so does `reply`. `find_fault` never calls an answer
+a lie if an honest machine could give it. The model's output is decoded for the environment, but never tokenized again.
 Worker, validator and evaluator use this code.
 """
 
@@ -41,7 +41,10 @@ class Fault:
 
 
 class Conversation:
-    """`environments` by source name. Raise ChatTemplateError if the model's template cannot express an answer."""
+    """Continues completions with the answers of environments.
+
+    `environments`: by source name. Raise ChatTemplateError if the model's template cannot express an answer.
+    """
 
     def __init__(
         self, config: Config, environments: Mapping[str, Environment], tokenizer: Any, eos_ids: Sequence[int]
@@ -51,7 +54,7 @@ class Conversation:
         self.environments = environments
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
-        self.warned = False  # that an answer did not fit
+        self.warned = False  # whether it has warned that an answer does not fit
         self.multi_turn = self.max_turns > 1 and bool(environments)
         self.frame = TurnFrame(tokenizer, eos_ids) if self.multi_turn else None
 
@@ -77,9 +80,9 @@ class Conversation:
         return answer or None
 
     def find_fault(self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> Fault | None:
-        """Return how a finished completion differs from the environment's answers: the first lie, else the first difference.
+        """Return how a finished completion differs from the environment's answers; None if it does not differ.
 
-        `turns` must fit `tokens`.
+        If there are several, return the first lie, or the first difference if none is a lie. `turns` must fit `tokens`.
         """
         spans = model_spans(turns, len(tokens))
         faults = []
@@ -89,7 +92,10 @@ class Conversation:
             next_turn = spans[number + 1][0] if number + 1 < len(spans) else len(tokens)
             reported = list(tokens[end:next_turn])
             if reported != answer:
-                detail = f"after turn {number + 1} of {len(spans)} the environment writes {len(answer)} other tokens"
+                detail = (
+                    f"after turn {number + 1} of {len(spans)}, the environment's answer of {len(answer)} tokens "
+                    f"differs from the {len(reported)} tokens in the completion"
+                )
                 faults.append(Fault(detail, lie=not self._tolerates(task, seed, tokens[:end], before, reported)))
         return next((fault for fault in faults if fault.lie), faults[0] if faults else None)
 
@@ -106,7 +112,7 @@ class Conversation:
         return environment, [completion_text(self.tokenizer, tokens[start:end]) for start, end in spans]
 
     def _tokens(self, text: str, length: int) -> list[int]:
-        """Return an answer's tokens after `length` others; empty if they do not fit."""
+        """Return an answer's tokens; empty if they do not fit after the `length` tokens before them."""
         assert self.frame is not None
         answer = self.frame.tokens(text)
         return answer if length + len(answer) < self.max_tokens else []

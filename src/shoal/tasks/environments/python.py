@@ -4,10 +4,11 @@
     print(12 * 7)
     ```                      the answer is   84
 
-The last closed block of a turn counts; a turn without one ends the conversation. Every program runs in a fresh process of
-the sandbox, within the limits of `tasks.sandbox`. If it fails, the exception's last line follows the output.
-Invariant: no program can make an honest worker slashable. A worker that reports a different answer is slashed only
-if the program is `plain` (`inside/plain.py`), it ends here without an error within half of every limit, and the
+The last closed block of a turn counts. A turn without a closed block ends the conversation. Every program runs in a
+fresh process of the sandbox, within the limits of `tasks.sandbox`. If the program fails, the exception's last line
+follows the output.
+Invariant: no program can make an honest worker slashable. A worker that reports a different answer is slashed only if
+the program is `plain` (`inside/plain.py`), if it ends here without an error and within half of every limit, and if the
 reported answer is not the error for exceeding a limit.
 Left out: state between turns, files, installed packages, several programs at once.
 """
@@ -36,7 +37,7 @@ STOPPED = {
     "depth": "error: recursion limit",  # interpreter versions count depth differently
     "sandbox": "error: the sandbox failed",
 }
-# Modules whose results differ between machines or runs. Refusal by name makes differences rare, not impossible.
+# Modules whose results differ between machines or runs. A program can still import them in ways that `IMPORT` misses.
 REFUSED = {"time", "datetime", "timeit", "secrets", "uuid", "platform", "os", "socket", "subprocess", "tempfile"}
 REFUSED |= {"threading", "asyncio", "multiprocessing", "concurrent", "resource", "gc", "tracemalloc"}
 IMPORT = re.compile(r"(?:^|[;:])[ \t]*(?:import|from)[ \t]+([^;\n]*)", flags=re.MULTILINE)
@@ -113,7 +114,7 @@ def last_program(text: str) -> str | None:
 
 
 def refusal(program: str) -> str:
-    """Return the answer to a program that may not run, which says why; empty if it may run."""
+    """Return the error that answers a program that may not run; empty if it may run."""
     if len(program) > MAX_PROGRAM:
         return f"error: a program has at most {MAX_PROGRAM} characters"
     imported = {name for line in IMPORT.findall(program) for name in re.findall(r"\w+", line)}

@@ -1,12 +1,13 @@
 """Code that runs in the sandbox's child processes, as source text, and how its results become grades.
 
-candidate, checker          a code task: the program, and the tests that call it
-user_code                   rewards and environments by a run's author
-equality, gym, tasksets     the math reward's comparison; tasks and scores of reasoning-gym and verifiers
-plain                       which programs print the same everywhere
+candidate, checker   the program of a code task, and the tests that call it
+user_code            rewards and environments by a run's author
+equality             the comparison of the reward `math`
+gym, tasksets        tasks and scores of reasoning-gym and of verifiers
+plain                the decision whether a program prints the same everywhere
 
-Invariant: these files import nothing from Shoal but `channel`, so another interpreter can run them, and a sandbox need
-not contain the package.
+Invariant: these files import nothing from Shoal but `channel`. So another interpreter can run them, and a sandbox does
+not need the package.
 """
 
 from collections.abc import Callable, Sequence
@@ -79,7 +80,7 @@ class Grader(RemoteFunction):
         reasons = {
             "raised": call.detail,
             "died": f"the grader died: {call.detail}",
-            "timeout": f"the limit of {limit} passed",
+            "timeout": f"it exceeded the limit of {limit}",
             "memory": "it exceeded the memory limit",
             "output": f"it wrote more than {limits.output_bytes} bytes",
             "late": "no time was left for it",

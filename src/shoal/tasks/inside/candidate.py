@@ -1,4 +1,4 @@
-"""Inside the sandbox: runs a completion's code and answers calls of its functions with plain data.
+"""Run a completion's code inside the sandbox, and answer calls of its functions with plain data.
 
 Invariant: no expected value ever reaches this process. The model's code may change everything in this process, but that
 changes only its own answers. Each frame is answered with one frame:

@@ -1,11 +1,11 @@
-"""Inside a second sandbox: runs a task's tests; their `candidate` calls the completion's function in another process.
+"""Run a task's tests inside a second sandbox. Their `candidate` calls the completion's function in another process.
 
-Invariant: the model's code never runs here. Its answers come as plain data, so the tests compare builtins. Only the frame P,
-sent after all tests ran, means that they passed.
+Invariant: the model's code never runs here. Its answers arrive as plain data, so the tests compare builtins. Only the
+frame P means that the tests passed. It is sent after all of them ran.
 
-setup   [tests, prompt, entry]
-out     C [args, kwargs]: a call, answered by V value, X [type, message] or U text, as in `candidate`
-        P passed
+in      [tests, prompt, entry], once
+out     C [args, kwargs]: a call, which is answered with V value, X [type, message] or U text, as in `candidate`
+        P: the tests passed
         F text: an assertion failed, or the tests raised
         T text: the tests themselves are at fault
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.sandbox.channel import DEPTH, WireError, pack, receive, send, unpack
 
-# Never re-raised here, because they change how the tests run: a StopIteration ends `all(map(...))` early with True.
+# Never raised again here, because they change how the tests run: a StopIteration ends `all(map(...))` early with True.
 NOT_RAISED = (StopIteration, StopAsyncIteration)
 
 
@@ -31,9 +31,8 @@ class UncallableError(BaseException):
 def main() -> None:
     tests, prompt, entry = unpack(receive() or b"")
     try:
-        helpers = compile(
-            prompt + "\n    pass\n" if prompt else "", "prompt", "exec"
-        )  # functions that the tests may use
+        # The prompt may define functions that the tests use.
+        helpers = compile(prompt + "\n    pass\n" if prompt else "", "prompt", "exec")
         code = compile(tests, "tests", "exec")
     except (SyntaxError, ValueError) as error:
         send(b"T" + text(error))

@@ -2,13 +2,13 @@ r"""Decide whether two mathematical answers are equal, through math-verify. Runs
 
 `judge` raises whatever the library raises.
 Invariants: gold and answer are parsed in the same way. Each is one answer: a list of guesses does not equal one of its
-members. Text never becomes Python: the library turns digits into numbers through sympy's `eval`, where an audit hook allows
-only numbers and symbols. The hook refuses files, processes and sockets too.
+members. Text never runs as Python: the library turns digits into numbers through sympy's `eval`, where an audit hook
+allows only numbers and symbols. The hook also refuses to write files, start processes or open sockets.
 
-These count as equal: two whole numbers or fractions if they are exactly equal, other numbers if they agree to six decimals
-and four significant digits; expressions that simplify to the same; sets in any order, tuples in the same order; intervals
-with the same ends; `x = 5` and 5; 50 %, 50 and 0.5. Units, degrees and currency are dropped, so 5 cm equals 5 m. Case is
-ignored. Numbers of more than `MAX_DIGITS` digits are not computed and equal only the same text.
+Whole numbers and fractions must be exactly equal. Other numbers must agree to six decimals and four significant digits.
+These also count as equal: expressions that simplify to the same expression; sets in any order, but tuples only in the
+same order; intervals with the same ends; `x = 5` and 5; 50 %, 50 and 0.5. Units, degrees and currency are dropped, so 5
+cm equals 5 m. Case is ignored. Numbers of more than `MAX_DIGITS` digits are not computed and equal only the same text.
 """
 
 import itertools
@@ -191,7 +191,7 @@ def readings(number: Basic) -> list[Basic]:
 
 
 def exactly(gold: Any, answer: Any) -> bool | None:
-    """Return whether two rational numbers are equal; None if either is not rational. The library compares 15 digits."""
+    """Return whether two rationals are equal; None if either is not rational. The library compares only 15 digits."""
     pairs = []
     for number in (gold, answer):
         if not is_number(number) or number.has(Float):
@@ -203,7 +203,7 @@ def exactly(gold: Any, answer: Any) -> bool | None:
 
 
 def small_and_apart(gold: Any, answer: Any) -> bool:
-    """Return whether both are small and differ in significant digits. The library says that 6.6e-34 equals 9.1e-31."""
+    """Return whether both are small and differ in significant digits. To the library, 6.6e-34 equals 9.1e-31."""
     if not (is_number(gold) and is_number(answer)):
         return False
     pairs = itertools.product(readings(gold), readings(answer))
@@ -216,7 +216,7 @@ def apart(number: Any, other: Any) -> bool:
 
 
 def same_but_for_rounding(gold: Any, answer: Any) -> bool:
-    """Return whether two numbers agree to 12 digits. The library compares 15, so 7^{0.5} would differ from the root of 7."""
+    """Return whether two numbers agree to 12 digits. By the library's 15 digits, 7^{0.5} differs from the root of 7."""
     if not (is_number(gold) and is_number(answer) and (gold.has(Float) or answer.has(Float))):
         return False
     difference = abs(gold.doit() - answer.doit()).evalf()

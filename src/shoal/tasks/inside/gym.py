@@ -1,8 +1,8 @@
 """Adapter for reasoning-gym: lists the entries of a data set, and scores answers with its `score_answer`.
 
-Invariant: neither a completion nor an option runs as code. Scoring generates an entry again from its index. Options contain
-nothing that could be a call. Nine data sets evaluate an answer as Python: they get only answers that match the syntax of
-literals or formulas.
+Invariant: neither a completion nor an option runs as code. Options contain nothing that could be a call. Nine data sets
+evaluate an answer as Python; they get only answers with the syntax of a literal or formula. Scoring generates an entry
+again from its index.
 """
 
 import json
@@ -69,11 +69,11 @@ def score(value: dict[str, Any]) -> dict[str, Any]:
     detail = f"answer {answer[:200]!r}"
     allowed = EVALUATED.get(entry["metadata"].get("source_dataset", value["setting"]["dataset"]))
     if allowed and answer != entry["answer"] and not allowed.fullmatch(answer):
-        answer, detail = "", f"{detail} is not a plain literal or formula: not evaluated, it counts as an empty answer"
+        answer, detail = "", f"{detail} is not a plain literal or formula, so it counts as an empty answer"
     try:
         return {"score": float(dataset.score_answer(answer, entry)), "detail": detail}
     except Exception as error:  # noqa: BLE001  the answer or the entry is at fault
-        dataset.score_answer(entry["answer"], entry)  # raises too if the entry is at fault
+        dataset.score_answer(entry["answer"], entry)  # this raises, too, if the entry is at fault
         text = f"{detail} is not readable: {type(error).__name__}: {error}"
         return {"score": 0.0, "outcome": "wrong_format", "detail": text[:500]}
 
@@ -84,7 +84,7 @@ def open_dataset(setting: dict[str, Any]) -> Any:
     if name not in DATASETS:
         raise ValueError(f"options.dataset is {name!r}; reasoning-gym {VERSION} has {', '.join(sorted(DATASETS))}")
     if not plain(options):
-        raise ValueError("options may hold only numbers, words and operators: data sets evaluate or open them")
+        raise ValueError("options may hold only numbers, words and operators: data sets may evaluate them or open them")
     try:
         if name == "composite":
             options["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}} | part) for part in options["datasets"]]

@@ -1,11 +1,11 @@
-"""Decide whether a program prints the same on every machine with every Python from 3.11 on, by an allowlist of its parts.
+"""Decide by an allowlist whether a program prints the same on every machine, with every Python from 3.11 on.
 
-Allowed are integers, text, lists, dicts, control flow, functions and a few builtins. Floats are allowed
-too, but not in a program with `sum` or `**`, whose last digits depend on version and machine, or with sorting, whose
+Allowed are integers, text, lists, dicts, control flow, functions and a few builtins. Floats are allowed only in
+programs without `sum`, `**` and sorting: the last digits of sums and powers depend on version and machine, and the
 order of NaNs depends on the version. Anything that could show an address, a hash, the clock, the version, or the text
 of an exception is excluded.
 Invariant: a doubtful program is not plain. This runs in the sandbox, because a model's source can crash a parser. It
-reads the program from standard input, and writes `plain` to standard output if the program is.
+reads the program from standard input. If the program is plain, it writes `plain` to standard output.
 """
 
 import ast
@@ -43,7 +43,7 @@ def plain(source: str) -> bool:
 
 
 def _names(nodes: list[ast.AST]) -> bool:
-    """Return whether functions are only called, and every other name is a variable."""
+    """Return whether functions are only called, other names are variables, and lazy results are iterated at once."""
     names = [node for node in nodes if isinstance(node, ast.Name)]
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     variables = {name.id for name in names if isinstance(name.ctx, ast.Store)}
@@ -94,7 +94,7 @@ def _values(nodes: list[ast.AST], source: str) -> bool:
 
 
 def _formats(nodes: list[ast.AST], source: str) -> bool:
-    """Return whether Python 3.11 can read all f-strings, and their formats are for numbers only."""
+    """Return whether Python 3.11 can parse all f-strings, and whether their format specs are for numbers only."""
     specs = [node.format_spec for node in nodes if isinstance(node, ast.FormattedValue) and node.format_spec]
     parts = [part for spec in specs if isinstance(spec, ast.JoinedStr) for part in spec.values]
     strings = [node for node in nodes if isinstance(node, ast.JoinedStr) and node not in specs]

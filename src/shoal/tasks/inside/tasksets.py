@@ -71,7 +71,7 @@ def row(loaded: Any, task: Any, setting: dict[str, Any]) -> dict[str, Any]:
 def open_taskset(setting: dict[str, Any]) -> Any:
     name, config = setting.get("environment"), setting["config"]
     if "system_prompt" in config or '"fn":' in json.dumps(config):
-        raise ValueError("options.config names a file or a function of this machine")
+        raise ValueError("options.config names a file or a function on this machine")
     try:
         return vf.load_taskset(vf.taskset_config_type(name).model_validate(config | {"id": name}))
     except (ImportError, AttributeError, TypeError, ValueError) as error:

@@ -1,11 +1,14 @@
-"""Runs a reward or an environment that a run's author wrote, and passes it plain data.
+"""Run a reward or an environment that a run's author wrote, on plain data.
 
-Invariant: `random` is seeded again for every call and the hash seed is fixed, so code that only reads its arguments gives
-the same result everywhere. Each call creates a new environment.
+Invariant: `random` is seeded again for every call and the hash seed is fixed, so code that only reads its arguments
+gives the same result everywhere. Each call creates a new environment.
 
-Where the run is trusted, `load` runs once, in the server that all calls are forked from. Elsewhere each call carries
-the code to load. A call is [code to load or None, arguments]. The arguments are None, to get "class" or
-"function"; [task as dict, completion], to get a score; or [task as dict, seed, turns], to get text or None.
+If the run is trusted, `load` runs once, in the server that all calls are forked from. Otherwise each call carries the
+code to load. A call is [code to load or None, arguments]. The arguments and the result are:
+
+    None                         "class" or "function"
+    [task as dict, completion]   the score
+    [task as dict, seed, turns]  the environment's answer, or None
 """
 
 import json
@@ -43,13 +46,13 @@ def answer(call: list[Any]) -> Any:
 
 def as_text(value: Any) -> str | None:
     if not isinstance(value, str | None):
-        raise TypeError(f"respond returned {type(value).__name__} {str(value)[:60]!r} in place of text or None")
+        raise TypeError(f"respond returned {type(value).__name__} {str(value)[:60]!r} instead of text or None")
     return value
 
 
 def as_score(value: Any) -> float:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise TypeError(f"it returned {type(value).__name__} {str(value)[:60]!r} in place of a number")
+        raise TypeError(f"it returned {type(value).__name__} {str(value)[:60]!r} instead of a number")
     return float(value)
 
 

@@ -1,7 +1,7 @@
 """The reward `number`: 1 if the last number of the completion, or of its last box, is the answer, as in GSM8K.
 
-Invariant: a grade follows from the task's answer and the completion alone. Numbers are compared as canonical text, exactly
-and at any length. A task whose answer has no number is a `grader_error`: no completion can be right.
+Invariant: a grade depends only on the task's answer and the completion. Numbers are compared as canonical text, exactly
+and at any length. If the task's answer has no number, every grade is a `grader_error`.
 """
 
 import re

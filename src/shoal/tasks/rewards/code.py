@@ -1,11 +1,12 @@
 """The reward `code`: 1 if the completion's program passes all tests of its task, in the sandbox.
 
-Invariants: expected values never enter the process that runs the model's code. Output is compared here, outside; assertions
-run in a second sandboxed process, which calls the first through this one. A program cannot fake a pass by printing or
-patching anything, or by its exit code. Every call carries a random number, and its answer must begin with the same
-number, so a program cannot write answers before it is called. Nothing that comes out of either process is evaluated
-here. The program is extracted in time linear in the completion's length, and never parsed here: hostile source can
-crash a parser. A grade is `repeatable` only if the program stayed below half of its time limits and hit no other limit.
+Invariants: expected values never enter the process that runs the model's code. Output is compared here, outside the
+sandbox. Assertions run in a second sandboxed process, which calls the first one through this one. A program cannot fake
+a pass by printing or patching anything, or by its exit code. Every call carries a random number, and its answer must
+begin with the same number, so a program cannot write answers before it is called. Nothing that comes out of either
+process is evaluated here. The program is extracted in time linear in the completion's length, and never parsed here,
+because hostile source can crash a parser. A grade is `repeatable` only if the program stayed below half of its time
+limits and hit no other limit.
 Left out: arguments that a function changes in place, and objects that are not plain data.
 """
 
@@ -25,7 +26,7 @@ from shoal.tasks.task import Grade, Outcome, Task
 
 MAX_PROGRAM = 1 << 18  # characters
 OUTPUT_BYTES = 1 << 20
-ALL_CASES = 10  # all stdin cases of a task together may use this many times the limits of one case
+ALL_CASES = 10  # time limit of all stdin cases of a task together, as a multiple of one case's limit
 SYNTAX_ERRORS = ("SyntaxError", "IndentationError", "TabError")
 NUMBER_BYTES = 8
 END_S = 0.5  # time for a process to end after its last call
@@ -50,7 +51,7 @@ class Candidate:
 
     def __init__(self, process: SandboxProcess) -> None:
         self.process = process
-        self.ended_early = False  # by itself or at a limit
+        self.ended_early = False  # whether it ended before it answered
 
     def load(self, source: str, prompt: str, entry: str) -> None:
         """Run the completion's code, which defines its functions. Raise FailedError."""
@@ -71,7 +72,7 @@ class Candidate:
         frame = self._receive()
         if frame[:NUMBER_BYTES] != number:
             raise FailedError("it answered before it was called")
-        if len(frame) == NUMBER_BYTES:  # it would end the tests' process, and blame the tests
+        if len(frame) == NUMBER_BYTES:  # the tests' process would end, and the tests would be blamed
             raise FailedError("its answer is empty")
         return frame[NUMBER_BYTES:]
 
@@ -89,9 +90,9 @@ def describe(result: Result) -> str:
     reasons = {
         "exited": f"it ended with exit code {result.exit_code}",
         "killed": "it was killed",
-        "timeout": f"over its time limit ({result.cpu_s:.1f} s of CPU, {result.wall_s:.1f} s)",
-        "memory": "over its memory limit",
-        "output": "over its output limit",
+        "timeout": f"it exceeded its time limit ({result.cpu_s:.1f} s of CPU time, {result.wall_s:.1f} s in all)",
+        "memory": "it exceeded its memory limit",
+        "output": "it exceeded its output limit",
     }
     return reasons[result.outcome] + (f": {last}" if last else "")
 
@@ -117,7 +118,7 @@ def relay(checker: SandboxProcess, candidate: Candidate, tests: str, prompt: str
             raise FailedError(f"call {answered}: {text}")
     result = checker.close(END_S)
     if answered and result.outcome != "exited":
-        raise FailedError(f"the tests do not end on its answers ({result.outcome})")
+        raise FailedError(f"its answers keep the tests from ending ({result.outcome})")
     raise BadTestsError(f"the tests' process died: {describe(result)}")
 
 
@@ -147,7 +148,7 @@ class Code:
         self.threads = ThreadPoolExecutor(size, "code")
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """Raise SandboxError if this machine fails, which says nothing about a completion."""
+        """Raise SandboxError if this machine fails, whatever the completion."""
         texts = dict.fromkeys(task.tests for task in tasks)
         tests = dict(zip(texts, self.threads.map(_tests, texts), strict=True))  # parsed once per task
         return list(self.threads.map(self._grade, [tests[task.tests] for task in tasks], completions))
@@ -173,7 +174,7 @@ class Code:
         return replace(grade, tier=self.candidates.tier)
 
     def _stdin(self, tests: Stdin, program: str) -> Grade:
-        """Run a process for each case. Their total time is limited too: a program may sleep in each, then pass."""
+        """Run a process for each case. Their total time is limited, too, against programs that sleep in every case."""
         repeatable = True
         cpu_s = wall_s = 0.0
         for number, (given, expected) in enumerate(tests.cases, start=1):
@@ -182,7 +183,7 @@ class Code:
             cpu_s, wall_s = cpu_s + result.cpu_s, wall_s + result.wall_s
             used = max(cpu_s / self.limits.cpu_s, wall_s / self.limits.wall_s) / ALL_CASES
             repeatable = repeatable and self._repeatable(result) and used <= 1 / 2
-            reason = "over the time limit of all cases" if used > 1 else _wrong_output(result, expected)
+            reason = "it exceeded the time limit of all cases" if used > 1 else _wrong_output(result, expected)
             if not reason:
                 continue
             syntax_error = result.exit_code == 1 and not result.stdout and _last_line(result).startswith(SYNTAX_ERRORS)
@@ -260,7 +261,7 @@ def _wrong_value(answer: bytes, expected: object) -> str:
 
 
 def program_of(completion: str) -> str:
-    """Return the last fenced block marked as Python, else the last fenced block, else the whole text.
+    """Return the last fenced block marked as Python, or else the last fenced block, or else the whole text.
 
     An unclosed block extends to the end of the text.
 

@@ -1,13 +1,15 @@
-"""Compare a program's output with its tests' expectations, outside of the sandbox.
+"""Compare a program's output with the output that its tests expect, outside the sandbox.
 
-Invariant: only builtins are compared, by their own operators, in time linear in the smaller side; a program's objects never
-get here.
+Invariant: only builtins are compared, with their own operators, in time linear in the smaller side. A program's objects
+never get here.
 
-stdout  line by line without blank lines, word by word. Words are equal as text or as numbers. A whole expected number
-        must match exactly; one with a fraction or an exponent, within FLOAT_RELATIVE and FLOAT_ABSOLUTE. These are the
-        tolerances of APPS's harness (numpy.allclose's); LiveCodeBench is stricter and compares fractions exactly.
-values  as Python's == on builtins, but tuples equal lists (JSON has no tuples), a dict's key may be a number where JSON has
-        its text, and floats have the same tolerance. A set never equals a list.
+stdout  is compared line by line and word by word, without blank lines. Words are equal as text or as numbers. If the
+        expected number is whole, the printed number must equal it. If it has a fraction or an exponent, the printed
+        number must lie within FLOAT_RELATIVE and FLOAT_ABSOLUTE, as in APPS's harness (numpy.allclose). LiveCodeBench
+        compares fractions exactly.
+values  are compared as with Python's ==, except that a tuple may equal a list (JSON has no tuples), a number as a
+        dict's key equals its text (JSON has only text keys), and floats have the tolerance above. A set never equals a
+        list.
 """
 
 import re
@@ -42,7 +44,7 @@ def same_output(actual: str, expected: str) -> bool:
 
 
 def same_value(actual: Any, expected: Any) -> bool:
-    """`actual` holds builtins, Pairs and SetItems; `expected` is parsed JSON."""
+    """Return whether the values are equal. `actual` holds builtins, Pairs and SetItems; `expected` is parsed JSON."""
     if isinstance(expected, float) and isinstance(actual, (int, float)):
         return _close(actual, expected)
     if isinstance(expected, (list, tuple)):
@@ -59,7 +61,7 @@ def same_value(actual: Any, expected: Any) -> bool:
 
 
 def shown(value: Any, limit: int = 80) -> str:
-    """Format a value for people, in bounded time: the digits of a long int would take quadratic time."""
+    """Format a value for messages, in bounded time. The digits of a long int would take quadratic time."""
     if isinstance(value, int) and value.bit_length() > 200:
         return f"an int of {value.bit_length()} bits"
     if isinstance(value, (str, bytes)):

@@ -1,7 +1,7 @@
-"""Grade completions of any task of a task set, with its source's reward, or the task's own if the source names none.
+"""Grade completions with the reward that the task's source names, or with the task's own reward by default.
 
-Invariant: worker, validator, evaluator and the tools all grade here, so the same completion gets the same score. Rewards
-start on first use and end with `close`.
+Invariant: worker, validator, evaluator and the tools all grade here, so the same completion gets the same score.
+Rewards start on first use and end with `close`.
 """
 
 import os
@@ -37,15 +37,15 @@ class CannotGradeError(GradeError):
 
 
 class Graders:
-    """Use as a context manager, or call `close`."""
+    """Grades the tasks of a task set. Use as a context manager, or call `close`."""
 
     def __init__(
         self, section: TaskSection, *, files: Mapping[str, bytes] | None = None, budget: Budget | None = None
     ) -> None:
         """Raise GradeError, or TasksNotFoundError for a verifiers environment that this machine does not allow.
 
-        `files`: code of user rewards by file name, from the task set. Once `budget` has run out, nothing runs, and
-        grades mean nothing.
+        `files`: code of user rewards by file name, from the task set. Once `budget` has run out, no reward runs: ignore
+        the grades from then on.
         """
         self.section = section
         self.files = files or {}
@@ -74,7 +74,7 @@ class Graders:
                 [grade] = self.grade([task], [completion])
                 if grade.outcome == "grader_error":
                     raise GradeError(
-                        f"source {task.source}: its reward fails on a trial, task {task.id} with the completion "
+                        f"source {task.source}: its reward fails in a trial on task {task.id} with the completion "
                         f"{completion[:80]!r}: {grade.detail}; fix the reward or the row"
                     )
 
@@ -101,7 +101,7 @@ class Graders:
         return [combine({name: by_name[name][n] for name in weights}, weights) for n in range(len(tasks))]
 
     def _grade_with(self, reward: Reward, name: str, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """Grade, with one retry. A failure of this machine must not become a grade: a reported 0 would look like a lie."""
+        """Grade, with one retry. A failure of this machine must not become a score of 0: it would look like a lie."""
         try:
             return reward.grade(tasks, completions)
         except SandboxError:  # the sandbox has replaced its servers: try again
@@ -110,7 +110,7 @@ class Graders:
             return reward.grade(tasks, completions)
         except SandboxError as error:
             raise CannotGradeError(
-                f"reward {name}: the sandbox fails on this machine, so it cannot grade: {error}; look at its memory, "
+                f"reward {name}: the sandbox fails on this machine, so it cannot grade: {error}; check its memory, "
                 "processes and disk, then start this node again"
             ) from error
 
@@ -139,10 +139,10 @@ class Graders:
 
 
 def combine(grades: Mapping[str, Grade], weights: Mapping[str, float]) -> Grade:
-    """Return one grade for several rewards: the weighted mean; `wrong_format` if all rewards that count say so.
+    """Return the weighted mean of several rewards' grades for one completion.
 
-    A reward of weight 0 does not count: it appears in `parts` and `detail` and changes nothing else. If a reward that
-    counts fails, the whole grade is a `grader_error`, so that a failure is not mistaken for a low score.
+    A reward of weight 0 appears only in `parts` and `detail`. If any other reward fails, the result is `grader_error`,
+    so that a failure is not mistaken for a low score. If all others are `wrong_format`, so is the result.
     """
     counted = [grade for name, grade in grades.items() if weights[name]]
     total = sum(weights.values())

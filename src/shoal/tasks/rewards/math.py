@@ -1,24 +1,24 @@
 r"""The reward `math`: 1 if the final answer of a completion equals the gold answer as mathematics, else 0.
 
 Invariants: a completion has at most one final answer, so guessing several times does not help. It is taken from the
-last `MAX_COMPLETION` characters. A grade follows from the gold answer and these characters. Each comparison runs in its
-own child process with a limit on CPU time (`inside/equality.py`), so no answer hangs or kills a run, and load changes
-no score.
-Outcomes: `graded`; `wrong_format` if the completion has no final answer; `grader_error` if a limit passed, the child died or
-the library raised.
+last `MAX_COMPLETION` characters. A grade depends only on the gold answer and these characters. Each comparison runs in
+its own child process with a limit on CPU time (`inside/equality.py`), so no answer hangs or kills a run, and load
+changes no score.
+Outcomes: `graded`; `wrong_format` if the completion has no final answer; `grader_error` if the comparison exceeded a
+limit, or if its process died or raised.
 
 How the final answer is chosen:
 
 1. If there is a `</think>`, only the text after the last one counts.
-2. The last `\boxed{...}`, with the boxes joined to it by "and", "or" or a comma on the same line: they form one list.
-   If the last box is empty, has no braces or never closes, there is no answer. "The final answer is" after the box
-   overrides it.
-3. Otherwise what follows the last "answer is", "answer:" or "####".
-4. Otherwise the whole text, if it is mathematics without prose.
-5. Otherwise the last formula in math delimiters or environments, or the last number in prose.
+2. The answer is the content of the last `\boxed{...}`. Boxes joined to it by "and", "or" or a comma on the same line
+   form one list with it. If the last box is empty, has no braces or never closes, there is no answer. "The final answer
+   is" after the box overrides it.
+3. Without a box, it is the text after the last "answer is", "answer:" or "####".
+4. Otherwise it is the whole text, if that is mathematics without prose.
+5. Otherwise it is the last formula in math delimiters or environments, or the last number in prose.
 
-This runs in the caller, so every step is linear in the text. math-verify's own extraction is not used: it takes the first of
-two guesses ("3 or 5" is 3) and half of an interval.
+This runs in the caller, so every step takes time linear in the text. math-verify's own extraction is not used: it takes
+the first of two guesses ("3 or 5" becomes 3) and half of an interval.
 Left out: partial credit, proofs, answers in other words with the same meaning.
 """
 
@@ -32,12 +32,12 @@ from shoal.tasks.task import Grade, Task
 
 EQUALITY = source("equality")
 CPU_S = 1.0
-WALL_S = 60.0  # long, so that load changes no score; CPU time bounds a comparison
+WALL_S = 60.0  # long, so that load changes no score; the limit on CPU time ends a comparison first
 MEMORY_BYTES = 512 << 20
 MAX_GOLD = 1_000  # characters that `equality` reads
-UNCLOSED = re.compile(r"^\\+boxed\s*\{(?!.*\}\s*$)", re.DOTALL)  # an open box in a gold answer that was cut off
+UNCLOSED = re.compile(r"^\\+boxed\s*\{(?!.*\}\s*$)", re.DOTALL)  # the open box of a gold answer that was cut off
 INTEGER = re.compile(r"([-\u2212]?)\$?(\d{1,3}(?:,\d{3})+|\d+)(?:\.0*)?", re.ASCII)
-MAX_COMPLETION = 10_000  # characters that are read, from the end
+MAX_COMPLETION = 10_000  # characters; of a longer completion, only the end is read
 MARK = re.compile(r"####|\banswers?\b(?:[ \w]{0,40}?\b(?:is|are)\b|[ \w]{0,40}?[:=]|\*\*:?)[:* ]*", re.IGNORECASE)
 FINAL = re.compile(r"\bfinal\s+answer\b[ \w]{0,40}?\bis\b[:* ]*", re.IGNORECASE)
 SENTENCE_END = re.compile(r"[.!?](?=\s|\*|$)|\n")
@@ -60,7 +60,7 @@ Span = tuple[int, int, str]  # start, end, answer
 
 
 class Math:
-    """The first comparison starts its processes; `close` ends them."""
+    """The reward `math`. Its processes start with the first comparison and end with `close`."""
 
     def __init__(self, budget: Budget | None = None, *, cpu_s: float = CPU_S, size: int = 1) -> None:
         limits = ProgramLimits(WALL_S, cpu_s, MEMORY_BYTES)
@@ -84,13 +84,13 @@ def _grade(result: Any) -> Grade:
 
 
 def _gold(task: Task) -> str:
-    is_solution = "\\boxed" in task.answer or len(task.answer) > MAX_GOLD  # the answer with its derivation
+    is_solution = "\\boxed" in task.answer or len(task.answer) > MAX_GOLD  # a derivation that ends with the answer
     answer = final_answer(task.answer) if is_solution else None
     return answer or tidy(UNCLOSED.sub("", task.answer.removeprefix("####")))
 
 
 def _grade_at_sight(gold: str, answer: str) -> Grade | None:
-    """Return the grade if no child process is needed: no answer, the same text, two whole numbers. None otherwise."""
+    """Return the grade if an answer is missing, the texts are equal or both are whole numbers; otherwise None."""
     if not gold:
         return Grade(0.0, "grader_error", "the task has no gold answer")
     if not answer:
@@ -161,7 +161,7 @@ def braced(text: str, at: int) -> str | None:
 
 
 def _boxed(text: str, boxes: list[int]) -> str | None:
-    """Return the content of the last box, as a list with those of the boxes joined to it."""
+    """Return the content of the last box and of the boxes joined to it, separated by commas."""
     answers: list[str] = []
     next_start = len(text)
     for at in reversed(boxes):
@@ -202,7 +202,7 @@ def _after_mark(text: str, numbers_only: bool = False) -> str | None:
     spans = sorted([*(span for span in formulas if span[1] <= len(sentence)), *_numbers(sentence)])
     if not spans:
         return None if numbers_only else tidy(sentence) or None
-    # In "the value of $x$ is 3" the answer follows the verb. But a number that begins the sentence is the answer.
+    # In "the value of $x$ is 3" the answer follows the verb. If the sentence begins with a number, that is the answer.
     if block is not None or spans[0][0] > 0:
         inside = [(start, end) for start, end, _ in formulas]
         for verb in VERB.finditer(sentence):
@@ -251,7 +251,7 @@ def _formulas(text: str) -> list[Span]:
 
 
 def _in_dollars(inner: str, after: str) -> bool:
-    """Return whether dollar signs enclose a formula. As in pandoc: no space inside them, no digit after them."""
+    """Return whether dollar signs enclose a formula. As in pandoc: no space just inside them, no digit after them."""
     if (inner[:1].isspace() or inner[-1:].isspace()) and not COMMAND.search(inner.replace("\\$", "")):
         return False
     return not after.isdigit() and not (prose(inner) and " " in inner.strip())

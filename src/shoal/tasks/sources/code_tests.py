@@ -1,11 +1,11 @@
-"""Unit tests of code tasks as JSON: conversion from the formats of data sets, and parsing for the reward `code`.
+"""Unit tests of code tasks as JSON: convert them from the formats of data sets, and parse them for the reward `code`.
 
     {"kind": "stdin", "cases": [{"input": str, "output": str}]}
     {"kind": "functional", "entry": "f", "cases": [{"args": [...], "output": ...}]}
-    {"kind": "asserts", "entry": "f", "code": "def check(candidate): ..." or assert lines, "prompt": "code before it"}
+    {"kind": "asserts", "entry": "f", "code": "def check(candidate): ..." or assert lines, "prompt": "code to continue"}
 
-Invariants: nothing is executed or unpickled here; a pickled string is read as data, and any other pickle is refused. Tests
-that do not have one of the three shapes raise a TestsError with the reason.
+Invariants: nothing is executed or unpickled here. A pickled string is read as data, and any other pickle is refused.
+Tests without one of these three shapes raise a TestsError with the reason.
 """
 
 import base64
@@ -42,9 +42,9 @@ def asserts(entry: str, code: str, prompt: str = "") -> str:
 
 
 def apps(raw: Any) -> str:
-    """Convert APPS' format, {"inputs": [...], "outputs": [...], "fn_name": optional}. Raise RowError, LeftOutError.
+    """Convert APPS's format, {"inputs": [...], "outputs": [...], "fn_name": optional}. Raise RowError, LeftOutError.
 
-    If every expected output is a list of one value, use the value: APPS wraps it.
+    If every expected output is a list of one value, use the value, which APPS wraps in a list.
     """
     raw = parsed(raw, "input_output") if raw != "" else {}
     if not isinstance(raw, Mapping):
@@ -78,7 +78,7 @@ def genesys(raw: Sequence[Any]) -> str:
 
 
 def livecodebench(cases: Sequence[Mapping[str, Any]], entry: str) -> str:
-    """Convert LiveCodeBench's format: a functional case has one argument in JSON per line. Raise RowError, LeftOutError."""
+    """Convert LiveCodeBench's format. Each line of a functional case is an argument. Raise RowError, LeftOutError."""
     if not cases:
         raise LeftOutError("no tests")
     if all(case["testtype"] == "stdin" for case in cases):
@@ -141,7 +141,7 @@ def _dump(tests: dict[str, Any]) -> str:
 class TestsError(ShoalError):
     """The tests of a task cannot run."""
 
-    __test__ = False  # for pytest, which would collect the class
+    __test__ = False  # keep pytest from collecting the class
 
 
 @dataclass(frozen=True)

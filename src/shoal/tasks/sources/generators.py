@@ -1,9 +1,9 @@
 """The generators `arithmetic` and `functions`: verifiable tasks for a small model and a short run.
 
-`arithmetic` makes small sums. The options do not change a sum's text, and a hash of the text decides which sums are held
-out.
-`functions` asks for small Python functions. Its tests are computed from the expression that the text describes, and no
-function that ignores its argument passes them.
+`arithmetic` makes small sums. The options do not change a sum's text, and a hash of the text decides which sums are
+held out.
+`functions` asks for small Python functions. The tests of each are computed from the expression that its text describes.
+A function that ignores its argument fails them.
 """
 
 import json

@@ -1,9 +1,11 @@
-"""Read a source of the config row by row: a file, a folder, a hub data set or a generator, through a schema or a field map.
+"""Read a source of the config row by row. It is a file, a folder, a hub data set or a generator.
 
-A file of a folder or data set belongs to the split whose name is a word of its path below the folder ("gsm8k_test.jsonl",
-"test-00000-of-00001.parquet", "test/0000.parquet"). If no file names a split, all belong to `train`.
-Invariants: each row becomes a task, or is counted as left out because its data set marks it so, or is an error that names
-file and row. The order in which files are listed does not matter.
+A schema or the config's field map turns the columns of a row into a task.
+A file of a folder or data set belongs to the split whose name is a word of its path below the folder
+("gsm8k_test.jsonl", "test-00000-of-00001.parquet", "test/0000.parquet"). If no file names a split, all files belong to
+`train`.
+Invariants: each row becomes a task, is counted as left out with a reason, or raises an error that names file and row.
+The order in which files are listed does not matter.
 """
 
 import re
@@ -36,7 +38,7 @@ MAX_TESTS_BYTES = 64 << 20
 
 
 class SourceReader:
-    """Reads one split of a source; records the schemas it recognized, and the rows it left out by reason."""
+    """Reads one split of a source. Records the recognized schemas, and the number of left-out rows by reason."""
 
     def __init__(self, source: SourceSection, split: str) -> None:
         self.source = source
@@ -94,7 +96,7 @@ class SourceReader:
             ) from error
 
     def _checked(self, fields: TaskFields) -> TaskFields:
-        """Return the fields. Raise TasksNotFoundError if they make no task."""
+        """Return the fields. Raise TasksNotFoundError if they are not a valid task."""
         if not fields.question.strip():
             raise TasksNotFoundError(f"{self.where}: the question is empty; remove the row")
         if not (fields.reward or self.source.reward) and fields.answer:
@@ -208,12 +210,12 @@ def _from_hub(source: SourceSection, split: str) -> list[Path]:
         raise TasksNotFoundError(
             f"data set {source.hub} could not be fetched from the Hugging Face hub ({error}); without a connection, "
             f"download it elsewhere (hf download {repository} --repo-type dataset --local-dir FOLDER) and set "
-            f'path = "{"/".join(["FOLDER", *config])}" in place of hub'
+            f'path = "{"/".join(["FOLDER", *config])}" instead of hub'
         ) from error
 
 
 def _of_config(names: Sequence[str], config: str, source: SourceSection) -> list[str]:
-    """Return the files of a config: those in a folder of its name, else those with it in their name.
+    """Return the files of a data set's config: those in a folder of that name, or else those with it in their name.
 
     Without a config, the files must be in one folder. Raise TasksNotFoundError.
     """

@@ -1,7 +1,7 @@
 """Read the rows of one file (JSON lines, plain or gzipped, or Parquet), and the values of their columns as text.
 
-Invariants: memory holds one JSON row or one batch of Parquet at a time, rows have bounded sizes, and every error names file,
-row and next step. A value becomes the same text whether the row came from JSON lines or from Parquet.
+Invariants: memory holds one JSON row or one batch of Parquet at a time. Rows have bounded sizes. Every error names the
+file, the row and a remedy. A value becomes the same text from JSON lines and from Parquet.
 """
 
 import contextlib
@@ -105,7 +105,7 @@ class RowError(TasksNotFoundError):
 
 
 class LeftOutError(Exception):
-    """A row is marked by its data set as unusable, or has nothing to grade with. The message is counted as the reason."""
+    """The data set marks the row as unusable, or the row has nothing to grade with. The message is the reason."""
 
 
 def text(row: Row, column: str) -> str:
@@ -146,7 +146,7 @@ def as_json(cell: Any) -> str:
 
 
 def parsed(cell: Any, column: str) -> Any:
-    """Return a value; if it is a string, parse it as JSON. Raise RowError."""
+    """Return the value of a cell; parse a string as JSON. Raise RowError."""
     if not isinstance(cell, str):
         return cell
     try:

@@ -1,7 +1,7 @@
 """Schemas of public data sets, recognized by their columns. To add one, add a function and an entry in SCHEMAS.
 
-Invariant: the first schema whose columns a file has, and whose `when` accepts the file's first row, reads all its rows.
-The columns are named as on the data sets' pages and in their loaders.
+Invariant: one schema reads all rows of a file. It is the first schema in SCHEMAS that fits: the file has its columns,
+and its `when` accepts the file's first row. The columns are named as on the data sets' pages and in their loaders.
 """
 
 import ast
@@ -23,7 +23,7 @@ class RowSchema:
     needs: tuple[str, ...]  # the columns that identify it
     read: Callable[[Row], TaskFields]
     reads: tuple[str, ...] = ()  # optional columns
-    when: Callable[[Row], bool] = lambda row: True  # a test of the first row, where columns do not suffice
+    when: Callable[[Row], bool] = lambda row: True  # tests the first row, if columns alone do not identify the schema
 
 
 def gsm8k(row: Row) -> TaskFields:
@@ -133,7 +133,7 @@ def _with_starter(question: str, starter: str) -> str:
 
 
 def verification_info(row: Row) -> TaskFields:
-    """Read a row of SYNTHETIC-1 and 2 or INTELLECT-2: `verification_info` holds what an answer is verified with."""
+    """Read a row of SYNTHETIC-1 and 2 or INTELLECT-2: `verification_info` holds the gold answer or the tests."""
     info, kind = _info(value(row, "verification_info")), str(row.get("task_type") or "")
     if kind in ("verifiable_math", "") and info.get("ground_truth") is not None:
         return TaskFields(text(row, "prompt"), text(info, "ground_truth"), reward="math")
@@ -149,7 +149,7 @@ def verification_info(row: Row) -> TaskFields:
 
 
 def _info(info: Any) -> Row:
-    """Return an object given as such, as JSON, or as a Python literal."""
+    """Return the object that `info` is or encodes, as JSON or as a Python literal."""
     if isinstance(info, str):
         try:
             info = json.loads(info)
