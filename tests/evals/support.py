@@ -1,4 +1,4 @@
-"""A fake lm_eval that answers by rule, and a console without a terminal."""
+"""A fake lm_eval, and a console without a terminal."""
 
 import json
 from io import StringIO
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-# Accepts lm_eval's command line and writes its files. A model called right-N solves N of the 10 documents of the task
-# `sums`. A model called broken makes it fail.
+# Accepts lm_eval's command line and writes lm_eval's files. A model called right-N solves N of the 10 documents of the
+# task `sums`. For a model called broken, the fake fails.
 LM_EVAL = """
 import argparse, json, pathlib, sys
 parser = argparse.ArgumentParser()
@@ -27,7 +27,7 @@ if model["model"] == "broken":
 out = pathlib.Path(args.output_path) / model["model"]
 out.mkdir()
 lines = []
-if args.include_path:  # a code suite: the model's name contains its answer to everything
+if args.include_path:  # a code suite: the model's name contains its answer to every question
     rows = (pathlib.Path(args.include_path) / f"{args.tasks}.jsonl").read_text().splitlines()
     answer = model["model"].partition("-")[2]
     lines = [{"doc_id": number, "resps": [[answer]], "metrics": ["bypass"], "filter": "none"} for number in range(len(rows))]

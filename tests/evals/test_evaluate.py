@@ -66,7 +66,7 @@ def test_a_difference_with_0_in_its_interval_says_so() -> None:
     assert "the interval contains 0" in sentence(Difference("Sums", "a", "b", Estimate(0.01, -0.1, 0.1, "bootstrap")))
 
 
-def test_a_finished_run_is_not_repeated_and_a_failed_one_is(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_repeated_but_a_failed_run_is(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(ShoalError, match="lm_eval failed for sums .*the server answered 503"):
         run(out, "right-4", "broken")
@@ -79,7 +79,7 @@ def test_a_finished_run_is_not_repeated_and_a_failed_one_is(tmp_path: Path) -> N
     assert len(calls(out)) == 3
 
 
-def test_each_run_has_its_own_seed_and_a_score_is_their_mean(tmp_path: Path) -> None:
+def test_each_run_has_its_own_seed_and_the_score_is_the_mean_of_the_runs(tmp_path: Path) -> None:
     [result] = run(tmp_path / "out", "right-4", suite=replace(SUMS, k=2, temperature=0.6))
     assert (result.avg.mean, result.pass_at[2].mean) == (0.4, 0.4)
     assert [(call["seed"], call["temperature"]) for call in calls(tmp_path / "out")] == [("0", "0.6"), ("1", "0.6")]
@@ -138,7 +138,7 @@ def test_a_missing_lm_eval_is_an_error_that_says_how_to_install_it(monkeypatch: 
         check_installed()
 
 
-def test_names_are_suites_or_else_tasks_of_lm_eval() -> None:
+def test_a_name_that_is_not_a_suite_is_a_task_of_lm_eval() -> None:
     assert [suite.name for suite in find("gsm8k, MATH-500")] == ["GSM8K", "MATH-500"]
     [other] = find("drop")
     assert (other.task, other.k, other.temperature) == ("drop", 1, 0)
@@ -190,7 +190,7 @@ def test_a_program_that_cannot_be_graded_ends_the_evaluation(tmp_path: Path, mon
         run(tmp_path / "out", "say-pass", suite=code_suite("MBPP", tmp_path, MBPP))
 
 
-def test_a_part_of_a_code_suite_does_not_depend_on_the_order_of_rows(tmp_path: Path) -> None:
+def test_the_first_n_tasks_of_a_code_suite_do_not_depend_on_the_order_of_rows(tmp_path: Path) -> None:
     rows = [MBPP | {"text": f"Double it ({number})."} for number in range(20)]
     first_5 = read_tasks(code_suite("MBPP", tmp_path, *rows), 5)
     assert read_tasks(code_suite("MBPP", tmp_path, *rows[::-1], rows[0]), 0)[:5] == first_5

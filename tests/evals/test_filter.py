@@ -1,4 +1,4 @@
-"""The offline filter: its files are the same bytes after kill -9, and the manifest lists the tasks within the band."""
+"""The offline filter: its files have the same bytes after kill -9, and the manifest lists the tasks within the band."""
 
 import errno
 import json
@@ -83,7 +83,7 @@ RIGHT = [0, 1, 2, 3, 4, 2, 0, 1]
 
 
 def rates(folder: Path, out: Path, n: int = len(RIGHT), **sections: Any) -> PassRates:
-    """Return a measurement with four completions per task, two tasks decoded together."""
+    """Return a measurement with four completions per task that decodes two tasks together."""
     return PassRates(settings(folder, **sections), folder, out, 4, n)
 
 
@@ -262,7 +262,7 @@ def test_an_invalid_band_is_refused(text: str) -> None:
         Band.parse(text)
 
 
-def test_band_ends_are_exact() -> None:
+def test_the_bounds_of_a_band_are_exact() -> None:
     assert Band.parse("1/8:0.5") == Band(Fraction(1, 8), Fraction(1, 2))
     result = PassRate("t", "s", n=10, score=MILLION, tokens=1, graded=10, wrong_format=0, grader_error=0)
     assert Band.parse("0.1:0.1").contains(result), "1 of 10 is exactly 0.1"

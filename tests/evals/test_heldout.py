@@ -1,4 +1,4 @@
-"""The evaluator measures the due versions, and skips only those that relays may have dropped. No weights, no network."""
+"""The evaluator measures the versions that are due, and skips only those that relays may have dropped."""
 
 import threading
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ CONFIG = parse({"run": {"steps": 9}, "evaluator": {"n": 1, "every": 4}})
 
 @dataclass
 class Site:
-    """A node whose heartbeats report these newest versions one by one. Then the run ends."""
+    """A node whose heartbeats report the versions in `newest` one by one. Then the run ends."""
 
     newest: list[int]
     gone: set[int] = field(default_factory=set)  # versions that no relay serves
@@ -79,14 +79,14 @@ def test_the_first_every_nth_and_the_last_version_are_evaluated(monkeypatch: pyt
 def test_the_first_version_is_fetched_at_once_and_evaluated_after_the_first_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Evaluating earlier would slow down workers on the same machine."""
+    """An earlier evaluation would slow down workers on the same machine."""
     site = Site([0, 0, 1, 9, 9])
     assert site.run(monkeypatch) == "finished"
     assert site.fetched[0] == (0, 0) and site.posted[0] == (0, False) and site.when[0] == 1
 
 
 def test_a_late_evaluator_skips_a_first_version_that_relays_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise it would never reach the last version, and the run would never finish."""
+    """If it waited, it would never reach the last version, and the run would never finish."""
     site = Site([6, 9, 9], gone={0})
     assert site.run(monkeypatch) == "finished"
     assert site.posted == [(9, True)]

@@ -18,7 +18,7 @@ def box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     with Sandbox(request.param, WIDE) as sandbox:
         yield sandbox
         (server,) = sandbox._idle.queue
-        assert server is None or len(descendants(server._process.pid)) <= 2, "a test's processes are left"
+        assert server is None or len(descendants(server._process.pid)) <= 2, "a test left processes behind"
 
 
 def attack(box: Sandbox, source: str, limits: ProgramLimits = WIDE) -> Result:

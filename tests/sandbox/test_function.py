@@ -64,7 +64,7 @@ def test_values_come_back_in_order(function: RemoteFunction) -> None:
     assert [call.value for call in function.calls([["add", n, 1] for n in range(20)])] == list(range(1, 21))
     assert function.calls([]) == []
     assert function.call(["dict"]).value == {"a": [1.5, None]}
-    assert [call.value for call in function.calls([["print"], ["add", 4]])] == [1, 4], "its output is no answer"
+    assert [call.value for call in function.calls([["print"], ["add", 4]])] == [1, 4], "printed text is no answer"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_values_come_back_in_order(function: RemoteFunction) -> None:
         (["set"], "died", "a set or a dict"),
     ],
 )
-def test_every_ending_of_a_call_is_an_answer_and_the_next_call_works(
+def test_every_ending_of_a_call_is_reported_and_the_next_call_works(
     function: RemoteFunction, value: list[object], ending: str, detail: str
 ) -> None:
     bad, good = function.calls([value, ["add", 2, 3]])

@@ -56,7 +56,7 @@ def test_a_memory_bomb_stops_at_its_limit(box: Sandbox) -> None:
     ],
     ids=["one file", "many files", "empty files"],
 )
-def test_a_disk_bomb_fills_only_its_scratch(box: Sandbox, written: str, error: bytes) -> None:
+def test_a_disk_bomb_fills_only_its_scratch_folder(box: Sandbox, written: str, error: bytes) -> None:
     result = attack(box, f"n = 0\nwhile True:\n    {written}; n += 1")
     assert result.exit_code == 1 and error in result.stderr
 
@@ -93,7 +93,7 @@ def test_an_output_flood_stops_at_its_limit(box: Sandbox, stream: str) -> None:
 def test_an_unread_frame_pipe_blocks_nobody(box: Sandbox) -> None:
     source = "import channel\nwhile True: channel.send(b'x' * 1000)"
     with box.open(Program(source), ProgramLimits(wall_s=60.0, output_bytes=50_000)) as process:
-        process.send(b"y" * 10_000_000)  # never read, so it stays in the buffer
+        process.send(b"y" * 10_000_000)  # the program never reads it, so it stays in the buffer
         while process.receive() is not None:
             pass
         assert process.close().outcome == "output"
@@ -183,13 +183,13 @@ def test_a_program_cannot_reach_anything_outside(box: Sandbox, what: str) -> Non
 
 def test_the_parents_environment_cannot_be_read(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_TEST_SECRET", "the secret")
-    with Sandbox(box.tier) as fresh:  # whose server starts with the secret in its environment
+    with Sandbox(box.tier) as fresh:  # its server starts with the secret in its environment
         paths = f"[f'/proc/{{pid}}/environ' for pid in ['self', *range(1, 99), {os.getpid()}, {os.getppid()}]]"
         attack(fresh, f"PATHS, SECRET = {paths}, b'the secret'" + READ)
         attack(fresh, "import os, sys\nif 'secret' in repr(os.environ) + repr(sys.argv): print('ESCAPED')")
 
 
-def test_nothing_is_written_outside_of_scratch(box: Sandbox, tmp_path: Path) -> None:
+def test_nothing_is_written_outside_the_scratch_folder(box: Sandbox, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("as it was")
     folders = ["/", "/usr/lib", "/usr", "/dev", "/dev/shm", "/var/tmp", "/etc", sys.base_prefix, str(tmp_path)]
@@ -206,7 +206,7 @@ def test_nothing_is_written_outside_of_scratch(box: Sandbox, tmp_path: Path) -> 
     assert not any(Path(folder, "sandbox-was-here").exists() for folder in folders)
 
 
-def test_symlink_races_in_scratch_lead_nowhere(box: Sandbox, tmp_path: Path) -> None:
+def test_symlink_races_in_the_scratch_folder_lead_nowhere(box: Sandbox, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     (victim / "inner").mkdir(parents=True)
     (victim / "inner" / "file").write_text("as it was")
@@ -340,7 +340,7 @@ def test_no_descriptor_is_inherited(box: Sandbox) -> None:
         os.close(secret)
 
 
-def test_standard_input_cannot_be_changed_or_the_pipes_read_back(box: Sandbox) -> None:
+def test_standard_input_cannot_be_changed_and_the_pipes_cannot_be_read_back(box: Sandbox) -> None:
     source = (
         "import os\n"
         "calls = [lambda: os.write(0, b'x'), lambda: os.ftruncate(0, 0), lambda: os.read(1, 1), lambda: os.read(2, 1)]\n"

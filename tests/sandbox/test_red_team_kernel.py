@@ -1,4 +1,4 @@
-"""Attacks on the kernel's walls: system calls, limits and privileges, also with one wall missing or as a plain user."""
+"""Attacks on the kernel's walls: system calls, limits and privileges, also with one wall missing, and as another user."""
 
 import os
 import platform
@@ -166,18 +166,18 @@ def test_many_attackers_at_once_leave_a_working_pool(box: Sandbox) -> None:
             assert_works(pool)
 
 
-BECOME_PLAIN = """
+BECOME_NOBODY = """
 import os, sys
 from shoal.sandbox import launch
 python, source, *needed = sys.argv[1:]
-os.umask(0o022)  # as `launch.main`: a test that started a node in this process may have narrowed it
+os.umask(0o022)  # as in `launch.main`; an earlier test in this process may have narrowed it
 launch.expose([path for path in (source, *needed) if not launch.reachable(path)])
 os.setgroups([])
 os.setresgid(65534, 65534, 65534)
 os.setresuid(65534, 65534, 65534)
 os.execv(python, [python, "-S", "-c", sys.stdin.read()])
 """
-PLAIN_USER = """
+AS_NOBODY = """
 import os
 from shoal.sandbox import ProgramLimits, Program, Sandbox, problem, SandboxError
 assert os.getuid() == 65534
@@ -197,9 +197,9 @@ for tier in ("bubblewrap", "kernel"):
 """
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="the other tests already run as a plain user")
-def test_the_sandbox_of_a_plain_user_holds_too(tmp_path: Path) -> None:
-    """Only root may enter the folders of the interpreter and of the sources."""
+@pytest.mark.skipif(os.getuid() != 0, reason="the other tests already run as a user who is not root")
+def test_the_sandbox_also_holds_for_a_user_who_is_not_root(tmp_path: Path) -> None:
+    """Here, only root may enter the folders of the interpreter and of the sources."""
     if all(map(problem, TIERS)):
         pytest.skip(problem("kernel"))
     source, needed = tmp_path / "src", [*forkserver.binds(), *filter(None, [forkserver.bwrap()])]
@@ -208,9 +208,9 @@ def test_the_sandbox_of_a_plain_user_holds_too(tmp_path: Path) -> None:
         path.chmod(0o755)
     python = forkserver.executable()
     done = subprocess.run(
-        [python, "-S", "-c", BECOME_PLAIN, python, source, *needed],
+        [python, "-S", "-c", BECOME_NOBODY, python, source, *needed],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"},
-        input=PLAIN_USER,
+        input=AS_NOBODY,
         cwd="/",
         text=True,
         capture_output=True,

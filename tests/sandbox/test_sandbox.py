@@ -49,7 +49,9 @@ def test_a_budget_that_ends_stops_all_programs_and_a_stopped_budget_stops_none(b
     endless = Program("import time\nprint(1, flush=True)\ntime.sleep(3600)")
     with Sandbox(box.tier, ProgramLimits(wall_s=3600.0), budget=(budget := Budget())) as bounded:
         budget.start(0.5)
-        assert [bounded.run(endless).outcome for _ in range(2)] == ["timeout", "timeout"], "the second starts after it"
+        assert [bounded.run(endless).outcome for _ in range(2)] == ["timeout", "timeout"], (
+            "the second starts after the budget has run out"
+        )
         assert budget.over
         budget.stop()
         assert not budget.over and bounded.run(Program("print(1)")).stdout == b"1\n"
@@ -176,7 +178,7 @@ def test_leaving_the_context_kills_the_program(box: Sandbox) -> None:
 # --- the pool ---------------------------------------------------------------------------------------------------------
 
 
-def test_threads_share_a_pool(box: Sandbox) -> None:
+def test_many_threads_may_share_a_pool(box: Sandbox) -> None:
     with Sandbox(box.tier, size=2) as pool, ThreadPoolExecutor(12) as threads:
         results = threads.map(lambda number: out(pool, f"print({number} * 2)"), range(12))
         assert list(results) == [f"{number * 2}\n" for number in range(12)]
@@ -259,7 +261,7 @@ def test_preloaded_modules_are_fresh_for_every_program(box: Sandbox) -> None:
 # --- where a sandbox starts -------------------------------------------------------------------------------------------
 
 
-def test_the_best_tier_is_the_first_that_works_and_without_any_the_error_gives_the_reasons(
+def test_the_best_tier_is_the_first_that_works_and_the_error_says_why_none_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shoal.sandbox.pool.problem", lambda tier: f"no {tier}")

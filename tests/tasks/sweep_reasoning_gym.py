@@ -33,7 +33,7 @@ def main() -> None:
         entries = [gym.generate(gym.dataset, n) for n in range(SIZE)]
         compiled.clear()
         for answer in (MARK, f"{MARK} + 1", f"[{MARK}]"):
-            with contextlib.suppress(Exception):  # only what was compiled counts
+            with contextlib.suppress(Exception):  # an error does not matter, only the compiled texts do
                 gym.dataset.score_answer(answer, entries[0])
         line = {
             "name": name,

@@ -122,7 +122,7 @@ def score(value): return {"score": 1.0, "detail": str(len(value['completion']))}
 """
 
 
-def test_a_long_completion_is_scored_by_its_end(library: Callable[..., str]) -> None:
+def test_only_the_end_of_a_long_completion_is_scored(library: Callable[..., str]) -> None:
     [grade] = graded(library(ANY), [task("a")], ["x" * 10_000_000])
     assert grade.detail == "20000"
 

@@ -88,12 +88,12 @@ def test_no_option_runs_as_code(tmp_path: Path) -> None:
         {"dataset": "simple_equations", "operators": [run]},
         {"dataset": "composite", "datasets": [{run: 1}]},
     ):
-        with pytest.raises(TasksNotFoundError, match="evaluate or open them"):
+        with pytest.raises(TasksNotFoundError, match="evaluate them or open them"):
             libraries.rows("reasoning_gym", options)
     (task,) = rows(dataset="simple_equations", size=1)
     hostile = json.loads(task.metadata)
     hostile["setting"]["operators"] = [run]
-    with pytest.raises(GradeError, match="evaluate or open them"):
+    with pytest.raises(GradeError, match="evaluate them or open them"):
         graded("reasoning_gym", [replace(task, metadata=json.dumps(hostile))], [task.answer])
     assert not mark.exists()
 
@@ -138,9 +138,12 @@ def test_a_question_that_is_generated_twice_is_listed_once() -> None:
         ({"dataset": "chain_sums"}, "'chain_sums'"),
         ({"dataset": "chain_sum", "terms": 2}, "refuses the options: .*'terms'"),
         ({"dataset": "chain_sum", "min_terms": 5, "max_terms": 2}, "refuses the options"),
-        ({"dataset": "spell_backward", "data_file": "../../secret.txt"}, "evaluate or open them"),
+        ({"dataset": "spell_backward", "data_file": "../../secret.txt"}, "evaluate them or open them"),
         ({"dataset": "composite", "datasets": [{"name": "no_such"}]}, "refuses the options"),
-        ({"dataset": "composite", "datasets": [{"config": {"data_file": "../secret.txt"}}]}, "evaluate or open them"),
+        (
+            {"dataset": "composite", "datasets": [{"config": {"data_file": "../secret.txt"}}]},
+            "evaluate them or open them",
+        ),
     ],
 )
 def test_the_error_names_wrong_options(options: dict[str, Any], message: str) -> None:

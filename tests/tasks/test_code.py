@@ -1,6 +1,7 @@
-"""The reward `code`: what passes, what fails, how a grade reports it. `test_code_redteam` has the attacks.
+"""The reward `code`: what passes, what fails, and how a grade reports it. `test_code_redteam` has the attacks.
 
-With `HumanEval.jsonl.gz` in the folder SHOAL_DATA or in ../shared/data, HumanEval's solutions pass and mutants of them fail.
+If `HumanEval.jsonl.gz` is in the folder SHOAL_DATA or in ../shared/data, also test that HumanEval's solutions pass and
+that mutants of them fail.
 """
 
 import json
@@ -89,7 +90,7 @@ def test_the_last_block_marked_as_python_is_the_program(completion: str, program
         ("0.3333333", "0.33333333", True),
         ("0.333", "0.33333333", False),
         ("3.0", "3", True),
-        ("3.0000001", "3", False),  # a whole number is exact
+        ("3.0000001", "3", False),  # whole numbers are compared exactly
         ("1000000007", "1000000008", False),
         ("1e0", "1.0", True),
         ("nan", "1.0", False),
@@ -147,7 +148,13 @@ def test_a_value_is_formatted_in_bounded_space() -> None:
         (ADD, "class Solution:\n    def add(self, a, b): return a + b", 1, "graded", "2 of 2"),
         (ADD, "add = lambda a, b: a + b\nif __name__ == '__main__': raise SystemExit", 1, "graded", "2 of 2"),
         (ADD, "print('hi')\ndef add(a, b):\n    print(a)\n    return a + b", 1, "graded", "2 of 2"),
-        (ADD, "def add(a: List[int], b): return reduce(operator.add, [a, b])", 1, "graded", "2 of 2"),  # no imports
+        (
+            ADD,
+            "def add(a: List[int], b): return reduce(operator.add, [a, b])",
+            1,
+            "graded",
+            "2 of 2",
+        ),  # without imports
         (ADD, "def add(a, b): return 3", 0, "graded", "case 2 of 2: returned 3, expected 0"),
         (ADD, "def add(a, b): return 1 / 0", 0, "graded", "case 1 of 2: raised ZeroDivisionError: division by zero"),
         (ADD, "def add(a, b): return object()", 0, "graded", "case 1 of 2: not plain data: object"),
@@ -167,7 +174,7 @@ def test_a_value_is_formatted_in_bounded_space() -> None:
         (ECHO, "print(6); raise SystemExit(3)", 0, "graded", "exit code 3"),
     ],
 )
-def test_a_program_gets_its_grade(
+def test_each_program_gets_this_grade(
     code: Code, tests: Any, completion: str, score: float, outcome: str, detail: str
 ) -> None:
     result = grade(code, tests, completion)
@@ -245,7 +252,7 @@ def test_tests_may_use_plain_asserts_and_builtin_exceptions(code: Code) -> None:
     assert grade(code, asserts(tests), "def f(x): return x * x").score == 0
 
 
-def test_values_of_every_type_are_passed_in_both_directions(code: Code) -> None:
+def test_values_of_every_plain_type_are_passed_in_both_directions(code: Code) -> None:
     values = (
         "[None, True, 0, -1, 1 << 4000, -(1 << 4000), 1.5, float('inf'), 2j, '', 'a\\ud800\\U0001f600', b'\\0', [], (), "
         "(1, [2]), set(), {1, (2, 3)}, frozenset({1}), {}, {'a': {1: None}}]"

@@ -85,7 +85,7 @@ def test_a_turn_without_a_complete_call_ends_the_conversation(turn: str) -> None
 
 
 @pytest.mark.parametrize("turn", ["calc(" * 60_000, "calc(" * 60_000 + ")" * 60_000, "(" * 300_000, "calc()" * 50_000])
-def test_a_turn_of_parentheses_alone_is_answered(turn: str) -> None:
+def test_a_turn_of_only_parentheses_gets_an_error_or_no_answer(turn: str) -> None:
     answer = Calculator().respond(TASK, 0, [turn])
     assert answer is None or answer.startswith("error: ")
 
@@ -97,7 +97,7 @@ def test_an_expression_raises_only_calculation_errors(text: str) -> None:
     assert (last_call(f"calc({text})") is None) or Calculator().respond(TASK, 0, [f"calc({text})"])
 
 
-def test_values_are_those_of_exact_arithmetic() -> None:
+def test_the_calculator_computes_exactly() -> None:
     draw = random.Random(0)
     for _ in range(200):
         numbers = [str(draw.randrange(1, 99)) for _ in range(5)]
@@ -130,9 +130,9 @@ def test_the_tokens_are_those_of_smollm2s_template(bundled: Path, bundled_tokeni
 
 def test_an_answer_contains_no_control_tokens(tokenizer: Any) -> None:
     frame = TurnFrame(tokenizer, ENDS)
-    assert frame.tokens("84") == [USER, *tokenizer.encode("84"), EOS, ASSISTANT], "a user message by the template"
+    assert frame.tokens("84") == [USER, *tokenizer.encode("84"), EOS, ASSISTANT], "the template's user message"
     assert frame.tokens("8<eos><assistant>4") == frame.tokens("84")
-    assert frame.tokens("8<e<eos>os>4") == frame.tokens("84"), "a deletion creates none either"
+    assert frame.tokens("8<e<eos>os>4") == frame.tokens("84"), "a deletion creates no control token"
     assert delete_all(["ab"], "aabb") == ""
 
 
@@ -165,12 +165,12 @@ def conversation(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Conversatio
 FIRST = [30, 31, EOS]
 
 
-def test_an_end_token_is_answered(conversation: Conversation, tokenizer: Any) -> None:
+def test_the_environment_answers_a_turn_that_ends_with_an_end_token(conversation: Conversation, tokenizer: Any) -> None:
     answer = conversation.reply(TASK, 7, FIRST, [])
     assert answer is not None and tokenizer.decode(answer) == "<user>14<eos><assistant>"  # 7 + 2 + 5 characters
 
 
-def test_the_answer_depends_on_task_seed_and_turns(conversation: Conversation) -> None:
+def test_an_answer_depends_on_task_seed_and_turns(conversation: Conversation) -> None:
     answer = conversation.reply(TASK, 7, FIRST, []) or []
     second = [*FIRST, *answer, 30, EOS]
     turns = [len(FIRST), len(answer)]
@@ -196,7 +196,7 @@ def test_a_conversation_ends_at_each_limit(conversation: Conversation, caplog: p
     assert conversation.reply(elsewhere, 7, FIRST, []) is None, "the source has no environment"
 
 
-def test_an_honest_conversation_has_no_fault_and_a_changed_one_has(conversation: Conversation) -> None:
+def test_an_honest_conversation_has_no_fault_and_a_changed_one_has_a_lie(conversation: Conversation) -> None:
     answer = conversation.reply(TASK, 7, FIRST, []) or []
     tokens, turns = [*FIRST, *answer, *[30] * 5, EOS], [len(FIRST), len(answer)]
     assert conversation.find_fault(TASK, 7, tokens, turns) is None

@@ -1,4 +1,4 @@
-"""The environment `python`: what counts as a program, how it is answered, which different answers are tolerated."""
+"""The environment `python`: which text is a program, how it is answered, and which other answers are tolerated."""
 
 from collections.abc import Iterator
 
@@ -105,7 +105,7 @@ def test_a_turn_without_a_program_ends_the_conversation(tool: Python) -> None:
         ("#" * (MAX_PROGRAM + 1), f"error: a program has at most {MAX_PROGRAM} characters"),
     ],
 )
-def test_a_program_is_answered(tool: Python, program: str, expected: str) -> None:
+def test_each_program_gets_this_answer(tool: Python, program: str, expected: str) -> None:
     assert answer(tool, program) == expected
 
 
@@ -155,7 +155,7 @@ def test_a_plain_program_tolerates_only_its_own_answer_and_limits(tool: Python, 
     assert tolerated(tool, program) == [*STOPPED.values(), answer(tool, program)]
 
 
-# Each may print something else on another machine, at another time, or with another version of Python.
+# Each may print different text on another machine, at another time, or with another version of Python.
 DOUBTFUL = [
     "import random\nprint(random.random())", "import math\nprint(math.exp(1.5))", "print(__import__('time').time())",
     "print(__import__('os').urandom(1))", "print(__builtins__)", "print(id(0))", "print(hash('a'))", "print(open)",
@@ -177,7 +177,7 @@ DOUBTFUL = [
 
 
 @pytest.mark.parametrize("program", DOUBTFUL)
-def test_any_other_program_tolerates_every_answer(tool: Python, program: str) -> None:
+def test_a_program_that_is_not_plain_tolerates_every_answer(tool: Python, program: str) -> None:
     assert not refusal(program), "a refused program tests nothing here"
     assert tolerated(tool, program) is None
 
@@ -213,7 +213,7 @@ def test_a_program_that_does_not_run_tolerates_no_other_answer(tool: Python) -> 
     assert tool.tolerated(TASK, 0, ["no program"]) == ()
 
 
-def test_a_budget_stops_its_programs(tool: Python) -> None:
+def test_a_budget_that_runs_out_stops_a_program(tool: Python) -> None:
     budget = Budget()
     budget.start(0.5)
     tool.set_budget(budget)
@@ -226,7 +226,7 @@ def test_a_budget_stops_its_programs(tool: Python) -> None:
 # --- configs ---------------------------------------------------------------------------------------------------------
 
 
-def test_sources_share_one_sandbox_under_the_runs_limits() -> None:
+def test_sources_share_one_sandbox_with_the_runs_limits() -> None:
     sources = [
         {"generator": "arithmetic", "environment": "python"},
         {"generator": "arithmetic", "name": "more", "environment": "python"},
@@ -236,7 +236,7 @@ def test_sources_share_one_sandbox_under_the_runs_limits() -> None:
     assert isinstance(tool, Python) and tool is environments["more"]
     assert tool.sandbox.limits.cpu_s == 1.5
     close(environments)
-    assert answer(tool, "print(1)") == STOPPED["sandbox"], "closed"
+    assert answer(tool, "print(1)") == STOPPED["sandbox"], "the sandbox is closed"
 
 
 def test_the_environment_is_refused_at_the_start_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Which reward grades a task (its source's, else its own), and the reward `number`."""
+"""Which reward grades a task, and the reward `number`."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def test_a_reward_that_runs_code_gets_the_budget(name: str) -> None:
 
 
 @pytest.mark.usefixtures("_rewards")
-def test_a_task_is_graded_by_the_reward_of_its_source_or_else_by_its_own() -> None:
+def test_a_task_is_graded_with_its_own_reward_only_if_its_source_names_none() -> None:
     some = [replace(TASK, reward=reward) for reward in ("half", "whole", "half")]
     some += [replace(task, source="other") for task in some]
     with Graders(section("", "whole")) as rewards:

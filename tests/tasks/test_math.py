@@ -58,8 +58,8 @@ def test_no_perturbed_answer_of_gsm8k_scores(reward: Math, tasks: list[Task], fo
         assert {(grade.score, grade.outcome) for grade in grades} == {(0, "graded")}
 
 
-def test_gsm8k_by_symbolic_comparison(reward: Math, tasks: list[Task]) -> None:
-    """Whole numbers need no symbolic comparison; here the library compares them all the same."""
+def test_symbolic_comparison_grades_gsm8k_correctly(reward: Math, tasks: list[Task]) -> None:
+    """Whole numbers need no symbolic comparison. The forms here make the library compare them anyway."""
     some = tasks[::13]
     for wrong, form in ((0, r"\boxed{{\frac{{{}}}{{1}}+{}}}"), (1, r"\boxed{{{}+{}}}")):
         grades = reward.grade(some, [form.format(task.answer.replace(",", ""), wrong) for task in some])
@@ -129,7 +129,7 @@ def test_an_answer_over_its_time_limit_is_stopped_and_the_next_answer_is_graded(
     assert "0.5 s of CPU time" in grades[1].detail and not grades[1].repeatable
 
 
-def test_ten_megabytes_are_graded_by_their_end(reward: Math) -> None:
+def test_only_the_end_of_a_completion_of_ten_megabytes_is_graded(reward: Math) -> None:
     for filling in ("9", "$", r"\(", r"\boxed{", "answer ", "****", "{", "\\text{", "1,", " ", ". "):
         text = filling * (10_000_000 // len(filling))
         assert grade(reward, "1/2", text + r" \boxed{0.5}").score == 1

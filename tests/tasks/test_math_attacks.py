@@ -22,7 +22,7 @@ def score(reward: Math, gold: str, completion: str) -> float:
 @pytest.mark.parametrize(
     "gold", ["x=5", "y=2x+1", "x>3", r"\{1,2\}", "(1,2,3)", r"\emptyset", r"\text{yes}", r"\frac{1}{2}", "[0,1)"]
 )
-def test_nothing_equals_everything(reward: Math, gold: str) -> None:
+def test_no_answer_equals_every_gold_answer(reward: Math, gold: str) -> None:
     answers = ["x=x", "0=0", "1=1", r"\mathbb{R}", r"\mathbb{C}", "x", r"\text{yes or no}", r"\infty", r"\frac{0}{0}"]
     for answer in (*answers, r"\{x\}", "0"):
         assert score(reward, gold, rf"\boxed{{{answer}}}") == 0, answer
@@ -111,5 +111,5 @@ BOMBS = [
 def test_no_answer_exceeds_its_limit_or_breaks_the_pool(reward: Math, answer: str) -> None:
     start_s = time.process_time()
     assert score(reward, "18", rf"\boxed{{{answer}}}") == 0
-    assert time.process_time() - start_s < 1, "work in the caller"
+    assert time.process_time() - start_s < 1, "the caller itself computes too long"
     assert score(reward, "18", r"\boxed{\frac{36}{2}}") == 1

@@ -26,7 +26,7 @@ LONG: list[Case] = [
 ]  # fmt: skip
 CASES += [(score, gold, rf"\boxed{{{answer}}}") for score, gold, answer in LONG]
 # Known errors; each would cost more to fix than it is worth.
-KNOWN_LIMITS: list[tuple[str, str, int]] = [
+KNOWN_ERRORS: list[tuple[str, str, int]] = [
     (r"x^2=1", r"x=\pm 1", 0),  # an equation and its solutions
     ("two", "2", 0),  # numbers in words
     (r"\text{Monday and Tuesday}", "Tuesday, Monday", 0),
@@ -76,13 +76,13 @@ def test_every_right_answer_scores_and_no_wrong_answer_does(grades: dict[Case, G
     assert not [case for case, grade in grades.items() if grade.outcome == "grader_error"]
 
 
-@pytest.mark.parametrize(("gold", "answer", "score"), KNOWN_LIMITS)
-def test_known_limits(here: Math, gold: str, answer: str, score: int) -> None:
+@pytest.mark.parametrize(("gold", "answer", "score"), KNOWN_ERRORS)
+def test_each_known_error_is_as_listed(here: Math, gold: str, answer: str, score: int) -> None:
     assert graded(here, [("", gold, rf"\boxed{{{answer}}}")])[0].score == score
 
 
 @pytest.mark.parametrize("form", ["{}", "The answer is {}.", "So it is ${}$."])
-def test_without_a_box_the_grade_is_the_same(here: Math, form: str) -> None:
+def test_an_answer_without_a_box_gets_the_same_grade(here: Math, form: str) -> None:
     numbers = [("18", "18 dollars"), ("1000", "1,000"), ("18", "19"), ("-3", "3")]
     pairs = [(r"\frac{1}{2}", "0.5"), (r"\sqrt{8}", r"2\sqrt{2}"), *numbers]
     grades = graded(here, [("", gold, form.format(answer)) for gold, answer in pairs])
@@ -175,7 +175,7 @@ ANSWERS: list[tuple[str, str | None]] = [
 
 
 @pytest.mark.parametrize(("completion", "answer"), ANSWERS)
-def test_the_final_answer_of_a_completion(completion: str, answer: str | None) -> None:
+def test_each_completion_has_this_final_answer(completion: str, answer: str | None) -> None:
     assert final_answer(completion) == answer
 
 

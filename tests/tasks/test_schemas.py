@@ -95,7 +95,7 @@ def test_private_tests_may_be_plain_json() -> None:
     ],
     ids=["deeply nested JSON", "unknown columns"],
 )
-def test_a_bad_row_is_named(row: Row, message: str) -> None:
+def test_the_error_says_why_a_row_is_bad(row: Row, message: str) -> None:
     with pytest.raises(RowError, match=message):
         read(row)
 

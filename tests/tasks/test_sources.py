@@ -179,7 +179,7 @@ GOOD = '{"question": "?", "answer": "#### 5"}\n'
         ),
     ],
 )
-def test_a_bad_file_is_refused_and_named(tmp_path: Path, content: bytes, message: str) -> None:
+def test_the_error_names_a_file_that_cannot_be_used(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "some.jsonl"
     path.write_bytes(content)
     with pytest.raises(TasksNotFoundError, match=message) as raised:
@@ -196,7 +196,10 @@ def test_a_bad_file_is_refused_and_named(tmp_path: Path, content: bytes, message
         ({"fields": {"qestion": "text"}}, r"row 1: `fields` has no key 'qestion'; its keys are question, answer"),
         ({"fields": {"question": "question.text"}}, r"row 1: column question.text is not JSON"),
         ({"reward": "mine.py:exact"}, r"no reward file at mine.py \(current folder: .*; correct the source's reward"),
-        ({"environment": "mine.py:Echo"}, r"no environment file at mine.py, from .*; correct the source's environment"),
+        (
+            {"environment": "mine.py:Echo"},
+            r"no environment file at mine.py \(current .*; correct the source's environment",
+        ),
         ({"keep": "kept.json"}, r"keep = 'kept.json' is not a manifest of `shoal filter`"),
     ],
 )
@@ -411,7 +414,7 @@ def test_each_kind_and_constant_gives_one_task_that_no_constant_function_passes(
         ("returns the last 3 characters of the string x", {"args": ["shoal"], "output": "oal"}),
     ],
 )
-def test_the_tests_match_the_text(text: str, first: object) -> None:
+def test_the_tests_of_a_generated_function_match_its_text(text: str, first: object) -> None:
     [row] = [row for row in functions({}) if row["question"] == f"Write a Python function f(x) that {text}."]
     tests = json.loads(row["tests"])
     assert (tests["entry"], tests["cases"][0]) == ("f", first)

@@ -33,12 +33,14 @@ def questions(some: Sequence[tasks.Task]) -> list[str]:
     return [task.question for task in some]
 
 
-def test_train_and_heldout_together_have_every_sum_once() -> None:
+def test_training_and_heldout_tasks_together_contain_every_sum_once() -> None:
     loaded = tasks.load(TaskSection())
     every = questions(loaded.train) + questions(loaded.heldout)
     assert len(loaded.heldout) == 256 and len(every) == 30 * 30
     assert set(every) == {f"{a} + {b}" for a in range(30) for b in range(30)}
-    assert questions(loaded.heldout)[:10] == questions(tasks.load(sums(heldout=10)).heldout), "fewer are the first"
+    assert questions(loaded.heldout)[:10] == questions(tasks.load(sums(heldout=10)).heldout), (
+        "a smaller held-out set is the start of a larger one"
+    )
 
 
 def test_a_wider_range_keeps_the_order_of_a_narrower_range() -> None:
@@ -89,7 +91,7 @@ PLANNED = [
 ]
 
 
-def test_a_plan_is_the_same_on_every_machine_and_for_any_number_of_groups() -> None:
+def test_a_plan_is_always_the_same_for_any_number_of_groups() -> None:
     assert plan_groups(**PLAN)[:2] == plan_groups(**PLAN | {"groups": 2}) == PLANNED
 
 
@@ -122,7 +124,7 @@ def test_all_tasks_and_targets_are_drawn() -> None:
     assert {plan.target_length for plan in plan_groups(**PLAN | {"length_targets": []})} == {0}
 
 
-def test_worker_and_validator_plan_by_the_same_call() -> None:
+def test_a_submission_is_planned_from_the_config_and_its_assignment() -> None:
     sections = {"tasks": {"length_targets": [100, 200, 300]}, "workers": {"groups_per_submission": 4}}
     config = parse(sections | {"sampling": {"group_size": 2}})
     assigned = assignment(5, step=3).model_copy(update={"policy_digest": "ab" * 32, "groups": 4})

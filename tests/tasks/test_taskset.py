@@ -67,7 +67,7 @@ def serve(source: Path, folder: Path) -> tuple[TaskSection, Coordinator]:
 # --- the same tasks on every machine ----------------------------------------------------------------------------------
 
 
-def test_the_default_set_has_this_digest_on_every_machine() -> None:
+def test_the_default_set_has_the_recorded_digest() -> None:
     assert tasks.load(TaskSection()).digest == SUMS_DIGEST
 
 
@@ -205,7 +205,7 @@ def test_a_damaged_cache_is_fetched_again(source: Path, tmp_path: Path) -> None:
     assert tasks.join(section, tmp_path / "worker", coordinator).train[5] == task
 
 
-def test_a_manifest_of_other_sources_or_none_is_refused(source: Path, tmp_path: Path) -> None:
+def test_a_set_of_other_sources_and_a_config_without_a_digest_are_refused(source: Path, tmp_path: Path) -> None:
     served, coordinator = serve(source, tmp_path / "pool")
     other = served.model_copy(update={"sources": [SourceSection(generator="arithmetic")]})
     with pytest.raises(TasksNotFoundError, match="has the sources some, which are not the config's"):
@@ -238,7 +238,7 @@ def manifest(**changed: Any) -> bytes:
     ids=["empty", "no JSON", "another format", "chunk", "chunks", "files", "file outside", "absolute path"],
 )
 def test_a_manifest_of_another_format_or_beyond_its_bounds_is_refused(data: bytes, tmp_path: Path) -> None:
-    """A file whose content does not match the hash in its name counts as damaged, so `keys` could be deleted."""
+    """A file counts as damaged if its name is not its hash, and is deleted. A hostile path must not reach `keys`."""
     (tmp_path / "keys").write_text("secret")
     taskset.TaskManifest.decode(manifest())
     section = TaskSection(digest=hashlib.sha256(data).hexdigest())
@@ -269,7 +269,7 @@ def test_rows_that_differ_only_in_their_reward_merge_to_the_same_task_in_any_ord
 
 
 def test_a_chunk_whose_offsets_point_outside_of_its_text_is_refused(tmp_path: Path) -> None:
-    """Arrow would read whatever the offsets point at in this process's memory."""
+    """Without the check, Arrow would read other memory of this process."""
     store = taskset.TaskStore(tmp_path)
     texts = [pa.array(["some text"] * 2) for _ in taskset.COLUMNS]
     chunk = store.write(pa.table(texts, schema=taskset.SCHEMA))
@@ -388,5 +388,5 @@ def test_pool_init_builds_the_pools_tasks(tmp_path: Path) -> None:
     )
     rows.unlink()
     assert build_tasks(config, tmp_path / "pool" / "tasks")[0] == config, (
-        "its coordinator does not read the sources again"
+        "the pool's coordinator does not read the sources again"
     )

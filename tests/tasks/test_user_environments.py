@@ -76,7 +76,7 @@ def test_an_environment_sees_task_seed_and_turns_and_keeps_no_state(start: Any) 
     assert echo.respond(TASK, 2**63, ["é"]).startswith("2 + 3 {'level': 1} 9223372036854775808 ['é'] 1 0.")
     assert start("Silent").respond(TASK, 7, ["a"]) is None
     assert start("Long").respond(TASK, 0, ["a"]) == "x?" * (MAX_ANSWER // 2) + "...", "bounded, and valid text"
-    assert echo.tolerated(TASK, 7, ["a"]) is None, "another answer slashes nobody"
+    assert echo.tolerated(TASK, 7, ["a"]) is None, "a different answer slashes nobody"
 
 
 @pytest.mark.usefixtures("tier")
@@ -85,11 +85,11 @@ def test_an_environment_sees_task_seed_and_turns_and_keeps_no_state(start: Any) 
     [
         ("Raises", "KeyError: 'a' (folder/mine.py, line 18)"),
         ("Number", "respond returned int '4' instead of text or None"),
-        ("Sleeps", "passed (tasks.sandbox.cpu_s)"),
+        ("Sleeps", "it exceeded the limit of 1.5 s (tasks.sandbox.cpu_s)"),
         ("Dies", "its process ended"),
     ],
 )
-def test_an_environment_that_fails_answers_an_error_and_logs_the_reason_once(
+def test_an_environment_that_fails_answers_with_an_error_and_logs_the_reason_once(
     start: Any, caplog: pytest.LogCaptureFixture, name: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.tasks.user_code.WAIT_S", 0.5)

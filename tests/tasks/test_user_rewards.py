@@ -1,4 +1,4 @@
-"""User rewards: what they see, and that a call affects no other. The example of problems and rewards works."""
+"""User rewards: what they see, and that a call affects no other call. The example in `examples/own` works."""
 
 import re
 import time
@@ -74,7 +74,7 @@ def test_a_function_sees_the_task_with_its_metadata_parsed_and_scores_each_compl
     right, wrong = grade("mine.py:exact", " 4", "5")
     assert (right.score, right.outcome, right.tier, right.repeatable) == (1.0, "graded", tier, True)
     assert (wrong.score, wrong.outcome) == (0.0, "graded")
-    assert not right.certain and not wrong.certain, "the function sees its machine: another score may be honest"
+    assert not right.certain and not wrong.certain, "the function may read its machine, so another score may be honest"
     assert grade("folder/mine.py:sees", "")[0].score == 0.25
 
 
@@ -104,12 +104,12 @@ def test_an_endless_function_is_stopped(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("shoal.tasks.user_code.WAIT_S", 0.5)
     started = time.monotonic()
     [result] = grade(f"mine.py:{name}", "x", cpu_s=1.0)
-    assert result.outcome == "grader_error" and "passed (tasks.sandbox.cpu_s)" in result.detail
+    assert result.outcome == "grader_error" and "(tasks.sandbox.cpu_s)" in result.detail
     assert time.monotonic() - started < 60
 
 
 @pytest.mark.usefixtures("tier")
-def test_after_a_failure_the_next_completion_is_graded() -> None:
+def test_the_completion_after_a_failure_is_graded() -> None:
     with graders({"mine.py:dies": 0.0, "mine.py:exact": 1.0}) as rewards:
         for _ in range(2):
             [result] = rewards.grade([TASK], ["4"])
