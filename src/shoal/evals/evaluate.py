@@ -59,9 +59,9 @@ class Difference:
 def evaluate(
     contestants: Sequence[Contestant], suites: Sequence[Suite], folder: Path, console: Console, *, n: int = 0
 ) -> tuple[list[Score], list[Difference]]:
-    """Return the scores, ordered by suite and then by model, and the differences. `n`: tasks per suite; 0: all.
+    """Return the scores, ordered by suite and then by model, and the differences from the first model.
 
-    Raise ShoalError.
+    `n`: tasks per suite; 0: all. Raise ShoalError.
     """
     for suite in suites:
         if suite.k > 1 and suite.temperature == 0:

@@ -7,7 +7,7 @@ The results of each batch of tasks are appended and fsynced. In a config, a sour
 Invariants: synced results are never computed again, and a resumed file has the same bytes as an uninterrupted one. So a
 file is resumed only after a complete batch, and only with its original settings (`settings.json`). The manifest depends
 only on the results, the band and the settings, so another band needs no new completions.
-Paper: INTELLECT-2 (arXiv 2505.07291), offline filtering: pass@8 of 12.5 % to 50 %.
+Paper: the offline filter of INTELLECT-2 (arXiv 2505.07291), which keeps a pass@8 of 12.5 % to 50 %.
 """
 
 import fcntl
@@ -214,7 +214,7 @@ def _result(task: tasks.Task, group: Sequence[Completion], grades: Sequence[task
 
 
 def _without_filters(section: Any) -> Any:
-    """Return the section without `keep`: results cover all tasks, so that filtering can be repeated."""
+    """Return the section without `keep`, so that the results cover all tasks and filtering can be repeated."""
     if not any(source.keep for source in section.sources):
         return section
     sources = [source.model_copy(update={"keep": ""}) for source in section.sources]

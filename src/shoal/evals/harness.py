@@ -47,7 +47,7 @@ def check_installed() -> None:
 
 @contextmanager
 def serving(what: str, model: str, folder: Path, threads: int) -> Iterator[Endpoint]:
-    """Run `shoal serve` on loopback for the run or model `what`, and yield `model`'s endpoint. Raise ShoalError."""
+    """Run `shoal serve` on loopback for `what`, a run or model, and yield the endpoint of `model`. Raise ShoalError."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def serving(what: str, model: str, folder: Path, threads: int) -> Iterator[Endpo
 def _child(
     command: list[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> "Iterator[subprocess.Popen[bytes]]":
-    """Run a process that writes to `log` and ends with the block, or when this process dies."""
+    """Run a process that writes to `log`. It ends with the block, or when this process dies."""
     with log.open("wb") as out:
         child = subprocess.Popen(command, stdout=out, stderr=out, env=environment, preexec_fn=_end_with_parent)
     try:
@@ -107,7 +107,7 @@ def run(
     """
     if not out.is_dir():
         part = out.with_name(f"{out.name}.part")
-        shutil.rmtree(part, ignore_errors=True)  # the cache is beside it and stays
+        shutil.rmtree(part, ignore_errors=True)  # the cache beside it stays
         part.mkdir(parents=True)
         _run(endpoint, suite, part, out.with_name(f"{out.name}.cache"), seed, n, tasks)
         part.rename(out)

@@ -1,4 +1,4 @@
-"""The evaluator: held-out accuracy of policy versions, greedy and sampled, during the run.
+"""The evaluator: measures the held-out accuracy of policy versions, greedy and sampled, during the run.
 
 It is an ordinary pool member that receives versions through SHARDCAST, so it measures the weights that workers use.
 Invariant: the first and the last version are evaluated on the same tasks with the same noise. The first is skipped only
@@ -27,7 +27,7 @@ from shoal.shardcast.fetch.client import fetch_published
 from shoal.shardcast.store import KEEP
 from shoal.tasks import TaskSet
 
-MAX_INTERMEDIATE = 64  # held-out tasks per evaluation between the first and the last one
+MAX_INTERMEDIATE = 64  # held-out tasks in an evaluation between the first and the last
 IDLE_S = 0.3
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Evaluator:
         publisher: str,
         task_set: TaskSet | None = None,
     ) -> None:
-        """`task_set`: the pool's; None: load it from the config's sources."""
+        """`task_set`: the pool's task set; None: load it from the config's sources."""
         self.node = node
         self.config = config
         self.new_engine = new_engine

@@ -64,7 +64,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def mount_attributes(target: str, attributes: int, recursive: bool) -> None:
-    """Add MOUNT_ATTR_* to a mount (Linux 5.12 or newer)."""
+    """Add MOUNT_ATTR_* flags to a mount (Linux 5.12 or newer)."""
     structure = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
     flags = AT_RECURSIVE if recursive else 0
     syscall(f"mount_setattr {target}", SYS_MOUNT_SETATTR, AT_FDCWD, target.encode(), flags, structure, 32)

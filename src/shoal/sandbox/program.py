@@ -34,7 +34,7 @@ FILTERS: list[seccomp.Filter] = []  # the one filter, built in the server
 STACK_BYTES = 64 << 20
 SCRATCH_BYTES = 16 << 20
 THREADS = 8  # threads beyond a program's first
-# Other processes of the same user: server, supervisor and, in `kernel`, the process that waits for the server outside.
+# Number of the user's other processes: server, supervisor and, in `kernel`, the one outside that waits for the server.
 OTHERS = {"bubblewrap": 2, "kernel": 3}
 
 
@@ -99,7 +99,7 @@ def execute(source: str, scratch: str) -> NoReturn:
     if scratch:
         sys.path.insert(0, scratch)
     open_streams()
-    random.seed(0)  # here, because a fork reseeds
+    random.seed(0)  # in the child, because a fork reseeds
     code = 1
     try:
         try:

@@ -156,7 +156,7 @@ def duplicate(descriptor: int, lowest: int) -> int:
 
 
 def keep_only(descriptors: list[int]) -> list[int]:
-    """Renumber these descriptors from LOWEST up. Close all others, the server's socket too, except stdio."""
+    """Renumber these descriptors from LOWEST up. Close all others except stdio, also the server's socket."""
     high = [duplicate(descriptor, 64) for descriptor in descriptors]
     os.closerange(3, 64)
     kept = [duplicate(descriptor, LOWEST) for descriptor in high]
@@ -208,7 +208,7 @@ def kill_all(child: int, plain: bool) -> tuple[int, int]:
     """Kill and reap all remaining processes. Return the program's exit code or negative signal, and peak memory in KiB."""
     ended, status, usage = os.wait4(child, os.WNOHANG)
     if not plain:
-        assert os.getpid() == 1  # or the next line would kill the host
+        assert os.getpid() == 1  # otherwise the next line would kill the host's processes
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
     elif not ended:

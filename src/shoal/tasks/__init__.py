@@ -1,4 +1,4 @@
-"""Tasks: questions for models, and rewards for their answers.
+"""Questions for models, and rewards for their answers.
 
 sources/         read rows from files, data sets and generators
 compiling        turn the rows into tasks on disk

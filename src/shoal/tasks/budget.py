@@ -2,8 +2,8 @@
 
     reward = score - alpha * |target - length|
 
-As in INTELLECT-2 (arXiv 2505.07291, section 4.1; after L1, arXiv 2503.04697), including the prompt text. A target of 0
-means no target and no penalty.
+The penalty and the prompt's text are those of INTELLECT-2 (arXiv 2505.07291, section 4.1; after L1, arXiv 2503.04697).
+A target of 0 means no target and no penalty.
 Invariant: worker, validator and the tools all use these functions.
 """
 
@@ -20,7 +20,7 @@ def instruction(target_length: int) -> str:
 
 
 def cycled_target(section: TaskSection, number: int) -> int:
-    """Return the target length of task `number`, for evaluation and `shoal filter`; 0: no target."""
+    """Return the target length of task `number` in an evaluation or filter: the targets take turns. 0: no target."""
     targets = section.length_targets
     return targets[number % len(targets)] if targets else 0
 
@@ -31,5 +31,5 @@ def reward(score: float, length: int, target_length: int, section: TaskSection) 
 
 
 def rewards_differ(rewards: Sequence[float]) -> bool:
-    """Return whether a group with these rewards has an advantage other than zero."""
+    """Return whether a group with these rewards has an advantage that is not zero."""
     return max(rewards) - min(rewards) > EPSILON

@@ -1,6 +1,6 @@
 """Derive the tasks of a submission from a hash of its assignment, so that nobody can choose them.
 
-The assignment's nonce makes them unpredictable until the worker receives it (`coordinator/assignment`).
+The assignment's nonce makes the tasks unpredictable until the worker receives it (`coordinator/assignment`).
 Invariant: worker and validator derive the same tasks, targets and seeds from the same assignment, with this code.
 """
 
@@ -18,7 +18,7 @@ from shoal.tasks.taskset import TaskSet
 class GroupPlan:
     """The task, target length and seeds of one group of a submission."""
 
-    task_index: int  # into the training tasks
+    task_index: int  # index in the training tasks
     target_length: int  # tokens; 0: no target
     seeds: tuple[int, ...]  # one per completion
 

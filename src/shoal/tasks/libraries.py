@@ -5,8 +5,8 @@ Each library is an extra of the package, and has a file in `inside/` with `rows(
 Invariants: rows depend only on the options and on the versions of library and environment. Each row's metadata records
 both, so the digest of the task set covers them. A completion is scored in a child process under limits, so it cannot
 hang or kill the caller. Every grade is the library's own score or a grader error.
-verifiers may use another Python interpreter, SHOAL_VERIFIERS_PYTHON. A machine loads only the verifiers environments
-that SHOAL_VERIFIERS_ENVIRONMENTS lists, so a run's author cannot choose what it executes.
+The library verifiers may run in another Python interpreter, which SHOAL_VERIFIERS_PYTHON names. A machine loads only
+the verifiers environments that SHOAL_VERIFIERS_ENVIRONMENTS lists, so a run's author cannot choose what it executes.
 """
 
 import json
@@ -62,7 +62,7 @@ class LibraryReward:
         self.graders: dict[str, Grader] = {}  # by setting, which all tasks of a source share
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """Raise TasksNotFoundError, GradeError, SandboxError."""
+        """Return one grade per completion. Raise TasksNotFoundError, GradeError or SandboxError."""
         grades: dict[int, Grade] = {}
         by_setting: dict[str, list[int]] = {}
         metadata = [json.loads(task.metadata or "{}") for task in tasks]
@@ -98,5 +98,5 @@ def _start(
     python = os.environ.get(PYTHON) if library == "verifiers" else None
     grader = Grader(library, FILES[library], function, limits, prepare=prepare, python=python or None, budget=budget)
     if library == "verifiers":
-        grader.reported_tier = "trusted"  # its rewards may call services, so machines need not agree on a score
+        grader.reported_tier = "trusted"  # its rewards may call services, so two machines need not agree on a score
     return grader

@@ -97,7 +97,7 @@ def delete_all(names: Sequence[str], text: str) -> str:
 
 
 def _cannot_answer(reason: str) -> ChatTemplateError:
-    remedy = "set sampling.max_turns = 1, or use a model for conversations"
+    remedy = "set sampling.max_turns = 1, or use a chat model"
     return ChatTemplateError(f"{reason}: an environment cannot answer this model; {remedy}")
 
 

@@ -37,8 +37,8 @@ class Grade:
     outcome: Outcome = "graded"  # wrong_format: no answer found; grader_error: the grader failed, so the score is 0
     detail: str = ""  # why, for people
     tier: str = ""  # where code ran: a tier of the sandbox, or "trusted"; "" if no code ran
-    repeatable: bool = True  # False: near or over a limit, so another machine may score differently
-    parts: Mapping[str, float] = field(default_factory=dict)  # each reward's score, if several are weighted
+    repeatable: bool = True  # False: it came near a limit or passed it, so another machine may score differently
+    parts: Mapping[str, float] = field(default_factory=dict)  # if several rewards are weighted, the score of each
 
     @property
     def certain(self) -> bool:
@@ -78,9 +78,10 @@ class Environment(Protocol):
         ...
 
     def tolerated(self, task: Task, seed: int, turns: Sequence[str]) -> Sequence[str] | None:
-        """Return other answers that an honest machine may give in place of `respond`'s; None: any answer.
+        """Return other answers that an honest machine may give; None: any answer.
 
-        Called only if a worker reported a different answer. A tolerated answer is rejected without slashing the worker.
+        Called only if a worker's answer differs from `respond`'s. A tolerated answer does not slash the worker, but the
+        rollout is rejected.
         """
         return ()
 
@@ -94,7 +95,7 @@ class Environment(Protocol):
 
 
 class TasksNotFoundError(UserError, ValueError):
-    """Tasks cannot be read, or differ from those of the config; the message names the next step."""
+    """Tasks cannot be read, or differ from those of the config. The message says what to do."""
 
 
 class GradeError(ShoalError):

@@ -33,7 +33,7 @@ def is_user_code(name: str) -> bool:
 
 
 def file_name(name: str) -> str:
-    """Return the name that the task set gives the file of a user reward or environment."""
+    """Return the name of the file of a user reward or environment in the task set."""
     return Path(name.rpartition(":")[0]).name
 
 
@@ -96,7 +96,7 @@ class UserReward:
         self.code = code
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """Grade the completions. Raise SandboxError if this machine fails, which says nothing about a completion."""
+        """Return one grade per completion. Raise SandboxError if this machine fails."""
         calls = [[_fields(task), completion] for task, completion in zip(tasks, completions, strict=True)]
         return self.code.grades(calls, _score)
 

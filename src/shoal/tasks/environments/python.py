@@ -114,7 +114,7 @@ def last_program(text: str) -> str | None:
 
 
 def refusal(program: str) -> str:
-    """Return the error that answers a program that may not run; empty if it may run."""
+    """Return the error message for a program that may not run; empty if it may run."""
     if len(program) > MAX_PROGRAM:
         return f"error: a program has at most {MAX_PROGRAM} characters"
     imported = {name for line in IMPORT.findall(program) for name in re.findall(r"\w+", line)}

@@ -59,7 +59,10 @@ def main() -> None:
 
 
 def programs(source: str, prompt: str, entry: str) -> list[Any]:
-    """Return what to execute, in order. With a prompt, a completion is a whole function or continues the prompt's."""
+    """Return the code objects to execute, in order.
+
+    If there is a prompt, the completion is a whole function, or the rest of the function that the prompt begins.
+    """
     if not prompt:
         return [compile(source, NAME, "exec")]
     try:

@@ -61,7 +61,7 @@ def candidate(*args: Any, **kwargs: Any) -> Any:
     try:
         call = pack([list(args), kwargs], depth=-DEPTH)  # an argument may be an earlier answer, nested up to DEPTH
     except WireError as error:
-        raise UncallableError(f"the tests call it with {error}") from None
+        raise UncallableError(f"the tests pass an argument that is {error}") from None
     send(b"C" + call)
     answer = receive()
     if not answer:

@@ -1,4 +1,4 @@
-r"""Decide whether two mathematical answers are equal, through math-verify. Runs in the children of the math reward.
+r"""Decide with math-verify whether two mathematical answers are equal. Runs in child processes of the reward `math`.
 
 `judge` raises whatever the library raises.
 Invariants: gold and answer are parsed in the same way. Each is one answer: a list of guesses does not equal one of its
@@ -56,7 +56,7 @@ SYMBOLS = {
     "\u00be": r"\frac{3}{4}", "\u00b2": "^{2}", "\u00b3": "^{3}", "\u00a0": " ", "\u2205": r"\emptyset ",
     "\x00": " ", "~": " ",
 }  # fmt: skip
-# Two or three letters after a number may be a product, as in 3ab. Units are the ones listed here, and longer words.
+# Two or three letters after a number may be a product, as in 3ab, so short units are listed. Longer words are units.
 SHORT = r"(?:[kcmd]m|[mk]g|[mcd]l|m[si]|k[mp]h|mph|in|ft|yd|lbs?|oz|hrs?|min|sec|day|deg|rad|cts?|[kM]?Hz|[kM][JWNV])"
 UNIT = rf"(?!\s*(?:percent|pct)\b)(?:\s*{SHORT}(?![A-Za-z])|\s+[A-Za-z]{{3,}}|[A-Za-z]{{4,}})"
 REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
@@ -90,7 +90,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 
 
 def judge(pair: list[str]) -> tuple[bool, str]:
-    """Return whether gold and answer are equal, and why. Raise ValueError for a gold that is too large."""
+    """Return whether gold and answer are equal, and why. Raise ValueError if the gold answer is too large."""
     sys.addaudithook(refuse)
     return compare(*pair)
 
@@ -140,7 +140,7 @@ def too_large(text: str) -> str | None:
 def read(text: str) -> Basic | MatrixBase | None:
     """Parse a text; None if it is not mathematics."""
     latex = normalize_latex(normal(text), LIBRARY)
-    for part in dict.fromkeys((latex, get_last_eq(latex))):  # the whole, else the last part of a = b = c
+    for part in dict.fromkeys((latex, get_last_eq(latex))):  # the whole text, or else the last part of a = b = c
         try:
             value = latex2sympy(part, is_real=not should_treat_as_complex(part), normalization_config=None)
         except ForbiddenError:
@@ -224,7 +224,7 @@ def same_but_for_rounding(gold: Any, answer: Any) -> bool:
 
 
 def renamed(gold: Any, answer: Any) -> Any:
-    """If both define the same function, rename the answer's variable to the gold's: f(t) = t^2 becomes f(x) = x^2."""
+    """Return the answer with the gold answer's variable if both define one function: f(t) = t^2 becomes f(x) = x^2."""
     ours, theirs = defined_function(gold), defined_function(answer)
     if ours is None or theirs is None or ours.func != theirs.func or ours.args[0] in answer.free_symbols:
         return answer
@@ -246,7 +246,7 @@ def max_size(*numbers: Any) -> float:
 
 
 def smallest(gold: Any) -> float:
-    """Return the smallest absolute value among the numbers in a set, tuple or matrix, at most 1."""
+    """Return the smallest nonzero absolute value among the numbers in a set, tuple or matrix, but at most 1."""
     parts = list(gold) if isinstance(gold, FiniteSet | Tuple | MatrixBase) else [gold]
     sizes = [abs(float(part.evalf())) for part in parts if is_number(part) and part.is_real]
     return min([1.0, *(size for size in sizes if size > 1e-300)])
@@ -286,7 +286,7 @@ def magnitude(exponent: Any) -> float:
 
 
 class ForbiddenError(BaseException):
-    """The library tried something other than arithmetic. Not an Exception, so that no `except Exception` swallows it."""
+    """The library tried something other than arithmetic. It is no Exception, so no `except Exception` catches it."""
 
 
 NAMES = "from sympy import *"  # sympy runs this before it evaluates

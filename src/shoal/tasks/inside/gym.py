@@ -58,7 +58,9 @@ def prepare(setting: str) -> None:
 def score(value: dict[str, Any]) -> dict[str, Any]:
     """Return the library's score for a completion, as the fields of a grade."""
     if value["version"] != VERSION:
-        raise ValueError(f"the task needs reasoning-gym {value['version']}, installed is {VERSION}: install the same")
+        raise ValueError(
+            f"the task needs reasoning-gym {value['version']}, this machine has {VERSION}: install the same version"
+        )
     tagged = extract_answer(value["completion"])
     answer = (value["completion"].rpartition("</think>")[2] if tagged is None else str(tagged)).strip()
     if not answer:

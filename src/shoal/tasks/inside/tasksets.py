@@ -37,7 +37,9 @@ def prepare(setting: str) -> None:
 def score(value: dict[str, Any]) -> dict[str, Any]:
     """Return the rewards' score for a reply, as the fields of a grade."""
     if value["version"] != taskset_version:
-        raise ValueError(f"the task needs {value['version']}, installed is {taskset_version}: install the same")
+        raise ValueError(
+            f"the task needs {value['version']}, this machine has {taskset_version}: install the same version"
+        )
     kind = taskset.task_type()
     task = kind(kind.data_type().model_validate(value["entry"]), taskset.config.task)
     nodes = [vf.MessageNode(parent=n - 1 if n else None, message=part) for n, part in enumerate(messages_of(task))]
@@ -49,7 +51,9 @@ def score(value: dict[str, Any]) -> dict[str, Any]:
     parts = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     score = trace.reward / value["setting"]["max_reward"]
     if len(parts) != len(trace.rewards) or not 0 <= score <= 1:  # also refuses NaN
-        raise ValueError(f"{score}, from {parts}, is not within [0, 1]: set options.max_reward to their largest sum")
+        raise ValueError(
+            f"the score {score} of {parts} is not within [0, 1]: set options.max_reward to their largest sum"
+        )
     return {"score": score, "parts": parts}
 
 

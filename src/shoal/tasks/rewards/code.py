@@ -62,7 +62,9 @@ class Candidate:
             raise FailedError(f"it does not parse: {text}", "wrong_format")
         if frame != b"R":
             raise FailedError(
-                f"its definitions raise {raised(frame[1:])}" if kind == b"X" else "it wrote before a call"
+                f"its definitions raise {raised(frame[1:])}"
+                if kind == b"X"
+                else "it wrote to the channel before a call"
             )
 
     def call(self, arguments: bytes) -> bytes:
@@ -148,7 +150,7 @@ class Code:
         self.threads = ThreadPoolExecutor(size, "code")
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """Raise SandboxError if this machine fails, whatever the completion."""
+        """Return one grade per completion. Raise SandboxError if this machine fails."""
         texts = dict.fromkeys(task.tests for task in tasks)
         tests = dict(zip(texts, self.threads.map(_tests, texts), strict=True))  # parsed once per task
         return list(self.threads.map(self._grade, [tests[task.tests] for task in tasks], completions))

@@ -31,7 +31,7 @@ PACKAGES = "shoal tokenizers transformers math-verify latex2sympy2-extended symp
 
 
 class CannotGradeError(GradeError):
-    """The sandbox failed twice."""
+    """The sandbox failed twice in a row."""
 
     restart_helps = True
 
@@ -161,7 +161,7 @@ def combine(grades: Mapping[str, Grade], weights: Mapping[str, float]) -> Grade:
 
 
 def versions() -> str:
-    """Return the versions that scores depend on: interpreter, libraries, and whether the run's author is trusted."""
+    """Return the versions of interpreter and libraries, on which scores depend, and whether the author is trusted."""
     return _installed() + (", trusted" if trusted() else "")
 
 

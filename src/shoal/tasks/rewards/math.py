@@ -19,7 +19,7 @@ How the final answer is chosen:
 
 This runs in the caller, so every step takes time linear in the text. math-verify's own extraction is not used: it takes
 the first of two guesses ("3 or 5" becomes 3) and half of an interval.
-Left out: partial credit, proofs, answers in other words with the same meaning.
+Left out: partial credit, proofs, answers that say the same in other words.
 """
 
 import re

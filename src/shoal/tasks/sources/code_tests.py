@@ -115,7 +115,7 @@ def entry_of(code: str, tests: str) -> str:
 
 
 def _pickled_string(data: bytes) -> str:
-    """Return the string of a pickle that holds one string and nothing else. Read its opcodes; never execute them."""
+    """Return the string of a pickle that holds only one string. Its opcodes are read and never executed."""
     try:
         opcodes = list(pickletools.genops(data))
     except Exception as error:  # noqa: BLE001 - pickletools documents no error type for bytes that are no pickle

@@ -2,7 +2,7 @@
 
 `arithmetic` makes small sums. The options do not change a sum's text, and a hash of the text decides which sums are
 held out.
-`functions` asks for small Python functions. The tests of each are computed from the expression that its text describes.
+`functions` asks for small Python functions. Their tests are computed from the expressions that the questions describe.
 A function that ignores its argument fails them.
 """
 

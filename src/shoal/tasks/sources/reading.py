@@ -1,6 +1,6 @@
-"""Read a source of the config row by row. It is a file, a folder, a hub data set or a generator.
+"""Read a source of the config row by row: a file, a folder, a hub data set or a generator.
 
-A schema or the config's field map turns the columns of a row into a task.
+A schema or the config's field map turns each row into a task.
 A file of a folder or data set belongs to the split whose name is a word of its path below the folder
 ("gsm8k_test.jsonl", "test-00000-of-00001.parquet", "test/0000.parquet"). If no file names a split, all files belong to
 `train`.
@@ -85,7 +85,7 @@ class SourceReader:
 
     @contextmanager
     def _naming_the_row(self) -> Iterator[None]:
-        """Add file and row to an error."""
+        """Add the file and the row to any error of the block."""
         try:
             yield
         except RowError as error:
