@@ -29,7 +29,7 @@ class Site:
     gone: set[int] = field(default_factory=set)  # versions that no relay serves
     posted: list[tuple[int, bool]] = field(default_factory=list)
     fetched: list[tuple[int, int]] = field(default_factory=list)  # version, and the newest version at that time
-    when: list[int] = field(default_factory=list)  # the newest version at each post
+    newest_at_post: list[int] = field(default_factory=list)
     reported: int = -1
 
     def access(self, publisher: str, config: object) -> None:
@@ -49,7 +49,7 @@ class Site:
 
     def post(self, path: str, message: Evaluation, answer: type[Ok]) -> Ok:
         self.posted.append((message.version, message.final))
-        self.when.append(self.reported)
+        self.newest_at_post.append(self.reported)
         return Ok()
 
     def fetch(self, version: int) -> Path:
@@ -82,7 +82,7 @@ def test_the_first_version_is_fetched_at_once_and_evaluated_after_the_first_batc
     """An earlier evaluation would slow down workers on the same machine."""
     site = Site([0, 0, 1, 9, 9])
     assert site.run(monkeypatch) == "finished"
-    assert site.fetched[0] == (0, 0) and site.posted[0] == (0, False) and site.when[0] == 1
+    assert site.fetched[0] == (0, 0) and site.posted[0] == (0, False) and site.newest_at_post[0] == 1
 
 
 def test_a_late_evaluator_skips_a_first_version_that_relays_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

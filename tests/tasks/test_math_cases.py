@@ -48,15 +48,15 @@ def graded(reward: Math, cases: list[Case]) -> list[Grade]:
 
 
 @pytest.fixture(scope="module")
-def here() -> Math:
+def local_reward() -> Math:
     reward = Math()
     reward.grader.calls = lambda values: [compared(*value) for value in values]  # type: ignore[method-assign]
     return reward
 
 
 @pytest.fixture(scope="module")
-def grades(here: Math) -> dict[Case, Grade]:
-    return dict(zip(CASES, graded(here, CASES), strict=True))
+def grades(local_reward: Math) -> dict[Case, Grade]:
+    return dict(zip(CASES, graded(local_reward, CASES), strict=True))
 
 
 def compared(gold: str, answer: str) -> CallResult:
@@ -77,15 +77,15 @@ def test_every_right_answer_scores_and_no_wrong_answer_does(grades: dict[Case, G
 
 
 @pytest.mark.parametrize(("gold", "answer", "score"), KNOWN_ERRORS)
-def test_each_known_error_is_as_listed(here: Math, gold: str, answer: str, score: int) -> None:
-    assert graded(here, [("", gold, rf"\boxed{{{answer}}}")])[0].score == score
+def test_each_known_error_is_as_listed(local_reward: Math, gold: str, answer: str, score: int) -> None:
+    assert graded(local_reward, [("", gold, rf"\boxed{{{answer}}}")])[0].score == score
 
 
 @pytest.mark.parametrize("form", ["{}", "The answer is {}.", "So it is ${}$."])
-def test_an_answer_without_a_box_gets_the_same_grade(here: Math, form: str) -> None:
+def test_an_answer_without_a_box_gets_the_same_grade(local_reward: Math, form: str) -> None:
     numbers = [("18", "18 dollars"), ("1000", "1,000"), ("18", "19"), ("-3", "3")]
     pairs = [(r"\frac{1}{2}", "0.5"), (r"\sqrt{8}", r"2\sqrt{2}"), *numbers]
-    grades = graded(here, [("", gold, form.format(answer)) for gold, answer in pairs])
+    grades = graded(local_reward, [("", gold, form.format(answer)) for gold, answer in pairs])
     assert [grade.score for grade in grades] == [1, 1, 1, 1, 0, 0]
 
 

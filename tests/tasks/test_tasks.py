@@ -132,7 +132,9 @@ def test_a_submission_is_planned_from_the_config_and_its_assignment() -> None:
     plans = plan_submission(config, "run-0", assigned, "cd" * 32, task_set)
     assert plans == plan_groups(**PLAN | {"pick": task_set.pick})
     assert sum(len(plan.seeds) for plan in plans) == 8
-    assert max_rollouts(config) == 2 * config.workers.largest == 64, "of a fast worker's largest submission"
+    assert max_rollouts(config) == 2 * config.workers.largest == 64, (
+        "the rollouts of a fast worker's largest submission"
+    )
 
 
 # --- prompts and rewards ------------------------------------------------------------------------------------

@@ -182,7 +182,9 @@ def test_a_node_fetches_the_manifest_first_and_each_chunk_when_it_is_needed(sour
     assert loaded.train[20] == loaded.train[17 + 3]
     chunk = loaded.manifest.sources[0].chunks[1]
     assert coordinator.requests == [section.digest, chunk.sha256]
-    assert coordinator.limits == [taskset.MANIFEST_BYTES, chunk.size_bytes], "no fetch may exceed the manifest's size"
+    assert coordinator.limits == [taskset.MANIFEST_BYTES, chunk.size_bytes], (
+        "no fetch may exceed the size in the manifest"
+    )
     again = tasks.join(section, tmp_path / "worker", coordinator)
     assert again.train[20] == loaded.train[20] and len(coordinator.requests) == 2, "a restart requests nothing twice"
 

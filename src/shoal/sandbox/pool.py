@@ -152,7 +152,7 @@ def problem(tier: Tier) -> str:
     if not sys.platform.startswith("linux"):
         return f"the sandbox needs Linux, and this is {sys.platform}"
     if tier == "bubblewrap" and forkserver.bwrap() is None:
-        return f"sandbox tier bubblewrap: the program bwrap was not found; {REMEDY[tier]}"
+        return f"sandbox tier bubblewrap: no program bwrap found; {REMEDY[tier]}"
     try:
         server = ForkServer(tier)
         try:

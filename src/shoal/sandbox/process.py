@@ -31,12 +31,12 @@ class SandboxProcess:
     ):
         self._server, self._limits, self._done = server, limits, done
         self._started = time.monotonic()
-        self._over = self._started + limits.wall_s
+        self._deadline = self._started + limits.wall_s
         self._text: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray(), "frames": bytearray()}
         self._received_bytes = 0  # over all streams
         self._reading: dict[int, str] = {}  # descriptor -> stream
         self._to_send = bytearray()
-        self._sending = -1
+        self._sending = -1  # descriptor for frames to the program; -1: closed
         self._reports = b""  # the supervisor's JSON lines
         self._ended = False  # all of the program's processes have ended
         self._stopped: Outcome | None = None
@@ -75,7 +75,7 @@ class SandboxProcess:
 
     def receive(self) -> bytes | None:
         """Return the program's next frame, or None if no more will come; `close` then returns how the program ended."""
-        self._pump(self._over, lambda: self._whole_frame() or "frames" not in self._reading.values())
+        self._pump(self._deadline, lambda: self._whole_frame() or "frames" not in self._reading.values())
         if self._whole_frame():
             buffer, size = self._text["frames"], self._frame_size()
             frame = bytes(buffer[4 : 4 + size])
@@ -97,7 +97,7 @@ class SandboxProcess:
             if self._sending >= 0:
                 self._pump(time.monotonic(), lambda: False)
                 self._hang_up()
-            deadline = self._over if timeout_s is None else min(self._over, time.monotonic() + timeout_s)
+            deadline = self._deadline if timeout_s is None else min(self._deadline, time.monotonic() + timeout_s)
             try:
                 self._result = self._finish(deadline)
             except SandboxError as error:
