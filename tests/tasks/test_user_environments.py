@@ -123,7 +123,7 @@ def test_an_environment_is_not_called_after_the_end_of_a_budget(start: Any) -> N
 def test_a_file_that_does_not_load_fails_at_the_start(start: Any, source: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         start("Echo", source)
-    with pytest.raises(ConfigError, match=r"mine.py:Echo' .*: the task set does not hold mine.py; make it again"):
+    with pytest.raises(ConfigError, match=r"mine.py:Echo' .*: the task set does not hold mine.py; build the set again"):
         environments_of(settings("Echo"), {})
 
 

@@ -59,7 +59,7 @@ class UserCode(Grader):
     ) -> None:
         path, _, function = name.rpartition(":")
         if file_name(name) not in files:
-            raise GradeError(f"the task set does not hold {file_name(name)}; make it again")
+            raise GradeError(f"the task set does not hold {file_name(name)}; build the set again")
         to_load = [path, files[file_name(name)].decode(errors="replace"), function]
         text, limits = source("user_code"), program_limits(section)
         self.to_load = None if trusted() else to_load
