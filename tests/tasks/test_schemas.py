@@ -67,8 +67,8 @@ class Evil:
 @pytest.mark.parametrize(
     ("private", "message"),
     [
-        (b64(pickle.dumps(Evil())), "a pickle of more than one string; pickles are never loaded"),
-        (b64(pickle.dumps(["[]", "[]"])), "a pickle of more than one string"),
+        (b64(pickle.dumps(Evil())), "a pickle that is not a single string; pickles are never loaded"),
+        (b64(pickle.dumps(["[]", "[]"])), "a pickle that is not a single string"),
         (b64(b"no pickle"), "not a pickled string"),
         ("?!", "neither JSON nor compressed"),
         (b64(pickle.dumps("x" * (65 << 20))), "unpacks to more than 64 MB"),

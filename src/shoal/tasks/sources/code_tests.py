@@ -122,7 +122,7 @@ def _pickled_string(data: bytes) -> str:
         raise RowError("column private_test_cases is not a pickled string") from error
     strings = [str(argument) for opcode, argument, _ in opcodes if opcode.name in STRINGS]
     if len(strings) != 1 or any(opcode.name not in STRINGS | FRAMING for opcode, _, _ in opcodes):
-        raise RowError("column private_test_cases holds a pickle of more than one string; pickles are never loaded")
+        raise RowError("column private_test_cases holds a pickle that is not a single string; pickles are never loaded")
     return strings[0]
 
 
