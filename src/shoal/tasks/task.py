@@ -66,7 +66,7 @@ class Environment(Protocol):
     """Answers the model between its turns. Subclass it; only `respond` is required.
 
     An environment keeps no state between calls. Its answer depends only on the task, the rollout's seed and the model's
-    turns. A validator computes the answer again and rejects a rollout that has a different one. The worker is slashed
+    turns. A validator computes the answer again and rejects a submission with a different one. The worker is slashed
     too, unless `tolerated` allows that answer.
     """
 
@@ -80,8 +80,8 @@ class Environment(Protocol):
     def tolerated(self, task: Task, seed: int, turns: Sequence[str]) -> Sequence[str] | None:
         """Return other answers that an honest machine may give; None: any answer.
 
-        Called only if a worker's answer differs from `respond`'s. A tolerated answer does not slash the worker, but the
-        rollout is rejected.
+        Called only if a worker's answer differs from `respond`'s. For a tolerated answer, the submission is rejected
+        without slashing the worker.
         """
         return ()
 
