@@ -1,4 +1,4 @@
-"""The base class of errors that users see, a test for errors that a restart may fix, and text made safe to print.
+"""Errors that users see; whether a restart may help; and a filter that makes text safe to print.
 
 `cli` prints a `ShoalError` or an `OSError` as one line. Any other exception is a bug and keeps its traceback.
 """
@@ -12,13 +12,16 @@ LASTING = frozenset(
 
 
 class ShoalError(Exception):
-    """The message names what failed and what to do next. `restart_helps`: the same command may succeed later."""
+    """An error whose message names what failed and what to do next.
+
+    `restart_helps`: whether the same command may succeed later.
+    """
 
     restart_helps: bool = False
 
 
 class UserError(ShoalError):
-    """An argument is wrong, or a file, folder, address or config that it names is. The command exits with status 2."""
+    """An argument is wrong, or it names a wrong file, folder, address or config. The command exits with status 2."""
 
 
 def restart_helps(error: Exception) -> bool:

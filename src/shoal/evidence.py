@@ -1,21 +1,21 @@
 """Sequential tests by betting. Pure mathematics: it knows nothing of pools, workers or tokens.
 
-An e-value is the payoff of a bet against the honest hypothesis for one observation. Each function returns its
-logarithm, in nats:
+An e-value is the payoff of a bet against the honest hypothesis for one observation. Each function returns the logarithm
+of an e-value, in nats. It bets that:
 
     frequency    events are more frequent than an honest bound per unit of exposure
     share        a figure within [0, 1] is larger on average than an honest bound
     allocation   events fall on places with high values more often than exposure explains
 
-`Process` is the capital of several bets on one worker's observations. The money of each bet is staked in parts: the part
-w_j = 1 / (j (j + 1)) at observation j. From then on that part is multiplied by the bet's e-value at each observation.
-So n honest observations before a lie cost the bets only a factor of n (n + 1), about 2 ln n nats, and not everything
-that the earlier parts lost. The money not yet staked after n observations is 1 / (n + 1).
+`Process` is the capital of several bets on one worker's observations. Each bet stakes its money in parts: the part
+w_j = 1 / (j (j + 1)) at observation j. From then on, each observation multiplies that part by the bet's e-value. So n
+honest observations before a lie cost the bets a factor of only n (n + 1), about 2 ln n nats, however much the earlier
+parts have lost. The money not yet staked after n observations is 1 / (n + 1).
 
     capital = mean over bets b of ( R_b + 1 / (n + 1) ),      R_b <- (R_b + w_n) * e_b
 
-Invariants: under its hypothesis, given the past, each e-value has a mean of at most 1, for any distribution that the
-hypothesis allows. Nothing is assumed to be normal or identically distributed, and nothing is estimated. So an honest
+Invariants: given the past, each e-value has a mean of at most 1 under every distribution that its hypothesis allows.
+No distribution is assumed to be normal or the same for all observations, and nothing is estimated. So an honest
 worker's capital is a nonnegative supermartingale that starts at 1. By Ville's inequality, the probability that it ever
 reaches 1 / alpha is at most alpha, however often it is checked.
 Left out: which bets to place, and what to do with the capital.
@@ -28,8 +28,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 ALPHA = 1e-6  # maximum probability that the tests ever accuse an honest worker, however long it works
-REWARD_TILT = 2.0  # how many times likelier numerics may change one completion's tokens than another's in its group
-TASK_TILT = 4.0  # likewise for groups of one submission
+REWARD_TILT = (
+    2.0  # in a group, numerics may change one completion's tokens at most this many times as often as another's
+)
+TASK_TILT = 4.0  # likewise for the groups of a submission
 FLOOR = -700.0  # minimum of a stored logarithm; raising capital to e^-700 changes no sum
 
 
@@ -100,7 +102,7 @@ class Process:
     money: Mapping[str, float] = field(default_factory=dict)  # ln R_b by name of the bet
 
     def after(self, e_values: Mapping[str, float]) -> "Process":
-        """Return the state after one more observation. `e_values`: ln e by name of the bet; a new name starts a bet."""
+        """Return the state after one more observation. `e_values`: ln e by bet's name; a new name starts a bet."""
         n = self.observations + 1
         staked = -math.log(n) - math.log(n + 1)
         names = list(self.money) + [name for name in e_values if name not in self.money]

@@ -45,7 +45,10 @@ class NewFile:
         self._fd = self._open()
 
     def commit(self, *, durable: bool = True) -> None:
-        """Give the file its final name. Shards need not be durable, because a restart verifies their hashes."""
+        """Give the file its final name; if `durable`, flush it to disk first.
+
+        Shards need not be durable, because a restart verifies their hashes.
+        """
         if durable:
             os.fsync(self._fd)
         self.temporary.rename(self.path)
@@ -113,7 +116,7 @@ def fsync(path: Path) -> None:
 
 
 def commit_folder(temporary: Path, final: Path) -> None:
-    """Flush a folder and all files in it to disk, then give it its final name. Raise OSError, also if the name is taken."""
+    """Flush a folder and all its files to disk, then give it its final name. Raise OSError, e.g. if the name is taken."""
     for path in sorted(temporary.rglob("*"), reverse=True):
         fsync(path)
     fsync(temporary)
@@ -122,7 +125,7 @@ def commit_folder(temporary: Path, final: Path) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the BLAKE3 digest of each file in a folder, by name. Uses no threads: they would hang in a forked process."""
+    """Return the BLAKE3 digest of each file in a folder, by name. Use one thread: more would hang in a forked process."""
     return {path.name: blake3().update_mmap(path).hexdigest() for path in folder.iterdir()}
 
 

@@ -38,7 +38,7 @@ def out(one_thread: None, tiny_folder: Path, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("calibration") / "made"
     lines: list[str] = []
     calibrate(CONFIG, folder, 1, [tiny_folder], lines.append)
-    assert "would have rejected 0 of 16" in lines[-2]
+    assert "judged 16 times" in lines[-2] and "would have rejected it 0 times" in lines[-2]
     return folder
 
 
@@ -77,11 +77,11 @@ def test_bounds_count_misses_beyond_fractions_of_the_new_limit() -> None:
     assert pairs["bfloat16|float32"]["beyond"] == [8, 6, 4, 2] and pairs["bfloat16|float32"]["exposure"] == 200
     assert pairs["float32|float32"]["beyond"] == [0, 0, 0, 0]
     evidence = bounds(pairs)
-    assert evidence["rates"] == pytest.approx([0.135, 0.105, 0.075, 0.045]), "three times one more than was observed"
+    assert evidence["rates"] == pytest.approx([0.135, 0.105, 0.075, 0.045]), "three times the observed number plus one"
     assert evidence["logprob_error_mean"] == pytest.approx(0.02 / 1.5, abs=1e-5), "the floor, for figures near 0"
 
 
-def test_it_measures_every_worker_under_every_validator(out: Path) -> None:
+def test_every_worker_condition_is_measured_under_every_validator_condition(out: Path) -> None:
     rows = json.loads((out / "measured.json").read_text())["rows"]
     workers = {json.dumps(row["worker"]) for row in rows}
     validators = {json.dumps(row["validator"]) for row in rows}
@@ -99,14 +99,14 @@ def judge(one_thread: None, tiny_folder: Path) -> Iterator[Judge]:
         yield judge
 
 
-def made(folder: Path, kind: type[Producer]) -> bytes:
+def submission_of(kind: type[Producer], folder: Path) -> bytes:
     producer = kind(CONFIG, RUN, ALICE, TorchEngine("float32"))
     producer.load(folder, 0)
     return producer.submission(ASSIGNMENT)
 
 
 def test_work_that_fails_a_check_without_a_limit_is_refused(judge: Judge, tiny_folder: Path) -> None:
-    data = made(tiny_folder, Producer)
+    data = submission_of(Producer, tiny_folder)
     assert honest_figures(judge, ASSIGNMENT, ALICE.public, data)["failed_checks"] == 0
     with pytest.raises(ShoalError, match="fails a cheap check"):
         honest_figures(judge, offline_assignment(CONFIG, ALICE.public, 1), ALICE.public, data)
@@ -115,7 +115,7 @@ def test_work_that_fails_a_check_without_a_limit_is_refused(judge: Judge, tiny_f
 
 
 def test_figures_beyond_the_current_limits_are_measured(judge: Judge, tiny_folder: Path) -> None:
-    figures = honest_figures(judge, ASSIGNMENT, ALICE.public, made(tiny_folder, QuantizedWeights))
+    figures = honest_figures(judge, ASSIGNMENT, ALICE.public, submission_of(QuantizedWeights, tiny_folder))
     assert 1 <= figures["failed_checks"] <= len(EXPENSIVE) and set(LIMITS) <= set(figures)
 
 

@@ -31,12 +31,12 @@ def small(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_config_is_printed_resolved(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_prints_the_resolved_values(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (1, 2):
         (tmp_path / f"{number}.toml").write_text(f"[validator]\ncount = {number}\n")
     overlays = ["--with", str(tmp_path / "1.toml"), "--with", str(tmp_path / "2.toml")]
     overrides = ["--set", "learner.loss.beta=0.5", "--set", "model.name=./nowhere"]
-    assert main(["config", small, *overlays, *overrides]) == DONE, "its values are not checked against this machine"
+    assert main(["config", small, *overlays, *overrides]) == DONE, "values are not checked against this machine"
     printed = tmp_path / "printed.toml"
     printed.write_text(capsys.readouterr().out)
     config = load(printed)
@@ -51,8 +51,8 @@ def test_a_config_is_printed_resolved(small: str, tmp_path: Path, capsys: pytest
         (["run"], "shoal run --resume RUN"),
         (["run", "{small}", "--set", "run.seed=-1"], "run.seed: "),
         (["run", "{small}", "--with", "over.toml"], "no config at over.toml"),
-        (["run", "--resume", "{small}.d", "--out", "x"], "leave --out out"),
-        (["run", "--resume", "nowhere"], "nowhere is not the folder of a run: no config.toml there"),
+        (["run", "--resume", "{small}.d", "--out", "x"], "leave out --out"),
+        (["run", "--resume", "nowhere"], "nowhere is not the folder of a run: it has no config.toml"),
         (["coordinator", "{small}", "--dir", "x", "--run", "two words"], "'two words' cannot name a run"),
         (["config", "--explain", "learner.lrr"], "did you mean 'learner.lr'?"),
         (["config", "{small}", "--explain"], "leave the config out"),
@@ -61,7 +61,7 @@ def test_a_config_is_printed_resolved(small: str, tmp_path: Path, capsys: pytest
         (["pool", "status", "ftp://pool:1"], "write http://HOST:PORT"),
         (["pool", "invite", "{small}.d", "--role", "worker", "--name", "w"], "is not the folder of a coordinator"),
         (["worker", "--join", "{small}", "--dir", "w"], "small.toml: not an invite"),
-        (["audit", "nowhere.parquet", "--run", "x"], "nothing is at nowhere.parquet"),
+        (["audit", "nowhere.parquet", "--run", "x"], "no such file or folder: nowhere.parquet"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_exit_status_2(

@@ -34,7 +34,7 @@ def test_it_shows_the_run_and_what_this_machine_lacks(
     assert main(["pool", "discover", URL]) == DONE
     printed = capsys.readouterr().out
     assert f"{RUN}, key {OWNER.public}\n" in printed and "\x1b" not in printed
-    assert "step 4 of 24, invited only, 2 workers, 1 places free\n" in printed
+    assert "step 4 of 24, by invite only, 2 workers, 1 places free\n" in printed
     assert "lacks one of these engines: vllm (this machine has torch)" in printed
 
 
@@ -48,7 +48,7 @@ def test_an_open_runs_invite_is_written(
     offered["invite"] = made.encode()
     assert main(["pool", "discover", URL]) == DONE
     printed = capsys.readouterr().out
-    assert "open to stake, 2 workers\n" in printed and "meets its requirements" in printed
+    assert "open to staked workers, 2 workers\n" in printed and "meets its requirements" in printed
     assert f"stakes 1: shoal pool discover {URL} --out worker.invite" in printed
     assert main(["pool", "discover", URL, "--out", str(out)]) == DONE
     assert read_invite(str(out)) == made

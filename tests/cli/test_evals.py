@@ -69,7 +69,7 @@ def test_incomplete_arguments_say_what_is_missing(
 def test_path_needs_one_code_suite(suites: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = ["--url", "http://127.0.0.1:1/v1", "--served-name", "right-3"]
     assert main(["eval", suites, *server, "--path", "rows.jsonl", "--out", str(folder / "out")]) == USAGE
-    assert "--path holds the rows of one code suite" in capsys.readouterr().err
+    assert "--path needs exactly one suite" in capsys.readouterr().err
 
 
 def test_two_models_with_the_same_name_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +82,7 @@ def test_the_help_explains_which_tasks_n_selects(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         main(["eval", "--help"])
     words = " ".join(capsys.readouterr().out.split())
-    assert "the first N of lm_eval's; of a code suite, a sample drawn by hash" in words
+    assert "for lm_eval the first N, for a code suite N chosen by hash" in words
 
 
 def test_the_list_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:

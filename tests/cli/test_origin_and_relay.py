@@ -34,7 +34,7 @@ CONFIG = parse({"run": {"steps": 3}, "evaluator": {"n": 4}})
 
 
 class InThread:
-    """A role that runs in a thread instead of a process, and can be stopped."""
+    """A role that runs in a thread instead of a process, so that a test can stop it."""
 
     def __init__(self, run: Callable[..., Any], *arguments: Any) -> None:
         self.stop = threading.Event()
@@ -139,11 +139,11 @@ def test_a_relay_finds_an_origin_that_the_cached_status_lacks(site: Site, monkey
     site.write(0)
     wait_until(lambda: bool(site.announced()))
 
-    def late(status: CachedBody) -> str:
+    def old_once(status: CachedBody) -> str:
         answers.append(old if not answers else get(status))
         return answers[-1]
 
-    monkeypatch.setattr(CachedBody, "get", late)
+    monkeypatch.setattr(CachedBody, "get", old_once)
     relay = site.relay()
     wait_until(lambda: bool(answers) and (node := site.node("relay")) is not None and node.policy_version == 0)
     assert answers[0] == old
@@ -151,7 +151,7 @@ def test_a_relay_finds_an_origin_that_the_cached_status_lacks(site: Site, monkey
     origin.stopped()
 
 
-def test_a_relay_behind_a_proxy_announces_the_proxys_url_and_accepts_passes_for_that_only(
+def test_a_relay_behind_a_proxy_announces_the_proxys_url_and_accepts_passes_for_that_url_only(
     site: Site, tmp_path: Path
 ) -> None:
     proxy = "http://127.0.0.1:9"
@@ -166,12 +166,12 @@ def test_a_relay_behind_a_proxy_announces_the_proxys_url_and_accepts_passes_for_
     reader = Node.join(site.invite("worker"), tmp_path / "worker")
     assert reader.beat().relays == [proxy]
     here = f"http://127.0.0.1:{(tmp_path / 'relay' / 'port').read_text()}"
-    config_json = f"{here}/v000000/manifest.json"
-    passes = {
-        url: httpx.get(config_json, headers={"Authorization": f"Bearer {reader.reader_pass(url)}"})
+    manifest = f"{here}/v000000/manifest.json"
+    answers = {
+        url: httpx.get(manifest, headers={"Authorization": f"Bearer {reader.reader_pass(url)}"})
         for url in (proxy, here)
     }
-    assert (passes[proxy].status_code, passes[here].status_code) == (200, 401)
+    assert (answers[proxy].status_code, answers[here].status_code) == (200, 401)
     assert files and origin.stopped() == relay.stopped() == "stopped"
 
 

@@ -45,7 +45,7 @@ def mode(path: Path) -> int:
 
 
 def run_of(folder: Path, name: str) -> str:
-    """The id of the run of this name in the pool in `folder`."""
+    """Return the id of the run called `name` in the pool in `folder / "pool"`."""
     return run_id(name, Identity.load(folder / "pool" / "identity.pem").public)
 
 
@@ -88,7 +88,7 @@ def test_each_of_the_learners_sites_has_an_invite_and_its_commands(
     assert "shoal learner --join learner.invite --dir learner --site site-0.invite\n" in printed
     assert "shoal learner --join learner-1.invite --dir learner-1 --site site-1.invite\n" in printed
     assert "shoal origin --join origin.invite --dir origin --watch meet/versions\n" in printed
-    assert "pool up" not in printed, "it starts no sites"
+    assert "pool up" not in printed, "`shoal pool up` starts no sites"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_pool_that_could_not_work_is_not_created(
 
 @pytest.fixture
 def running(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of a pool whose coordinator was started from it, on a free port."""
+    """Run a pool's coordinator on a free port. Yield the pool's folder."""
     init(config, tmp_path / "pool", url="http://127.0.0.1:1")
     settings = tmp_path / "pool" / "config.toml"
     settings.write_text(settings.read_text().replace('"127.0.0.1:1"', '"127.0.0.1:0"'))
@@ -195,8 +195,8 @@ def test_a_start_of_the_coordinator_keeps_the_pools_url(
     ("more", "words"),
     [
         (["{config}"], "start it with: shoal coordinator --dir"),
-        (["--run", "other"], "has its config and name"),
-        (["--set", "run.steps=3"], "has its config and name"),
+        (["--run", "other"], "already has a config and a name"),
+        (["--set", "run.steps=3"], "already has a config and a name"),
     ],
 )
 def test_a_pools_config_and_name_cannot_be_given_again(

@@ -23,7 +23,7 @@ Started = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def started() -> Iterator[Started]:
-    """Starts a server command; returns its first line."""
+    """Yield a function that starts a server command and returns its first line."""
     processes: list[subprocess.Popen[str]] = []
 
     def start(*arguments: object) -> dict[str, Any]:
@@ -50,7 +50,9 @@ def model(folder: Path) -> Path:
 
 def test_an_origin_without_files_is_refused_and_creates_no_key(tmp_path: Path) -> None:
     arguments = command_line().parse_args(["origin", f"{tmp_path}/nowhere", "--key-file", f"{tmp_path}/key"])
-    with pytest.raises(UserError, match="nothing is at .*/nowhere; name a file, a folder, or a folder of versions"):
+    with pytest.raises(
+        UserError, match="no such file or folder: .*/nowhere; name a file, a folder, or a folder of versions"
+    ):
         run_origin(arguments, threading.Event())
     assert not list(tmp_path.iterdir())
 
@@ -64,7 +66,7 @@ def test_a_folder_goes_from_origin_through_relay_to_client(
     status = main(["fetch", urls, "--key", origin["key"], "--out", str(tmp_path / "out"), "--wait", "20"])
     printed = capsys.readouterr()
     assert status == 0 and printed.out == f"{tmp_path / 'out' / 'v000000'}\n"
-    assert "fetching version 0" in printed.err and relay["url"] in printed.err, "what, and from whom"
+    assert "fetching version 0" in printed.err and relay["url"] in printed.err, "the version and the server"
     assert (tmp_path / "out" / "v000000" / "weights").read_bytes() == (tmp_path / "model" / "weights").read_bytes()
 
 
@@ -103,7 +105,7 @@ KEY = ["--key", "a" * 64]
         (["origin"], USAGE, "path"),
         (["relay", "--upstream", "http://127.0.0.1:1"], USAGE, "key"),
         ([*FETCH, *KEY], FAILED, "http://127.0.0.1:1"),
-        ([*FETCH, "--key", "origin.pem"], USAGE, "'origin.pem' is not a public key: 64 hex digits"),
+        ([*FETCH, "--key", "origin.pem"], USAGE, "'origin.pem' is not a public key, which has 64 hex digits"),
         (
             ["relay", "--upstream", "http://127.0.0.1:1", "--key", "origin.pem"],
             USAGE,
@@ -111,7 +113,7 @@ KEY = ["--key", "a" * 64]
         ),
     ],
 )
-def test_what_is_missing_or_wrong_is_named(
+def test_a_missing_or_wrong_argument_is_named(
     arguments: list[str], status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -168,7 +170,7 @@ def test_a_folder_that_cannot_be_published_is_refused_before_a_file_is_read(
     for name in names:
         (folder / name).touch()
     if len(list(folder.iterdir())) != len(names):
-        pytest.skip("this file system takes these names for the same")
+        pytest.skip("this file system treats two of these names as equal")
     monkeypatch.setattr(origin_module, "_entry", lambda *given: pytest.fail("a file was read"))
     files = ["--store", str(tmp_path / "o"), "--key-file", str(tmp_path / "k")]
     assert main(["origin", str(folder), *files]) == LASTING

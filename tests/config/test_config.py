@@ -162,7 +162,10 @@ def test_an_override_that_treats_a_value_as_a_section_is_refused(tmp_path: Path)
         ),
         (["learner.row_tokens=32768"], "learner.row_tokens must exceed sampling.max_tokens"),
         (["learner.loss.delta=1.1"], "learner.loss.delta must exceed 1 + 0.2"),
-        (["tasks.sources=[{}]"], "tasks.sources.0: a source has one of path, hub and generator; this one has none"),
+        (
+            ["tasks.sources=[{}]"],
+            "tasks.sources.0: a source needs exactly one of path, hub and generator; this one has none",
+        ),
         (
             ["tasks.sources=[{path = 'a', pat = 'b'}]"],
             "unknown key 'tasks.sources.0.pat'; did you mean 'tasks.sources.path'?",
@@ -196,7 +199,7 @@ def test_a_missing_config_lists_the_existing_ones(tmp_path: Path, monkeypatch: p
     (tmp_path / "configs").mkdir()
     written(tmp_path / "configs", "")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"no config at nowhere\.toml; there are configs/some\.toml"):
+    with pytest.raises(ConfigError, match=r"no config at nowhere\.toml; available: configs/some\.toml"):
         load(Path("nowhere.toml"))
 
 

@@ -359,7 +359,7 @@ def test_an_unreachable_hub_is_an_error_with_instructions_for_offline_use(
     [
         ({"hub": "gsm8k"}, "write org/name, or org/name/config"),
         ({"path": "x.jsonl", "revision": "main"}, "revision applies only to hub"),
-        ({"path": "x.jsonl", "hub": "a/b"}, "a source has one of path, hub and generator"),
+        ({"path": "x.jsonl", "hub": "a/b"}, "a source needs exactly one of path, hub and generator"),
     ],
 )
 def test_a_source_that_contradicts_itself_is_refused_by_the_config(source: Row, message: str) -> None:

@@ -19,7 +19,7 @@ from shoal.errors import UserError, printable
 
 USAGE = 2
 RUN_NAME = re.compile("[!-~]{1,100}")
-# argparse has no public name for what `add_subparsers` returns
+# argparse has no public name for the type that `add_subparsers` returns
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Action = Callable[[argparse.Namespace], int | None]  # the function that runs a command
 N = TypeVar("N", int, float)
@@ -79,7 +79,7 @@ port = whole(0, 65535)
 
 
 def add_config(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    where = "a TOML file, or the name of one that comes with Shoal, such as quickstart"
+    where = "a TOML file, or the name of a packaged config, such as quickstart"
     parser.add_argument("config", type=Path, nargs=None if required else "?", help=where)
     add = parser.add_argument
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides", help="override one key")
@@ -96,9 +96,9 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dashboard(parser: argparse.ArgumentParser) -> None:
-    which = "port of the page that shows the run (default: any free one)"
+    which = "port of the dashboard (default: any free port)"
     parser.add_argument("--dashboard", type=port, default=0, metavar="PORT", help=which)
-    parser.add_argument("--no-dashboard", dest="dashboard", action="store_const", const=None, help="serve no page")
+    parser.add_argument("--no-dashboard", dest="dashboard", action="store_const", const=None, help="start no dashboard")
 
 
 def read_config(arguments: argparse.Namespace) -> Config:

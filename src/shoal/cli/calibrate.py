@@ -1,8 +1,9 @@
 """Calibrate the validator: measure honest work on this machine, and derive limits from it.
 
-Machines with different numerics, such as another dtype, differ in the last bits of proofs and tokens. Work generated
-under each worker condition is judged under each validator condition, in submissions of the configured size and of one
-group. A statistic's limit is its worst honest value times a margin.
+Machines with different numerics, for example different dtypes, compute slightly different logits. So their proofs
+differ slightly, and so do some tokens. Calibration generates work under each worker condition, and judges it under each
+validator condition. Submissions alternate between the configured size and one group. A statistic's limit is its worst
+honest value times a margin.
 The limits apply outside a validator's exactness class, so they are measured with fast numerics. Within a class, the
 tolerance is zero.
 
@@ -51,7 +52,7 @@ from shoal.validator.spending import spent
 from shoal.worker.produce import Producer
 
 RUN = "calibration"
-MARGIN = 1.5  # limit = this times the worst honest value, or the floor below if that is larger
+MARGIN = 1.5  # a limit is this times the worst honest value, and at least the floor in LIMITS
 TAIL_MARGIN = 3.0  # factor for the mean margin: a few rare tokens can dominate it
 LIMITS = {  # statistic -> (limit's name in [validator], floor, margin)
     "proof_exponent_mean": ("proof_exponent_mean", 4.0, MARGIN),
@@ -60,7 +61,7 @@ LIMITS = {  # statistic -> (limit's name in [validator], floor, margin)
     "margin_max": ("sampling_margin", 0.75, MARGIN),
     "margin_mean": ("sampling_margin_mean", 0.005, TAIL_MARGIN),
 }
-RATE_MARGIN = 3.0  # for [evidence] rates, which count one miss more than observed, because misses are rare
+RATE_MARGIN = 3.0  # for [evidence] rates; because misses are rare, one is added to the observed number
 AVERAGES = ("proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean")  # in LIMITS and in [evidence]
 
 
@@ -122,7 +123,7 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
                 for judge in judges:
                     judge.load(folder)
                 for number in range(submissions):
-                    groups = 1 if number % 2 else None  # the mean of few tokens is noisier
+                    groups = 1 if number % 2 else None  # a mean over few tokens is noisier
                     assignment = offline_assignment(config, identity.public, number, groups=groups)
                     with use_threads(generation.threads):
                         data = producer.submission(assignment)
@@ -156,7 +157,7 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
     title = f"# {config.model.name}: the worst of {len(measured)} judgements of honest work, times a margin\n"
     (out / "limits.toml").write_text(title + tomli_w.dumps(sections))
     failed = sum(row["failed_checks"] > 0 for row in measured)
-    say(f"the config's own limits would have rejected {failed} of {len(measured)} judgements of honest work")
+    say(f"honest work was judged {len(measured)} times; the config's own limits would have rejected it {failed} times")
     say(f"limits: {out / 'limits.toml'}")
 
 
@@ -166,7 +167,7 @@ def limits_of(worst: Mapping[str, float]) -> dict[str, float]:
 
 
 def by_pair(measured: Sequence[dict[str, Any]], margin: float) -> dict[str, dict[str, Any]]:
-    """Return figures by pair of dtypes, WORKER|VALIDATOR: exposure, tokens beyond fractions of `margin`, averages."""
+    """Return figures by pair of dtypes (WORKER|VALIDATOR): exposure, tokens beyond fractions of `margin`, averages."""
     pairs: dict[str, dict[str, Any]] = {}
     pair_of_row = [f"{_worker_kind(row['worker'])}|{row['validator']['dtype']}" for row in measured]
     for pair in dict.fromkeys(pair_of_row):
@@ -242,7 +243,7 @@ def _producer(config: Config, generation: Generating, identity: Identity, folder
 
 
 class _BatchedProducer(Producer):
-    """Decode `groups` groups at a time, to vary the batch shape and so the rounding."""
+    """Decode `groups` groups at a time. Different batch shapes round differently."""
 
     groups = 1
 

@@ -34,13 +34,14 @@ def add_commands(commands: Commands) -> None:
     which = "describe one field, the fields of a section, or all fields"
     parser.add_argument("--explain", nargs="?", const="", metavar="KEY", help=which)
 
-    what = "measure honest work and write the validator's limits"
+    what = "measure honest work on this machine, and derive the validator's limits from it"
     parser = add_command(commands, "calibrate", calibrate, what, "quickstart --out calibration")
     add_config(parser)
     add = parser.add_argument
-    add("--out", type=Path, default=Path("calibration"), help="folder of limits.toml and measured.json")
-    add("--submissions", type=whole(1, 100_000), default=8, help="submissions per condition (default: 8)")
-    versions = "policy versions to measure with (default: the config's model)"
+    add("--out", type=Path, default=Path("calibration"), help="folder for limits.toml and measured.json")
+    each = "submissions for each combination of dtype, batch size and threads (default: 8)"
+    add("--submissions", type=whole(1, 100_000), default=8, help=each)
+    versions = "folders of the policy versions to measure with (default: the config's model)"
     add("--weights", type=Path, nargs="+", default=[], help=versions)
 
 
@@ -57,7 +58,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
-    """Yield each problem that would stop this config's run here; if none, yield the run's time, memory and disk."""
+    """Yield a finding for each problem that would stop this run here; if there is none, for its time, memory and disk."""
     from shoal.cli.launch.prepare import check_length, load_tasks
     from shoal.cli.preflight import estimate
     from shoal.cli.preflight.machine import disk_finding, disk_needs, fails, free_bytes, ok
@@ -72,7 +73,7 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
     try:
         loaded = load_tasks(config)
         yield from (ok("tasks", note) for note in loaded.notes)
-        yield ok("tasks", f"rewards and environments answered a trial; tasks.digest = {loaded.digest}")
+        yield ok("tasks", f"rewards and environments passed a trial; tasks.digest = {loaded.digest}")
         # measure prompts only with a tokenizer on this machine; the hub's cache is not searched
         is_bundled, is_folder = name in sources.BUNDLED_FOLDERS, name.startswith((".", "/", "~"))
         model = sources.bundled_dir(name) if is_bundled else sources.resolve(name) if is_folder else None
@@ -91,13 +92,13 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
     try:
         needs = disk_needs(config, estimate.model_sizes(name).parameters)
     except estimate.SizesError:
-        return  # the finding about time reports it
+        return  # the finding about time gives the reason
     yield disk_finding(needs, free_bytes(folder))
 
 
 def config(arguments: argparse.Namespace) -> None:
     if arguments.config and arguments.explain is not None:
-        raise UserError("--explain describes defaults; leave the config out")
+        raise UserError("--explain describes fields and their defaults: leave the config out")
     if arguments.explain is not None:
         say(config_module.explain(arguments.explain))
     else:

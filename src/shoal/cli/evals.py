@@ -31,29 +31,30 @@ def add_commands(commands: Commands) -> None:
     what = "measure models on public benchmarks"
     parser = add_command(commands, "eval", run_eval, what, "gsm8k --model runs/quickstart --n 100")
     add = parser.add_argument
-    add("suites", nargs="?", default="", metavar="SUITE[,SUITE...]", help="suites of --list, or tasks of lm_eval")
+    suites = "suites that --list shows, or tasks of lm_eval"
+    add("suites", nargs="?", default="", metavar="SUITE[,SUITE...]", help=suites)
     add("--list", action="store_true", help="list the suites with their defaults")
     models = "a model's name or folder, or a run's folder; further models are compared with the first"
     add("--model", action="append", default=[], dest="models", metavar="MODEL", help=models)
-    add("--url", help="an OpenAI-compatible server, up to and with /v1; its key: OPENAI_API_KEY")
-    served = "with --url: the name of the model there"
+    add("--url", help="URL of an OpenAI-compatible server, with /v1; OPENAI_API_KEY holds its key")
+    served = "with --url: the model's name on that server"
     add("--served-name", action="append", default=[], dest="served", metavar="NAME", help=served)
-    add("--path", help="a code suite's rows: a file or a folder (default: from the hub)")
-    tasks = "tasks of each suite: the first N of lm_eval's; of a code suite, a sample drawn by hash (default: all)"
+    add("--path", help="file or folder with a code suite's rows (default: fetch them from the hub)")
+    tasks = "tasks per suite: for lm_eval the first N, for a code suite N chosen by hash (default: all)"
     add("--n", type=whole(1, 10**9), default=0, help=tasks)
     add("--k", type=whole(1, MAX_K), help="completions per task (default: the suite's)")
     add("--temperature", type=real(0, 10), help="0: greedy (default: the suite's)")
-    add("--max-tokens", type=whole(1, 10**7), help="longest completion (default: the suite's)")
-    add("--out", type=Path, help="folder for completions and results; an existing one is continued")
+    add("--max-tokens", type=whole(1, 10**7), help="maximum length of a completion (default: the suite's)")
+    add("--out", type=Path, help="folder for completions and results; an unfinished evaluation in it is continued")
     add_threads(parser)
 
-    what = "measure pass rates of tasks and keep those in a band"
+    what = "measure the pass rates of tasks, and keep the tasks in a band"
     parser = add_command(commands, "filter", run_filter, what, "quickstart --out runs/rates")
     add_config(parser)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder for the results; an existing one is continued")
+    add("--out", type=Path, required=True, help="folder for the results; an unfinished measurement in it is continued")
     add("--k", type=whole(1, 1024), default=8, help="completions per task (default: 8)")
-    band = "pass rates to keep, both ends included (default: 0.125:0.5, INTELLECT-2's)"
+    band = "pass rates to keep, both ends included (default: 0.125:0.5, as in INTELLECT-2)"
     add("--band", default="0.125:0.5", metavar="LOW:HIGH", help=band)
     add("--n", type=whole(1, 10**9), help="only the first N training tasks (default: all)")
     add_threads(parser)
@@ -67,7 +68,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
         say("\n".join(f"{s.name:14} k {s.k:2}, T {s.temperature:g}  {s.task}: {s.about}" for s in TABLE))
         return
     if not arguments.suites:
-        raise UserError("name a suite, or --list to see them")
+        raise UserError("name a suite; --list shows them")
     if bool(arguments.url) != bool(arguments.served):
         raise UserError("--url and --served-name go together: the server's address and the model it should use")
     if not arguments.models and not arguments.url:
@@ -78,7 +79,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     suites = [replace(suite, **changed) for suite in find(arguments.suites)]
     if arguments.path is not None:
         if len(suites) > 1 or not suites[0].prompt:
-            raise UserError("--path holds the rows of one code suite: HumanEval, MBPP or LiveCodeBench")
+            raise UserError("--path needs exactly one suite: HumanEval, MBPP or LiveCodeBench")
         suites = [replace(suites[0], path=arguments.path)]
     out: Path = arguments.out or Path("runs") / f"eval-{time.strftime('%Y%m%d-%H%M%S')}"
     from shoal.evals.evaluate import RESULTS, evaluate, table, write_results
@@ -91,7 +92,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     contestants = list(_contestants(arguments, out))
     labels = [contestant.label for contestant in contestants]
     if repeated := next((label for label in labels if labels.count(label) > 1), None):
-        raise UserError(f"two models are called {repeated}; give different ones")
+        raise UserError(f"two models are called {repeated}; name different models")
     results, differences = evaluate(contestants, suites, out, progress, n=arguments.n)
     write_results(out / RESULTS, results, differences, shlex.join(["shoal", *sys.argv[1:]]))
     console = Terminal()
@@ -149,6 +150,6 @@ def run_filter(arguments: argparse.Namespace) -> None:
     kept = write_filter(arguments.out, results, band, rates.settings)
     say("\n".join(["pass rate  tasks", *(f"{label:>9}  {count:5}" for label, count in histogram(results).items())]))
     say(
-        f"kept {len(kept)} of {len(results)} tasks with a pass rate from {float(band.low):g} to {float(band.high):g}\n"
+        f"kept {len(kept)} of {len(results)} tasks, with pass rates from {float(band.low):g} to {float(band.high):g}\n"
         f'{arguments.out / MANIFEST}\nto train on them: keep = "{arguments.out / MANIFEST}" in [[tasks.sources]]'
     )

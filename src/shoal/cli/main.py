@@ -48,7 +48,7 @@ def answer(call: Action, arguments: argparse.Namespace) -> int:
         if status is None:
             raise
         missing = error.filename if isinstance(error, FileNotFoundError) else None
-        message = f"nothing is at {missing}" if missing else error
+        message = f"no such file or folder: {missing}" if missing else error
         say(f"shoal {arguments.command_name}: {message}", sys.stderr)
         return status
 
@@ -76,7 +76,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def _status_of(error: Exception, arguments: argparse.Namespace) -> int | None:
-    """Return the exit status for an error whose message explains it; None for one that needs a traceback."""
+    """Return the exit status for an error that its message explains; None for a bug, which needs a traceback."""
     if isinstance(error, UserError) or _is_missing(error, arguments):
         return USAGE
     if arguments.command_name in ("coordinator", *ROLES) and not restart_helps(error):

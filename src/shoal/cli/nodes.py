@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 EVICTED = 3
 ROLES: dict[Role, str] = {
     "learner": "trains on accepted rollouts and publishes policy versions",
-    "origin": "cuts published versions into shards and serves them",
-    "relay": "mirrors the origin for workers",
+    "origin": "splits published versions into shards and serves them",
+    "relay": "mirrors the origin and serves its versions to other nodes",
     "worker": "generates rollouts",
     "validator": "checks submissions",
     "evaluator": "measures held-out accuracy",
@@ -53,36 +53,40 @@ def add_commands(commands: Commands) -> None:
         add("--dir", type=Path, required=not serves, help="this node's own folder: key, cache, state")
         add_threads(parser)
         if role == "learner":
-            site = "with learner.sites: this site's invite, which `shoal pool meet` writes"
+            site = "if the config sets learner.sites: this site's invite, which `shoal pool meet` writes"
             add("--site", metavar="INVITE", help=site)
         if role == "worker":
-            engine = "what generates rollouts (vllm: docs/operate.md)"
+            engine = "engine that generates rollouts (for vllm, see docs/operate.md)"
             add("--engine", choices=get_args(EngineName), default="torch", help=engine)
         if role == "origin":
-            add("path", type=Path, nargs="?", help="a file, a folder, or a folder of versions v000000, ...")
+            path = "without --join: the file, folder or folder of versions (v000000, ...) to serve"
+            add("path", type=Path, nargs="?", help=path)
             add("--watch", type=Path, help="with --join: the learner's folder of versions")
-            key = "private key, created if absent; must lie outside of PATH"
+            key = "without --join: file of the private key, created if absent; must be outside PATH"
             add("--key-file", type=Path, default=Path("origin.pem"), help=key)
         if role == "relay":
-            add("--upstream", type=_urls, default=[], help="origins and relays, separated by commas")
-            add("--key", help="the origin's public key")
+            add("--upstream", type=_urls, default=[], help="without --join: URLs of servers, separated by commas")
+            add("--key", help="without --join: the origin's public key")
         if serves:
-            store = "folder of published versions; must lie outside of PATH"
+            store = "without --join: folder of the versions" + ", which must be outside PATH" * (role == "origin")
             add("--store", type=Path, default=Path("shardcast"), help=store)
-            listen = "address to listen at and announce; port 0: any free one (default: the config's, or 127.0.0.1:0)"
+            listen = "address to listen on; port 0: any free port (default: from the config, or 127.0.0.1:0)"
             add("--listen", type=_listen, metavar="HOST:PORT", help=listen)
-            url = "with --join: the URL to announce, if a proxy stands in front"
+            url = "with --join: the URL to announce, if it is a proxy's (default: the --listen address)"
             add("--url", type=_url, default="", help=url)
-            add("--keep", type=KEEP, default=5, help="how many of the newest versions to keep, with their parents")
+            keep = "without --join: newest versions to keep, besides those that their deltas need (default: 5)"
+            add("--keep", type=KEEP, default=5, help=keep)
     example = f"http://10.0.0.2:8720 --key {'0' * 64} --out versions"
     add = add_command(commands, "fetch", run_fetch, "download published versions to a folder", example).add_argument
-    add("urls", type=_urls, help="relays or the origin, separated by commas")
+    add("urls", type=_urls, help="URLs of relays or the origin, separated by commas")
     add("--key", required=True, help="the origin's public key, which the origin prints")
-    add("--out", type=Path, required=True, help="where to write v000007/ and so on; reuses the versions there")
-    add("--version", type=whole(0, 1 << 40), help="which one to fetch (default: the newest)")
+    out = "folder for the versions (v000007, ...); those already there are reused"
+    add("--out", type=Path, required=True, help=out)
+    add("--version", type=whole(0, 1 << 40), help="number of the version to fetch (default: the newest)")
     add("--follow", action="store_true", help="keep fetching new versions")
-    add("--wait", type=real(0, 1e6), default=0.0, metavar="S", help="wait for a relay or a first version")
-    timeout = "give up on a version that is not complete after this long (default: a day)"
+    wait = "seconds to wait for a relay and a first version (default: 0)"
+    add("--wait", type=real(0, 1e6), default=0.0, metavar="S", help=wait)
+    timeout = "seconds after which to give up on an incomplete version (default: a day)"
     add("--timeout", type=real(0, 1e6), default=24 * 3600.0, metavar="S", help=timeout)
 
 
@@ -102,7 +106,7 @@ def begin(name: str, arguments: argparse.Namespace) -> threading.Event:
 def join(arguments: argparse.Namespace) -> int:
     """Join a pool and work in the command's role until the run ends."""
     role: Role = arguments.command_name
-    _require(arguments, ["dir", "watch"] if role == "origin" else ["dir"], "--join")
+    _require(arguments, ["dir", "watch"] if role == "origin" else ["dir"], "with --join")
     invite = _checked_invite(role, arguments)
     stop = begin(role, arguments)
     from shoal.protocol.calling import StoppedError
@@ -116,9 +120,9 @@ def join(arguments: argparse.Namespace) -> int:
 
 
 def _require(arguments: argparse.Namespace, names: list[str], condition: str) -> None:
-    """Raise UserError unless all arguments of these names were given."""
+    """Raise UserError unless all arguments with these names are given. `condition`: when they are needed."""
     if missing := [name for name in names if not getattr(arguments, name)]:
-        raise UserError(f"with {condition}, {arguments.command_name} also needs {' and '.join(missing)}")
+        raise UserError(f"{condition}, {arguments.command_name} also needs {' and '.join(missing)}")
 
 
 def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
@@ -165,7 +169,7 @@ def serve_or_join(arguments: argparse.Namespace) -> int:
     if arguments.join:
         return join(arguments)
     name = arguments.command_name
-    _require(arguments, ["path"] if name == "origin" else ["upstream", "key"], "no --join")
+    _require(arguments, ["path"] if name == "origin" else ["upstream", "key"], "without --join")
     (run_origin if name == "origin" else run_relay)(arguments, begin(name, arguments))
     return 0
 
@@ -177,7 +181,7 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.shardcast.origin import check_apart
 
     if not arguments.path.exists():
-        raise UserError(f"nothing is at {arguments.path}; name a file, a folder, or a folder of versions")
+        raise UserError(f"no such file or folder: {arguments.path}; name a file, a folder, or a folder of versions")
     check_apart(arguments.path, arguments.store, arguments.key_file)  # before a key is created
     store = _store(arguments)
     origin = Origin(store, Identity.load_or_create(arguments.key_file).private_key, run=SHARDCAST)
@@ -221,7 +225,7 @@ def _public_key(arguments: argparse.Namespace) -> str:
     """Return the origin's public key. Raise UserError."""
     key: str = arguments.key
     if not PUBLIC_KEY.fullmatch(key):
-        raise UserError(f"--key {key[:80]!r} is not a public key: 64 hex digits, which the origin prints")
+        raise UserError(f"--key {key[:80]!r} is not a public key, which has 64 hex digits; the origin prints it")
     return key
 
 
@@ -232,7 +236,7 @@ def _listen(text: str) -> tuple[str, int]:
     try:
         address = Listening(listen=text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:0") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT; write for example 127.0.0.1:0") from error
     return address.host, address.port
 
 

@@ -1,4 +1,4 @@
-"""Origin and relay as members of a pool: listen, join with that address, serve the run's nodes, ban the evicted ones.
+"""Run the origin or a relay in a pool: listen, join with that address, serve the run's nodes, and refuse evicted ones.
 
 Invariant: the origin announces a version to the coordinator only when it can serve all of it.
 """
@@ -26,7 +26,7 @@ from shoal.shardcast.server import url_of
 Listen = tuple[str, int]  # host and port
 
 WATCH_S = 0.1
-LOOKUP_S = 2.0  # between two lookups of the origin's address, while it is unreachable
+LOOKUP_S = 2.0  # between two lookups of the origin's address, while the origin is unreachable
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 def run_origin(
     invite: Invite, folder: Path, watched: Path, stop: threading.Event, listen: Listen | None = None, url: str = ""
 ) -> str:
-    """Publish what the learner writes under `watched`, until the run ends."""
+    """Publish the versions that the learner writes to `watched`, until the run ends."""
     check_apart(watched, folder)
     config = Node.read_config(invite, stop)
     identity = Identity.load_or_create(folder / "identity.pem")
@@ -78,7 +78,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
         lookup_s = time.monotonic()  # time of the last lookup
 
         def upstream() -> list[str]:
-            """Return the origin and the live relays, in any order: the relay finds its own position."""
+            """Return the URLs of the origin and the live relays, in any order: the relay finds its parents among them."""
             return origins + (node.answer.relays if node.answer else [])
 
         relay = Relay(upstream, store, node.access(publisher, config))
@@ -96,7 +96,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
                 node.policy_version = max(mirrored) if mirrored else None
                 if relay.status.arrival:
                     node.note_arrival(relay.status.arrival)
-                error = relay.status.last_error  # it may be old: show it only while the newest version is missing
+                error = relay.status.last_error  # may be old, so it is shown only while the newest version is missing
                 is_behind = node.answer is not None and node.policy_version != node.answer.newest_version
                 node.doing(f"the origin: {error}" if error and is_behind else "the origin", waiting=True)
                 await asyncio.sleep(WATCH_S)
@@ -129,7 +129,10 @@ async def serve_store(
     live: Callable[[Node], Awaitable[str]],
     stop: threading.Event,
 ) -> str:
-    """Serve the store to the pool's nodes, join with its address, and run `live`. `url`: of a proxy in front, or ""."""
+    """Serve the store to the pool's nodes, join the pool, and run `live`.
+
+    `url`: the address to announce, if it is a proxy's; "": announce the address that this process listens on.
+    """
     guard = Guard(audience=invite.run, pool_key=invite.key)
     runner, bound = await _bind(app(store, guard=guard), *listen, folder / "port")
     try:
@@ -157,7 +160,7 @@ async def _ban(node: Node, guard: Guard) -> None:
 
 
 async def _bind(application: web.Application, host: str, port: int, last_port: Path) -> tuple[web.AppRunner, int]:
-    """Listen on `port`; 0 reuses the port from before a restart, or takes a free one."""
+    """Listen on `port`; 0: the port from before a restart, or else any free port."""
     last = last_port.read_text() if port == 0 and last_port.exists() else ""
     port = int(last) if last else port
     runner, bound = await serve(application, host, port)

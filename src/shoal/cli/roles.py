@@ -70,7 +70,7 @@ def task_set(node: Node, config: Config, folder: Path) -> TaskSet:
 
 
 def fingerprinter(config: Config, dtype: DtypeName) -> Callable[[Any], str]:
-    """Return a function from a model to its fingerprint, with which a node claims an exactness class in heartbeats.
+    """Return a function that computes a model's fingerprint. Nodes claim an exactness class with it in heartbeats.
 
     The fingerprint is "" if the numerics are fast or the machine fails the self-test, which runs at the first call.
     """
@@ -86,7 +86,7 @@ def fingerprinter(config: Config, dtype: DtypeName) -> Callable[[Any], str]:
             return ""
         if passed is None:
             passed = selftest.passes(model, dtype, config.model.device)
-            log.info("results %s on batch shapes here", "do not depend" if passed else "depend")
+            log.info("results on this machine %s on batch shapes", "do not depend" if passed else "depend")
         return fingerprint(model) if passed else ""
 
     return fingerprint_of
@@ -121,7 +121,7 @@ def run_worker(
 def opened_engine(
     name: EngineName, config: Config, dtype: DtypeName, threads: int, compute: Compute | None = None
 ) -> Iterator[tuple[Engine, str, Callable[[], str]]]:
-    """Yield the engine, the kind that file headers name, and a function that returns the fingerprint of its weights.
+    """Yield the engine, its kind in the headers of rollout files, and a function that returns its weights' fingerprint.
 
     `compute`: runs the torch engine's steps; None: the calling thread runs them.
     vLLM's results depend on its batches, so it claims no exactness class. Raise ShoalError.
@@ -177,7 +177,7 @@ def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
 
 
 def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Event, site: Invite | None = None) -> str:
-    """Load the policy and train; under torchrun, on every rank. `site`: this site's invite, if the learner has several.
+    """Load the policy and train; under torchrun, on every rank. `site`: this site's invite, if there are several.
 
     Raise ShoalError.
     """
@@ -238,7 +238,7 @@ def _at_site(
 def _leading(
     invite: Invite, folder: Path, threads: int, ranks: Ranks, stop: threading.Event
 ) -> Iterator[tuple[Node | None, Config, DtypeName]]:
-    """Join the pool as the leader and broadcast config and dtype to the other ranks, which have no node."""
+    """On the leader, join the pool and broadcast config and dtype. On other ranks, receive them; the node is None."""
     from shoal.model.dtype import set_threads
 
     if not ranks.leads:

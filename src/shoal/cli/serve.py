@@ -1,5 +1,5 @@
 """Pages and endpoints: `shoal dashboard RUN` shows a run in a browser or as one HTML file; `shoal serve RUN|MODEL`
-serves an OpenAI-compatible endpoint and a chat page. Also the part of `shoal audit` that checks a reply.
+serves an OpenAI-compatible endpoint and a chat page. `audit_reply` is the part of `shoal audit` that checks a reply.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ def add_commands(commands: Commands) -> None:
     what = "watch a live or finished run in a browser, or write it as one HTML file"
     add = add_command(commands, "dashboard", dashboard, what, "runs/quickstart").add_argument
     add("run", metavar="RUN|URL", help="the folder of a run or coordinator, or a coordinator's URL")
-    compare = "also draw this run's curves; may be repeated"
+    compare = "also plot this run's curves; may be repeated"
     add("--compare", action="append", default=[], metavar="RUN", help=compare)
-    add("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
-    add("--port", type=port, default=8600, help="0: any free one (default: 8600)")
-    add("--public", action="store_true", help="answer under any host name, for a proxy in front of it")
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    add("--port", type=port, default=8600, help="port to listen on; 0: any free port (default: 8600)")
+    add("--public", action="store_true", help="answer requests for any host name, as a proxy needs")
     add("--out", type=Path, metavar="FILE", help="write the page to a file instead of serving it")
 
     what = "serve a run or a model: an OpenAI-compatible endpoint and a chat page"
     parser = add_command(commands, "serve", serve, what, "runs/quickstart --open")
     add = parser.add_argument
-    weights = "a run's folder (live or finished), fetched versions, a model's name or folder"
+    weights = "a model's name, or the folder of a model, a run (live or finished) or fetched versions"
     add("what", metavar="RUN|MODEL", help=weights)
-    add("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
-    add("--port", type=port, default=8000, help="0: any free one (default: 8000)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    add("--port", type=port, default=8000, help="port to listen on; 0: any free port (default: 8000)")
     add("--dir", type=Path, help="folder for API keys and conversations (default: RUN/serve, or runs/serve)")
-    add("--open", action="store_true", help="one user on this machine: no login and no keys")
-    add("--api-only", action="store_true", help="no chat page")
-    add("--no-registration", action="store_true", help="nobody may register on the page")
-    add("--https", action="store_true", help="a proxy in front speaks HTTPS: cookies travel over it only")
+    add("--open", action="store_true", help="require no login and no API keys, for one user on this machine")
+    add("--api-only", action="store_true", help="serve no chat page")
+    add("--no-registration", action="store_true", help="let nobody register on the chat page")
+    add("--https", action="store_true", help="send cookies over HTTPS only, which a proxy must provide")
     host = "answer only requests for this host name; may be repeated"
     add("--name", action="append", default=[], dest="names", metavar="HOST", help=host)
     add_threads(parser)
@@ -72,7 +72,7 @@ def serve(arguments: argparse.Namespace) -> None:
     from shoal.serve.versions import source_of
 
     if arguments.open and arguments.host not in ("127.0.0.1", "localhost", "::1"):
-        raise UserError("--open has no login, so it serves this machine only; leave --host out, or --open")
+        raise UserError("--open has no login, so it serves this machine only; leave out --host or --open")
     stop = process.begin("serve", threads=arguments.threads)
     source = source_of(arguments.what)
     # fail on a taken port before loading weights

@@ -46,8 +46,8 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--out", type=Path, metavar="RUN", help="folder of this run (default: runs/CONFIG-TIME)")
     add_dashboard(parser)
 
-    out = "folder for checkpoints, metrics.jsonl and the model; an existing folder is resumed"
-    what = "fine-tune on conversations; without a config: make bundled:tiny"
+    out = "folder for checkpoints, metrics.jsonl and the model; training resumes from its checkpoints"
+    what = "fine-tune a model on conversations; without a config, train bundled:tiny"
     parser = add_command(commands, "sft", run_sft, what, "configs/sft.toml --out runs/sft")
     add_config(parser, required=False)
     add_threads(parser)
@@ -66,11 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
     if bool(arguments.resume) == bool(arguments.config):
         raise UserError("name a config, or the folder of a run to resume: shoal run --resume RUN")
     if arguments.resume and arguments.out:
-        raise UserError(f"a resumed run stays in its folder {arguments.resume}; leave --out out")
+        raise UserError(f"a resumed run stays in its folder {arguments.resume}; leave out --out")
     if arguments.resume:
         arguments.config = arguments.resume / "config.toml"
         if not arguments.config.is_file():
-            raise UserError(f"{arguments.resume} is not the folder of a run: no config.toml there")
+            raise UserError(f"{arguments.resume} is not the folder of a run: it has no config.toml")
     config = read_config(arguments)
     from shoal.cli.launch.swarm import Swarm
 
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         address = Address.read(arguments.resume)
         return Swarm(config, address.run, arguments.resume, address.url, dashboard=arguments.dashboard).run()
     stem = arguments.config.stem
-    name = run_name(f"{stem}-{config.run.seed}", "rename the config file, after which the run is called")
+    name = run_name(f"{stem}-{config.run.seed}", "rename the config file, whose name the run gets")
     out = arguments.out or Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     return Swarm(config, name, out, dashboard=arguments.dashboard).run()
 

@@ -23,8 +23,8 @@ from shoal.config.sections import (
 from shoal.config.sites import PretrainSection, SitesSection
 from shoal.config.tasks import TaskSection
 
-PROMPT_TOKENS = 8192  # default space in a row for the prompt, besides the longest completion
-TURNS = 4  # default maximum for completions with an environment
+PROMPT_TOKENS = 8192  # default space for the prompt in a row, in addition to the longest completion
+TURNS = 4  # default of sampling.max_turns if a source has an environment
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SUBMISSION_BYTES = 64 << 20  # lower bound of `max_submission_bytes`
 TOKEN_BYTES = 18  # per token of a rollout file: id, logprob and 1/32 of a proof
@@ -72,7 +72,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _derive(self) -> "Config":
-        """Derive defaults of fields from the fields that the config sets."""
+        """Derive defaults of other fields from the fields that the config sets."""
         tasks, evaluator, learner, prompts = self.tasks, self.evaluator, self.learner, self.coordinator.prompts_per_step
         if "heldout" in tasks.model_fields_set:
             self._default("evaluator", n=min(evaluator.n, tasks.heldout))

@@ -24,7 +24,7 @@ PACKAGED = Path(__file__).parent.parent / "configs"  # in a checkout, a link to 
 
 
 class ConfigError(UserError):
-    """The config cannot be used. The message names the key and what to do."""
+    """The config cannot be used. The message names the key, and says what to do."""
 
 
 def load(path: Path, overrides: list[str] | None = None, overlays: list[Path] | None = None) -> Config:
@@ -136,9 +136,9 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         existing = sorted(str(file) for file in Path("configs").glob("*.toml"))
         existing += sorted(file.stem for file in PACKAGED.glob("*.toml"))
-        raise ConfigError(f"no config at {path}; there are {', '.join(existing)}") from error
+        raise ConfigError(f"no config at {path}; available: {', '.join(existing)}") from error
     except IsADirectoryError as error:
-        raise ConfigError(f"{path} is a folder; name a config, or a run to resume with --resume") from error
+        raise ConfigError(f"{path} is a folder; name a config file, or resume a run with --resume") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} is not readable as TOML: {error}") from error
 
@@ -189,14 +189,14 @@ def _override(values: dict[str, Any], override: str) -> None:
         if not isinstance(target, dict | list):
             raise ConfigError(f"--set {override!r}: {section!r} is a value, not a section")
     if isinstance(target, list):
-        raise ConfigError(f"--set {override!r}: name a field of one entry, e.g. {'.'.join(sections)}.0.{field}")
+        raise ConfigError(f"--set {override!r}: name an entry of the list, e.g. {'.'.join(sections)}.0.{field}")
     target[field] = value
 
 
 def _entry(entries: list[Any], number: str, override: str) -> Any:
     """Return an entry of a list of sections by its index."""
     if not number.isdecimal() or int(number) >= len(entries):
-        raise ConfigError(f"--set {override!r}: {number!r} is not an entry of a list of {len(entries)}, counted from 0")
+        raise ConfigError(f"--set {override!r}: {number!r} is not an index below {len(entries)}, the list's length")
     return entries[int(number)]
 
 

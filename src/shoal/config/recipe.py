@@ -31,8 +31,8 @@ class SamplingSection(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     max_tokens: PositiveInt = 32768
-    """Maximum length of a completion, including an environment's answers; prompt and completion must fit the model's
-    context (INTELLECT-2)."""
+    """Maximum tokens of a completion, including an environment's answers; prompt and completion together must fit the
+    model's context (INTELLECT-2)."""
     group_size: Annotated[int, Field(ge=2)] = 16
     """G: completions per prompt (INTELLECT-2)."""
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 1
@@ -41,7 +41,7 @@ class SamplingSection(Section):
 
 LossKind = Literal["grpo", "dr_grpo", "gspo", "cispo", "dppo"]
 BOUNDS: dict[str, dict[str, float]] = {  # defaults that differ from those of grpo
-    "gspo": {"epsilon": 3e-4},  # GSPO (arXiv 2507.18071), with 4e-4 upwards
+    "gspo": {"epsilon": 3e-4},  # GSPO (arXiv 2507.18071); `epsilon_high` is 4e-4
     "cispo": {"delta": 5.0},  # ScaleRL (arXiv 2510.13786)
     "dppo": {"delta": 20.0},  # DPPO (arXiv 2602.04879), the authors' code
 }
@@ -53,11 +53,11 @@ class LossSection(Section):
     kind: LossKind = "grpo"
     """Loss formula (INTELLECT-2)."""
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped to 1 ± epsilon; gspo: a rollout's ratio, to 1 − epsilon and 1 + 4/3 epsilon; dppo: maximum
-    change of a token's probability; unset: 0.2, or 3e-4 for gspo (INTELLECT-2)."""
+    """grpo, dr_grpo: a token's ratio is clipped to 1 ± epsilon; gspo: a rollout's ratio is clipped to between 1 − epsilon
+    and 1 + 4/3 epsilon; dppo: maximum change of a token's probability; unset: 0.2, or 3e-4 for gspo (INTELLECT-2)."""
     delta: Annotated[float, Field(gt=1)] = 4.0
-    """grpo, dr_grpo, gspo: upper bound on the ratio for negative advantages; cispo, dppo: on importance weights; unset:
-    4, or 5 for cispo, or 20 for dppo (INTELLECT-2)."""
+    """grpo, dr_grpo, gspo: upper bound on the ratio for negative advantages; cispo, dppo: upper bound on importance
+    weights; unset: 4, or 5 for cispo, or 20 for dppo (INTELLECT-2)."""
     beta: NonNegativeFloat = 0.001
     """Weight of the KL divergence to the initial policy; 0: no reference model is loaded (INTELLECT-2)."""
     entropy: NonNegativeFloat = 1e-4
@@ -110,8 +110,8 @@ class LearnerSection(Section):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third more time, less memory."""
     checkpoint_every: PositiveInt | None = None
-    """Rollout steps between checkpoints; none: enough that at most 10 GB are written per step on average, at 12 bytes per
-    trained parameter: 1 up to 0.8 billion parameters, 10 for 7.6 billion, 40 for 32.8 billion."""
+    """Rollout steps between checkpoints; none: the smallest number for which checkpoints (12 bytes per trained parameter)
+    write at most 10 GB per step on average, for example 1 for 0.8 billion parameters and 10 for 7.6 billion."""
     keep_last: PositiveInt = 2
     """How many of the newest checkpoints to keep."""
     keep_versions: PositiveInt = 2
@@ -119,7 +119,7 @@ class LearnerSection(Section):
     lora: LoraSection | None = None
     """Train low-rank adapters; none: train all weights."""
     sites: NonNegativeInt = 0
-    """Number of sites that the learner is spread over, which average their weights as [sites] says; 0: a single site."""
+    """Number of sites that the learner is spread over; they average their weights as [sites] configures; 0: one site."""
     loss: LossSection = LossSection()
 
     def steps_between_checkpoints(self, trained: int) -> int:

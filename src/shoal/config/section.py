@@ -24,7 +24,7 @@ class Listening(Section):
     """The section of a server."""
 
     listen: Listen = "127.0.0.1:0"
-    """HOST:PORT to listen on, which origin and relays also announce to the pool; host 0.0.0.0: all interfaces; port 0: any
+    """HOST:PORT to listen on; origin and relays also announce it to the pool; host 0.0.0.0: all interfaces; port 0: any
     free port."""
 
     @property

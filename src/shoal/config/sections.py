@@ -47,7 +47,7 @@ class CoordinatorSection(Listening):
 
 
 class StoreSection(Section):
-    """Where rollout files are stored. Set a bucket's credentials in the coordinator's environment, never here."""
+    """Where rollout files are stored. Set a bucket's credentials in the coordinator's environment, not in the config."""
 
     url: Annotated[str, Field(pattern=r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]*)?)?$")] = ""
     """s3://BUCKET/PREFIX, which nodes access with signed URLs; empty: the coordinator's folder."""
@@ -63,12 +63,12 @@ class LedgerSection(Section):
     """
 
     rpc: Annotated[str, Field(pattern=r"^(https?://[^\s#@]+)?$")] = ""
-    """URL of a node of the chain, which only the coordinator sees."""
+    """URL of a node of the chain. Only the coordinator sees it."""
     contract: Annotated[str, Field(pattern="^(0x[0-9a-fA-F]{40})?$")] = ""
     """Address of the contract, as printed by `shoal pool stake deploy`; empty: no chain."""
     key_file: str = ""
-    """File on the coordinator's machine with the private key of the contract's operator, in hex; empty: the node signs
-    with its own first account."""
+    """File on the coordinator's machine with the private key of the contract's operator, in hex; empty: the chain's node
+    signs with its first account."""
 
 
 class OriginSection(Listening):
@@ -79,8 +79,8 @@ class RelaySection(Listening):
     """Mirrors of the origin."""
 
     reach: Literal["auto", "local", "private", "public"] = "auto"
-    """Addresses that relays may announce and nodes connect to; public: on the internet only; private: private networks
-    as well; local: loopback as well; auto: local if the coordinator listens on loopback, else public."""
+    """Addresses that relays may announce and nodes connect to; public: on the internet only; private: also private
+    networks; local: also private networks and loopback; auto: local if the coordinator listens on loopback, else public."""
     count: PositiveInt = 1
     """Number of relays that `shoal run` starts."""
 
@@ -94,10 +94,10 @@ class WorkerSection(Section):
     """Engines, assigned to workers in turn and measured by `shoal calibrate`; vllm needs its own Python environment
     (docs/operate.md)."""
     groups_per_submission: PositiveInt = 4
-    """Groups in one submission of a new worker or one of typical speed."""
+    """Groups in one submission of a worker that is new or of typical speed."""
     in_flight: Annotated[int, Field(ge=1, le=16)] = 1
-    """Submissions that a worker may generate at the same time, so that its batch stays full while the longest completions
-    of one finish."""
+    """Submissions that a worker may generate at the same time. With several, its batch stays full while the longest
+    completions of one submission finish."""
 
     def engine(self, number: int) -> EngineName:
         """Return the engine of the worker with this number."""
@@ -123,7 +123,7 @@ class EvaluatorSection(Section):
 
 # --- limits of submissions, requirements of workers -------------------------------------------------------------------
 
-RATES = (0.1, 0.03, 2e-3, 1e-3)  # used without calibration: higher than on any honest machine measured so far
+RATES = (0.1, 0.03, 2e-3, 1e-3)  # used without calibration: higher than any rate measured on honest machines
 ROW_TOKENS = 1024  # positions in one row of a validator's prefill; a longer rollout gets a longer row
 MISMATCH_SHARE = 0.001  # fraction of tokens that may be mismatches, in addition to `validator.sampling_mismatches`
 MIN_ESCROW_CHECKS = 16
@@ -142,8 +142,8 @@ class ValidatorSection(Section):
     count: PositiveInt = 1
     """Number of validators that `shoal run` starts."""
     limits: dict[EngineOnDevice, dict[Limit, PositiveFloat]] = {}
-    """Other limits for an engine on a kind of device, such as vllm/cpu, which a submission's signed header names (measured
-    by `shoal calibrate`)."""
+    """Other limits by ENGINE/DEVICE, such as vllm/cpu, as the signed header of a submission names it (measured by `shoal
+    calibrate`)."""
     proof_exponent_mean: PositiveFloat = 10.0
     """Maximum mean number of differing exponents per proof, over a submission (measured by `shoal calibrate`)."""
     proof_mantissa_mean: PositiveFloat = 2.4
@@ -158,16 +158,17 @@ class ValidatorSection(Section):
     sampling_margin_mean: PositiveFloat = 0.02
     """Maximum mean margin in nats, over a submission's tokens; a mismatch counts as 0 (measured by `shoal calibrate`)."""
     classes: Literal["any", "exact"] = "any"
-    """Which machines may work; any: also those that compute differently from every validator, within the limits; exact:
-    only those whose results a live validator reproduces bit for bit."""
+    """Which machines may work; any: all whose results are within the limits; exact: only those whose results a live
+    validator reproduces bit for bit."""
     check_floor: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Minimum fraction of a trusted worker's submissions that is prefilled completely; 1: all. Of the others, two rollouts
-    are prefilled."""
+    """Minimum fraction of a trusted worker's submissions that is prefilled whole; 1: all. Of each other submission, two
+    rollouts are prefilled."""
 
     @property
     def escrow_checks(self) -> int:
-        """Complete prefills that a worker must pass after a submission before it is credited. A rejected lie forfeits
-        the credit in escrow; with fewer than 1 / check_floor checks, lies would pay (docs/trust.md)."""
+        """Number of whole prefills that a worker must pass after a submission before that submission is credited. A
+        rejected lie forfeits the credit in escrow. With fewer than 1 / check_floor checks, lies would pay
+        (docs/trust.md)."""
         return max(MIN_ESCROW_CHECKS, math.ceil(1 / self.check_floor))
 
     def allowed_mismatches(self, tokens: int) -> float:
@@ -190,25 +191,27 @@ class EvidenceSection(Section):
     the bounds on honest work."""
 
     rates: tuple[float, float, float, float] = RATES
-    """Honest frequency of tokens that score below the token of their seed by more than 0, 1/8, 1/2 and 1 times
+    """Honest frequencies of tokens that score below the token their seed selects by more than 0, 1/8, 1/2 and 1 times
     validator.sampling_margin, per token that numerics could change (measured by `shoal calibrate`)."""
     regenerated: NonNegativeInt = 0
-    """Number of rollouts per submission, among those with a token that their seed does not select, that a validator
-    generates again to see whether the worker chose by reward."""
+    """Number of rollouts per submission that a validator generates again, to see whether the worker chose by reward. They
+    are drawn from the rollouts with a token that its seed does not select."""
     proof_exponent_mean: PositiveFloat | None = None
     """Honest mean of the figure that validator.proof_exponent_mean limits; none: 2/3 of the limit (measured by `shoal
     calibrate`)."""
     proof_mantissa_mean: PositiveFloat | None = None
-    """Likewise; none: 2/3 of the limit (measured by `shoal calibrate`)."""
+    """Honest mean of the figure that validator.proof_mantissa_mean limits; none: 2/3 of the limit (measured by `shoal
+    calibrate`)."""
     logprob_error_mean: PositiveFloat | None = None
-    """Likewise; none: 2/3 of the limit (measured by `shoal calibrate`)."""
+    """Honest mean of the figure that validator.logprob_error_mean limits; none: 2/3 of the limit (measured by `shoal
+    calibrate`)."""
 
 
 class RequirementsSection(Section):
     """Requirements for workers to join."""
 
     engines: list[str] = []
-    """Engines that workers may use, such as "torch", as they report themselves; empty: any."""
+    """Engines that workers may use, such as "torch"; workers report theirs when they join; empty: any."""
     stake: NonNegativeInt = 0
     """Stake required to join with an open invite, in the ledger's unit."""
     places: NonNegativeInt = 0

@@ -1,4 +1,4 @@
-"""Config sections for pretraining and several sites. Defaults are DiLoCo's if it has any (2311.08105, table 5)."""
+"""Config sections for pretraining and several sites. Defaults are DiLoCo's where it names one (2311.08105, table 5)."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,12 +13,12 @@ class PretrainSection(Section):
     """Training on plain text, `shoal pretrain`."""
 
     data: str = ""
-    """Text files: a path, a pattern with *, or ORGANISATION/NAME:PATTERN for a data set on the Hugging Face hub; .jsonl,
-    .json (one object per line, also with .gz), .parquet or .txt."""
+    """Text files: a path, a pattern with *, or ORGANISATION/NAME:PATTERN for a data set on the Hugging Face hub. Formats:
+    .jsonl, .json (one object per line, also with .gz), .parquet or .txt."""
     field: str = "text"
     """Field or column with the text."""
     init: Literal["random", "weights"] = "random"
-    """Start from random weights drawn with run.seed, or from those of model.name."""
+    """random: start from random weights drawn with run.seed; weights: start from those of model.name."""
     steps: PositiveInt = 88000
     """Inner steps to train (DiLoCo)."""
     batch: PositiveInt = 512
@@ -55,11 +55,11 @@ class SitesSection(Listening):
     momentum: Fraction = 0.9
     """Nesterov momentum of the outer step (DiLoCo)."""
     quorum: PositiveInt = 1
-    """Minimum number of sites whose offers close a round."""
+    """Minimum number of sites that must make an offer before a round can close."""
     wait_s: PositiveFloat = 60
     """Seconds from a round's first offer until the round closes."""
     url: str = ""
-    """URL at which sites reach the meeting, such as a proxy with TLS; empty: the address that it listens on."""
+    """URL at which sites reach the meeting, for example through a proxy with TLS; empty: the address in `listen`."""
 
     @property
     def terms(self) -> dict[str, Any]:

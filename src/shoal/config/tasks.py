@@ -24,19 +24,21 @@ class SourceSection(Section):
     options: dict[str, Any] = {}
     """Options of the generator."""
     split: str = "train"
-    """Split of a data set, or of a folder's files, to train on."""
+    """Split to train on, of a data set or of a folder's files."""
     heldout_split: str = ""
     """Split to evaluate on; empty: part of `split`, chosen by a hash of the question."""
     revision: str = ""
     """Commit or tag of the data set; empty: the newest."""
     fields: dict[str, str] = {}
-    """Columns by field: question, answer, tests, metadata; empty: recognised from the schema."""
+    """Column for each of the fields question, answer, tests and metadata; empty: recognised from the schema."""
     reward: str | dict[str, float] = ""
-    """number, math, code, or your own function as file.py:name; or several with weights; empty: the schema's reward."""
+    """number, math, code, your own function as file.py:name, or several of these with weights; empty: depends on the
+    schema."""
     weight: PositiveFloat = 1.0
     """Weight of this source when groups are drawn."""
     environment: str = ""
-    """Answers the model between its turns: calculator, python, or your own class as file.py:Class; empty: none."""
+    """Environment that answers the model between its turns: calculator, python, or your own class as file.py:Class; empty:
+    none."""
     keep: str = ""
     """A manifest written by `shoal filter`; only its tasks are used."""
 
@@ -45,7 +47,7 @@ class SourceSection(Section):
         given = [key for key in ("path", "hub", "generator") if getattr(self, key)]
         if len(given) != 1:
             raise ValueError(
-                f"a source has one of path, hub and generator; this one has {' and '.join(given) or 'none'}"
+                f"a source needs exactly one of path, hub and generator; this one has {' and '.join(given) or 'none'}"
             )
         if self.hub and not 2 <= len(self.hub.strip("/").split("/")) <= 3:
             raise ValueError(f"hub = {self.hub!r}: write org/name, or org/name/config")
@@ -55,7 +57,7 @@ class SourceSection(Section):
             raise ValueError("options apply only to a generator")
         weights = list(self.reward.values()) if isinstance(self.reward, dict) else [1.0]
         if min(weights, default=0.0) < 0 or sum(weights) <= 0:
-            raise ValueError("rewards need weights of 0 or more, one of them above 0")
+            raise ValueError("rewards need weights of at least 0, and one weight above 0")
         return self
 
     @property
@@ -71,7 +73,7 @@ class SourceSection(Section):
 
 
 class SandboxSection(Section):
-    """Limits for model-written code and your own reward functions. They are the same on every machine."""
+    """Limits for model-written code and your own reward functions. Every machine applies the same limits."""
 
     cpu_s: Annotated[float, Field(gt=0, le=600)] = 5.0
     """CPU time limit in seconds; the wall-clock limit is 10 s higher."""

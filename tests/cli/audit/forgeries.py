@@ -1,4 +1,4 @@
-"""Lies that a coordinator can sign with its own key to withhold a worker's pay or to frame it, each with its error.
+"""Lies that a coordinator can sign with its own key to cheat or frame a worker, each with the audit's error.
 
 Each lie is written as a modified coordinator would write it: the chain is signed, validators have co-signed its heads,
 and the tables are sealed. The coordinator cannot sign for workers or validators: all files added here are honest.
@@ -44,7 +44,7 @@ class Ledger:
             del self.entries[self.index(body)]
 
     def add(self, kind: str, body: Body, after: Body | None = None) -> None:
-        """Insert an entry after another, by default before the seal."""
+        """Insert an entry after another one; by default just before the seal."""
         self.entries.insert(len(self.entries) - 1 if after is None else self.index(after) + 1, (kind, body))
 
     def change_kind(self, kind: str, body: Body) -> None:
@@ -116,7 +116,7 @@ def slash_with_anothers_file(ledger: Ledger) -> None:
     slash(ledger, {**theirs, **facts}, "proof")
 
 
-def slash_with_a_file_that_is_none(ledger: Ledger) -> None:
+def slash_with_no_rollout_file(ledger: Ledger) -> None:
     file = Folder(ledger.folder / "coordinator" / "store").put("submissions", b"PAR1 no rollouts PAR1")
     slash(ledger, ledger.file(BOB, 5) | {"file": file}, "proof")
 
@@ -223,7 +223,7 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
     "slash with another's file": (slash_with_anothers_file, "says worker"),
     "slash with another number": (
         lambda run: slash(run, run.file(BOB, 5) | {"submission": f"{BOB.public[:16]}-000006"}, "sampling"),
-        "says submission 5, the ledger 6",
+        "says submission 5, but the ledger says 6",
     ),
     "slash with another nonce": (
         lambda run: slash(run, run.file(BOB, 5) | {"nonce": "0" * 32}, "sampling"),
@@ -234,27 +234,27 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
         lambda run: slash(run, run.file(BOB, 5) | {"version": 1}, "proof"),
         "says policy_version",
     ),
-    "slash with no rollout file": (slash_with_a_file_that_is_none, "not a readable rollout file"),
+    "slash with no rollout file": (slash_with_no_rollout_file, "not a readable rollout file"),
     "slash as replayed": (slash_as_replayed, "no accepted file of its worker has the same rollouts"),
     "slash for a soft reason": (lambda run: slash(run, run.file(BOB, 5), "bounds"), "without a hard rejection"),
-    "slash with other facts": (lambda run: run.find("slashed").update(file="ab" * 32), "with other facts"),
+    "slash with other facts": (lambda run: run.find("slashed").update(file="ab" * 32), "with facts that differ"),
     "slash nobody": (slash_nobody, "nobody is slashed for"),
     "slash another": (lambda run: run.find("slashed").update(worker=BOB.public), "without a hard rejection"),
     "reject with another's file": (
         lambda run: reject(run, run.file(BOB, 5) | {"file": run.find("rejected", reason="bounds")["file"]}, "bounds"),
-        "says step 1, the ledger 2",
+        "says step 1, but the ledger says 2",
     ),
     "dismiss without rejection": (dismiss_without_rejection, "without a rejection of .* for spending"),
     "dismiss nobody": (lambda run: reject(run, run.file(BOB, 5), "spending"), "nobody is dismissed for"),
-    "ban": (lambda run: run.set_node(BOB, state="banned"), "table nodes: bob: banned, and no entry slashes it"),
-    "readmit": (lambda run: run.set_node(MALLORY, state="active"), "table nodes: mallory: slashed, and not banned"),
+    "ban": (lambda run: run.set_node(BOB, state="banned"), "table nodes: bob: banned, but no entry slashes it"),
+    "readmit": (lambda run: run.set_node(MALLORY, state="active"), "table nodes: mallory: slashed, but not banned"),
     "dismiss in the table": (
         lambda run: run.set_node(BOB, state="dismissed"),
-        "table nodes: bob: dismissed, and no entry says so",
+        "table nodes: bob: dismissed, but no entry dismisses it",
     ),
     "suspend": (
         lambda run: run.set_node(BOB, suspensions=1, suspended_until_s=2e9, state="suspended"),
-        "table nodes: bob: suspended, and nothing of it went wrong",
+        "table nodes: bob: suspended, but nothing in its record explains it",
     ),
     "judged by nobody": (
         lambda run: run.find("rejected", reason="bounds").update(validator="ee" * 32),
@@ -267,7 +267,7 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
     "judged before its validator joined": (judge_before_joining, "was not registered as validator before"),
     "judged after its validator left": (
         lambda run: run.set_node(VALIDATOR, state="left", state_s=1_600_000_000.0),
-        "judged by validator, which had left",
+        "judged by validator, which had already left",
     ),
     "batch of rejected": (
         lambda run: batch_with(run, run.find("rejected", reason="bounds")["submission"]),
@@ -294,6 +294,6 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
     ),
     "a new kind": (
         lambda run: run.add("pardoned", {"worker": MALLORY.public}),
-        "is of an unknown kind, pardoned",
+        "has an unknown kind, pardoned",
     ),
 }

@@ -1,7 +1,7 @@
 """Record a finished run's folder with the code of coordinator, learner and origin, but without a model.
 
 It has three steps of three groups. Files are real and signed, rollouts are made up, and weights are a few numbers. One
-worker has a file rejected softly and is slashed for another.
+worker has one file rejected for a soft reason, and is slashed for another file.
 """
 
 import json
@@ -61,7 +61,7 @@ from shoal.store.rollouts import (
 from shoal.tasks.compiling import build_tasks
 from shoal.watch.record import RunRecord, RunState
 
-STEPS, NEED, GROUPS, SIZE = 3, 3, 2, 2  # a batch needs NEED groups, a submission has GROUPS
+STEPS, NEED, GROUPS, SIZE = 3, 3, 2, 2  # a batch needs NEED groups; a submission has GROUPS groups of SIZE rollouts
 SPENT = ToleranceSpent(
     exposure=3.0,
     beyond=(0, 0, 0, 0),
@@ -239,7 +239,7 @@ class Recorded:
 
 
 def record_run(folder: Path) -> Path:
-    """A finished and sealed run in a new folder."""
+    """Record a finished and sealed run in a new folder. Return the folder."""
     run = Recorded(folder)
     weights = run.publish(0)
     run.submit(ALICE, 0)

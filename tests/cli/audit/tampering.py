@@ -1,4 +1,4 @@
-"""Changes that an attacker can make to a run's folder without its members' keys, and what the audit must then name.
+"""Changes that an attacker can make to a run's folder without its members' keys, each with the link the audit must name.
 
 Every column of every table is changed; rows and ledger entries are deleted, doubled and swapped; the ledger is cut off. Each
 kind of file gets a flipped bit, is cut short, made longer, deleted, and swapped with another of its kind.
@@ -38,7 +38,7 @@ FILES = {
     "database": (DATABASE, "pool.sqlite|ledger|table"),
 }
 TEXT = ("config",)  # a flipped bit may be in a comment, so a value is changed instead
-MAY_GO = ("head",)  # deleting it is no fault: the ledger has the same content
+MAY_GO = ("head",)  # deleting it breaks nothing: the ledger has the same content
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Tampering:
 
 
 def tamperings(run: Path) -> Iterator[Tampering]:
-    """Yield all of them, in a fixed order."""
+    """Yield all changes of the run's folder, in a fixed order."""
     for table in TABLE_NAMES:
         with closing(sqlite3.connect(run / DATABASE)) as database:
             columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
@@ -89,7 +89,7 @@ def tamperings(run: Path) -> Iterator[Tampering]:
 
 @contextmanager
 def opened(run: Path) -> Iterator[sqlite3.Connection]:
-    """The run's database, without the triggers that forbid changes of the ledger."""
+    """Yield the run's database, without the triggers that forbid changes of the ledger."""
     database = sqlite3.connect(run / DATABASE, isolation_level=None)
     for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
         database.execute(f"DROP TRIGGER {name}")

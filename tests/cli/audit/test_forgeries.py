@@ -20,7 +20,7 @@ def test_a_ledger_that_is_signed_again_unchanged_passes(finished: Path, tmp_path
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_a_lie_under_the_coordinators_key_is_found(finished: Path, tmp_path: Path, name: str) -> None:
+def test_a_lie_signed_with_the_coordinators_key_is_found(finished: Path, tmp_path: Path, name: str) -> None:
     forge, message = FORGERIES[name]
     folder = copy_of(finished, tmp_path / "run")
     with forging(folder) as ledger:
@@ -37,11 +37,11 @@ def test_a_lie_under_the_coordinators_key_is_found(finished: Path, tmp_path: Pat
         (0.5, 1, "on evidence of 0.5 nats"),
         (math.nan, 1, "on evidence of nan nats|must be JSON"),
         (99.0, 0, "for 0 submissions"),
-        (99.0, 50, "for 50 submissions, of which not all were judged before"),
+        (99.0, 50, "for 50 submissions, but not all of them were judged before"),
         (99.0, 2, "the verdicts give evidence of"),
     ],
 )
-def test_a_dismissal_rests_on_evidence_that_follows_from_the_verdicts(
+def test_a_dismissal_needs_evidence_that_follows_from_the_verdicts(
     finished: Path, tmp_path: Path, evidence: float, submissions: int, named: str
 ) -> None:
     folder = copy_of(finished, tmp_path / "run")

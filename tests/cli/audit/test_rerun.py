@@ -33,7 +33,7 @@ def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, one_thr
 
 
 def run(tiny_folder: Path, folder: Path, **changed: Any) -> Any:
-    """Return a run of three steps whose learner kept every checkpoint, and the audit's state after reading it."""
+    """Train three steps and keep every checkpoint. Return the run, with what an audit would read from its ledger."""
     config = run_config(STEPS, {"checkpoint_every": 1} | changed)
     config = config.model_copy(update={"model": config.model.model_copy(update={"name": str(tiny_folder)})})
     pool = Pool(*[step_file(step) for step in range(STEPS)])
@@ -53,34 +53,34 @@ def run(tiny_folder: Path, folder: Path, **changed: Any) -> Any:
 
 
 @pytest.fixture
-def found(trained: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(recompute, "gather_step", lambda run, found, step: trained.groups[step])
+def audited(trained: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(recompute, "gather_step", lambda run, audited, step: trained.groups[step])
     return trained
 
 
-def test_each_step_after_a_checkpoint_can_be_trained_again(found: Any, tmp_path: Path) -> None:
-    assert rerunnable_steps(found.run, found) == [0, 1, 2]
-    partial = shutil.copytree(found.run.folder, tmp_path / "partial")
+def test_each_step_after_a_checkpoint_can_be_trained_again(audited: Any, tmp_path: Path) -> None:
+    assert rerunnable_steps(audited.run, audited) == [0, 1, 2]
+    partial = shutil.copytree(audited.run.folder, tmp_path / "partial")
     shutil.rmtree(partial / "learner" / "checkpoints" / "step-000001")
-    assert rerunnable_steps(SimpleNamespace(folder=partial), found) == [0, 2]  # type: ignore[arg-type]
+    assert rerunnable_steps(SimpleNamespace(folder=partial), audited) == [0, 2]  # type: ignore[arg-type]
 
 
-def test_steps_of_several_ranks_or_sites_are_not_trained_again(found: Any) -> None:
+def test_steps_of_several_ranks_or_sites_are_not_trained_again(audited: Any) -> None:
     ranks = [
-        each.model_copy(update={"computed": each.computed.model_copy(update={"ranks": 2})}) for each in found.records
+        each.model_copy(update={"computed": each.computed.model_copy(update={"ranks": 2})}) for each in audited.records
     ]
-    assert rerunnable_steps(found.run, SimpleNamespace(records=ranks, configs=found.configs)) == []  # type: ignore[arg-type]
-    config = found.configs[0]
+    assert rerunnable_steps(audited.run, SimpleNamespace(records=ranks, configs=audited.configs)) == []  # type: ignore[arg-type]
+    config = audited.configs[0]
     sites = config.model_copy(update={"learner": config.learner.model_copy(update={"sites": 2})})
-    spread = SimpleNamespace(records=found.records, configs=[sites] * STEPS)
-    assert rerunnable_steps(found.run, spread) == []  # type: ignore[arg-type]
+    spread = SimpleNamespace(records=audited.records, configs=[sites] * STEPS)
+    assert rerunnable_steps(audited.run, spread) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.slow) for step in (0, 1)), 2])
-def test_a_step_trained_again_gives_the_same_weights(found: Any, tmp_path: Path, step: int) -> None:
-    with rerun(found.run, found, step, tmp_path) as result:
+def test_a_step_trained_again_gives_the_same_weights(audited: Any, tmp_path: Path, step: int) -> None:
+    with rerun(audited.run, audited, step, tmp_path) as result:
         assert result.compared and result.before.is_dir()
-    kept = found.run.folder / "learner" / "versions"
+    kept = audited.run.folder / "learner" / "versions"
     for version in (step, step + 1):
         name = f"v{version:06d}/model.safetensors"
         assert (tmp_path / "versions" / name).read_bytes() == (kept / name).read_bytes()
@@ -88,33 +88,33 @@ def test_a_step_trained_again_gives_the_same_weights(found: Any, tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("field", ["before", "after"])
-def test_weights_that_do_not_follow_from_a_kept_checkpoint_are_named(found: Any, tmp_path: Path, field: str) -> None:
-    records = list(found.records)
+def test_weights_that_do_not_follow_from_a_kept_checkpoint_are_named(audited: Any, tmp_path: Path, field: str) -> None:
+    records = list(audited.records)
     records[1] = records[1].model_copy(update={field: "0" * 64})
-    lied = SimpleNamespace(records=records, configs=found.configs)
+    lied = SimpleNamespace(records=records, configs=audited.configs)
     version = 1 if field == "before" else 2
     with pytest.raises(BrokenError, match=f"weights of version {version}"):  # noqa: SIM117
-        with rerun(found.run, lied, 1, tmp_path):  # type: ignore[arg-type]
+        with rerun(audited.run, lied, 1, tmp_path):  # type: ignore[arg-type]
             pass
 
 
-def test_a_different_state_before_the_step_gives_different_weights(found: Any, tmp_path: Path) -> None:
+def test_a_different_state_before_the_step_gives_different_weights(audited: Any, tmp_path: Path) -> None:
     """As if the learner had signed a checkpoint of a state that it was never in."""
-    other = SimpleNamespace(folder=shutil.copytree(found.run.folder, tmp_path / "run"))
+    other = SimpleNamespace(folder=shutil.copytree(audited.run.folder, tmp_path / "run"))
     checkpoints = other.folder / "learner" / "checkpoints"
     shutil.rmtree(checkpoints / "step-000002")
     shutil.copytree(checkpoints / "step-000001", checkpoints / "step-000002")
     with pytest.raises(BrokenError) as broken:  # noqa: SIM117
-        with rerun(other, found, 2, tmp_path / "scratch"):  # type: ignore[arg-type]
+        with rerun(other, audited, 2, tmp_path / "scratch"):  # type: ignore[arg-type]
             pass
     assert broken.value.link == "step 3"
 
 
 @pytest.mark.slow
-def test_nothing_is_compared_on_a_machine_with_different_numerics(found: Any, tmp_path: Path) -> None:
-    other = found.records[1].computed.model_copy(update={"machine": "another"})
-    records = list(found.records)
+def test_nothing_is_compared_on_a_machine_with_different_numerics(audited: Any, tmp_path: Path) -> None:
+    other = audited.records[1].computed.model_copy(update={"machine": "another"})
+    records = list(audited.records)
     records[1] = records[1].model_copy(update={"computed": other, "after": "0" * 64})
-    elsewhere = SimpleNamespace(records=records, configs=found.configs)
-    with rerun(found.run, elsewhere, 1, tmp_path) as result:  # type: ignore[arg-type]
+    elsewhere = SimpleNamespace(records=records, configs=audited.configs)
+    with rerun(audited.run, elsewhere, 1, tmp_path) as result:  # type: ignore[arg-type]
         assert not result.compared

@@ -17,7 +17,7 @@ from .tampering import tamperings
 
 
 def broken(run: Recorded, message: str) -> BrokenError:
-    """The error of an audit of an unfinished run, with this message."""
+    """Audit an unfinished run. Return its error, which must match `message`."""
     with pytest.raises(BrokenError, match=message) as error:
         audit(run.folder, lambda line: None, Random(0), rerun=0, proofs=0, unsealed=True)
     return error.value
@@ -58,7 +58,7 @@ def test_a_file_that_was_only_partly_prefilled_contrary_to_the_ledger_is_named(t
     run = Recorded(tmp_path / "run")
     run.publish(0)
     run.submit(ALICE, 0, prefilled=False)
-    broken(run, "the ledger says that .* was prefilled whole, and its file does not")
+    broken(run, "the ledger says that .* was prefilled whole, but its file does not")
 
 
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])

@@ -32,9 +32,9 @@ def refused(*arguments: object) -> tuple[int, str]:
 
 
 def children(out: Path) -> dict[str, int]:
-    """Return the process ids of the nodes of the run in `out`, by name, from the logs to which they write.
+    """Return the process ids of the nodes of the run in `out`, by name. Find them by the logs to which they write.
 
-    Their titles may be cut short: a process with a small environment has little room for one.
+    Process titles are not used, because they may be cut short.
     """
     pids = {}
     for pid in psutil.pids():

@@ -80,7 +80,7 @@ def commands(page: str) -> list[tuple[str, str]]:
 
 
 class Sites:
-    """Runs the page's commands. Each site has a folder and an environment."""
+    """The sites, each with a folder and an environment, on which `do` runs the page's commands."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -140,7 +140,7 @@ class Sites:
 
 
 def reaches(site: str, address: str, port: int) -> bool:
-    """Return whether a connection from this site gets an answer, even if the machine refuses it."""
+    """Return whether this site can connect to the address."""
     ask = f"import socket; socket.create_connection(('{address}', {port}), 2)"
     done = subprocess.run(
         ["nsenter", f"--net=/run/netns/{site}", sys.executable, "-c", ask], capture_output=True, check=False

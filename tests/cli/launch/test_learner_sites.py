@@ -1,4 +1,4 @@
-"""A whole run whose learner is at two sites: one is killed, then one is frozen to the end, and the run still learns."""
+"""A whole run whose learner has two sites. One site is killed, later the other is frozen, and the run still learns."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from ..support import wait_until
 from .runs import DEADLINE_S, MIN_GAIN, children, gain, start, summary_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * DEADLINE_S)]
-SITES = ("--set", "learner.sites=2", "--set", "sites.wait_s=40")  # longer than any delay on a busy machine
+SITES = ("--set", "learner.sites=2", "--set", "sites.wait_s=40")  # wait_s: longer than any delay on a busy machine
 BOTH = ["site-0", "site-1"]
 
 

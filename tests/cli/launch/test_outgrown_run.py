@@ -38,7 +38,7 @@ class Place:
         command = [sys.executable, "-m", "shoal", *words]
         return subprocess.Popen(command, env=env, text=True, stdout=pipe, stderr=subprocess.STDOUT, cwd=self.out.parent)
 
-    def done(self, *words: str) -> str:
+    def output_of(self, *words: str) -> str:
         """Run a command to its end. Return its output."""
         process = self.start(*words)
         try:
@@ -59,23 +59,23 @@ def servers(tmp_path: Path) -> Iterator[Place]:
 
 def test_a_run_on_postgresql_s3_and_a_chain_passes_its_audit(servers: Place) -> None:
     with anvil_node() as rpc:
-        made = servers.done("pool", "stake", "deploy", "--rpc", rpc)
+        made = servers.output_of("pool", "stake", "deploy", "--rpc", rpc)
         contract = next(line for line in made.splitlines() if line.startswith("contract")).split('"')[1]
         servers.settings += [f"ledger.rpc={rpc}", f'ledger.contract="{contract}"']
         out = str(servers.out)
-        servers.done("run", str(TINY), "--out", out, *sets(*servers.settings))
-        report = servers.done("audit", out, "--rerun", "1", "--proofs", "1", "--seed", "1")
+        servers.output_of("run", str(TINY), "--out", out, *sets(*servers.settings))
+        report = servers.output_of("audit", out, "--rerun", "1", "--proofs", "1", "--seed", "1")
         assert f"chain: the contract {contract} holds all" in report and "tables: as sealed" in report
-        assert "of its workers are of other runs" not in report
+        assert "of its workers belong to other runs" not in report
         assert "submissions of version" in report and report.rstrip().endswith("the audit found no broken link")
         assert not list(servers.out.rglob("pool.sqlite")) and not list(servers.out.rglob("*.parquet"))
 
-        servers.done("audit", out, "--export", f"{out}.jsonl")
+        servers.output_of("audit", out, "--export", f"{out}.jsonl")
         rows = [json.loads(line) for line in Path(f"{out}.jsonl").read_text().splitlines()]
         entries = [row | {"body": json.loads(row["body"])} for row in rows]
         credited = sum(entry["body"]["tokens"] for entry in entries if entry["kind"] == "credited")
         assert on_chain(rpc, contract, entries) == credited > 0
-        assert servers.done("pool", "stake", "settle", out).strip().endswith("0 entries settled")
+        assert servers.output_of("pool", "stake", "settle", out).strip().endswith("0 entries settled")
 
 
 def on_chain(rpc: str, contract: str, entries: list[dict]) -> int:  # type: ignore[type-arg]

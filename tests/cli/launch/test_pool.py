@@ -26,7 +26,7 @@ from ...watch.support import node, status
 from ..support import wait_until
 
 PAGE = Path(__file__).parents[3] / "docs" / "operate.md"
-DEADLINE_S = 3600.0  # on a very busy machine; a quiet one takes some two minutes
+DEADLINE_S = 3600.0  # on a very busy machine; a quiet one takes about two minutes
 
 
 def pool(folder: Path, url: str = "http://127.0.0.1:8700", **config: Any) -> PoolSwarm:
@@ -57,7 +57,7 @@ def test_async_level_0_gives_all_cores_to_the_learner(tmp_path: Path) -> None:
     assert learner[learner.index("--threads") + 1] == "4"
 
 
-def test_a_role_whose_invite_was_moved_away_runs_elsewhere(tmp_path: Path) -> None:
+def test_a_role_whose_invite_was_moved_away_is_not_started(tmp_path: Path) -> None:
     pool(tmp_path / "pool")
     (tmp_path / "pool" / "invites" / "relay-0.invite").rename(tmp_path / "relay.invite")
     assert "relay-0" not in planned(PoolSwarm(tmp_path / "pool", *open_pool(tmp_path / "pool")))

@@ -67,7 +67,7 @@ def test_a_child_ends_when_its_parent_is_killed(written: Path, mode: str) -> Non
     wait_until(lambda: not alive(pid), 60)
 
 
-def test_a_child_whose_parent_is_gone_already_ends_at_once(written: Path) -> None:
+def test_a_child_whose_parent_is_already_gone_ends_at_once(written: Path) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     child = subprocess.run(

@@ -1,4 +1,4 @@
-"""Whole runs of the tiny model, with every process and real HTTP. The slow ones kill processes and add dishonest workers."""
+"""Whole runs of the tiny model, with every process and real HTTP. Slow tests kill processes and add dishonest workers."""
 
 import json
 import os
@@ -53,7 +53,7 @@ SMALL = [f"run.steps={STEPS}", "coordinator.prompts_per_step=8", "workers.groups
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A finished run of configs/tiny.toml with fewer and smaller steps: its folder, and what it printed."""
+    """Run configs/tiny.toml with fewer and smaller steps. Return the run's folder and output."""
     out = tmp_path_factory.mktemp("swarm") / "run"
     swarm = start(out, *sets(*SMALL))
     printed, _ = swarm.communicate(timeout=DEADLINE_S)

@@ -33,7 +33,7 @@ def run(out: Path, *settings: str, lies: Sequence[str], engine: str = "vllm") ->
 
 
 def run_with_a_liar(out: Path, engine: str, liar: str, *settings: str) -> dict[str, Any]:
-    """Run 12 steps with one honest worker and one liar on this engine; only the liar is slashed. Return the summary."""
+    """Run 12 steps with one honest worker and one liar. Assert that only the liar is slashed. Return the summary."""
     honest = ("run.steps=12", "workers.count=1", f'workers.engines=["{engine}"]')
     summary = run(out, *honest, *settings, lies=[liar], engine=engine)
     assert summary["accepted"]["worker-0"] > 0 and summary["rejected"]["worker-0"] == 0, summary["reject_reasons"]

@@ -64,7 +64,7 @@ def test_a_trained_step_is_progress(tmp_path: Path) -> None:
         site.at(191)
 
 
-def test_an_unreachable_coordinator_is_no_progress(tmp_path: Path) -> None:
+def test_a_run_whose_coordinator_is_unreachable_is_stopped(tmp_path: Path) -> None:
     site = Site(tmp_path, stall_s=100)
     site.at(0)
     site.now_s, site.known = 101, None

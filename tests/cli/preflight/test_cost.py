@@ -75,7 +75,7 @@ def test_the_work_of_a_step_follows_from_its_config() -> None:
     assert work_of(config, prompt=7, length=1000).rows == -(-2 * 8007 // 4000)
 
 
-def test_a_steps_time_is_that_of_all_roles_work() -> None:
+def test_a_steps_time_is_computed_for_each_role() -> None:
     pairs = 15 + 2 * (3 * 5 + 6)  # prompt with itself; each completion with the prompt and itself: 57
     dense, attention = 2 * (288 * (5 + 6) + 40 * 6), 4 * 2 * 4 * pairs
     assert (dense_flops(SIZES, WORK), attention_flops(SIZES, WORK)) == (dense, attention)
@@ -95,7 +95,7 @@ def test_a_steps_time_is_that_of_all_roles_work() -> None:
     )
 
 
-def test_memory_is_that_of_weights_optimizer_state_activations_and_caches() -> None:
+def test_memory_is_the_sum_of_weights_optimizer_state_activations_and_caches() -> None:
     saved = 2 * (4 * 4 + 2 * 4 + 2 * 2 + 3 * 8)  # bytes of one layer and token: 104
     row = 2 * 4 * 2 + saved + 2 * 3 * 8  # recomputed: the layers' inputs, one layer, and gradients of its MLP
     learner = BASE_BYTES["learner"] + (4 + 12) * 328 + 100 * row + 2 * 4 * 10 * 100

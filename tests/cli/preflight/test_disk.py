@@ -58,7 +58,7 @@ def test_a_run_must_fit_on_the_disk_without_using_its_reserve(tmp_path: Path) ->
     check_space(tmp_path, NEEDS, free=enough)
     assert disk_finding(NEEDS, enough).level == "ok" and disk_finding(NEEDS, enough - 1).level == "fails"
     with pytest.raises(
-        ShoalError, match=r"the file system /\S* has \d+\.\d GiB free, and this run needs up to \d+\.\d"
+        ShoalError, match=r"the file system /\S* has \d+\.\d GiB free, but this run needs up to \d+\.\d"
     ):
         check_space(tmp_path, NEEDS, free=enough - 1)
     check_left(tmp_path, RESERVE_BYTES)
@@ -72,7 +72,7 @@ def test_what_a_resumed_run_has_already_written_is_not_needed_again(tmp_path: Pa
     check_space(tmp_path, DiskNeeds(10**9, 0), free=RESERVE_BYTES)
 
 
-def test_a_file_with_two_names_counts_once_and_a_link_not_at_all(tmp_path: Path) -> None:
+def test_a_file_with_two_hard_links_counts_once_and_a_symbolic_link_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "shard").write_bytes(bytes(100))
     (tmp_path / "again").hardlink_to(tmp_path / "shard")
     (tmp_path / "link").symlink_to(tmp_path / "shard")

@@ -58,7 +58,7 @@ def whole(config: Config, trained: int = 0, **measured: Any) -> Forecast:
     return run
 
 
-def test_a_runs_time_is_that_of_its_start_its_steps_and_two_evaluations() -> None:
+def test_a_runs_time_is_the_sum_of_its_start_its_steps_and_two_evaluations() -> None:
     config, cpu = settings(), speed(400e9, 10e9, CORES)
     work = work_of(config, prompt=26, length=12, useful=USEFUL)
     assert evaluation(config, work) == replace(work, generated=128, completions=1, at_once=64)
@@ -111,7 +111,7 @@ def test_a_check_of_a_config_estimates_time_memory_and_disk(
     lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
     words = {name: text for _, name, text in lines}  # the run's findings come last
     assert "24 steps of " in words["time"] and words["memory"].startswith("about ")
-    assert "rewards and environments answered a trial" in words["tasks"]
+    assert "rewards and environments passed a trial" in words["tasks"]
     assert [name for _, name, _ in lines].count("disk") == 1 and "during the run" in words["disk"]
     assert not list(tmp_path.iterdir())
 

@@ -12,7 +12,7 @@ from shoal.cli.preflight.machine import GIB, CheckLine, examine, free_bytes
 @pytest.mark.parametrize(
     ("finding", "level", "words"),
     [
-        (machine.of_device("cpu", ["H200", "H200"]), "warning", "2 of H200"),
+        (machine.of_device("cpu", ["H200", "H200"]), "warning", "2 x H200"),
         (machine.of_device("cpu", []), "ok", "no accelerator"),
         (machine.of_speed({"float32": 3.0, "bfloat16": 1.0}, 8), "warning", "float32 3"),
         (machine.of_speed({"float32": 170.0, "bfloat16": 800.0}, 1), "ok", "on 1 thread"),

@@ -1,4 +1,4 @@
-"""The estimate compared with committed measurements of runs, given the measured speeds of their CPUs."""
+"""The estimate from the measured speeds of CPUs, compared with committed measurements of runs on them."""
 
 import json
 from collections import defaultdict

@@ -30,7 +30,7 @@ from shoal.ledger.evm import KINDS, not_on_chain
 from shoal.protocol.messages import Reason, ToleranceSpent
 
 Say = Callable[[str], None]
-CLOCK_S = 300.0  # the most that the coordinator's clock may have been set back
+CLOCK_S = 300.0  # how far the coordinator's clock may have been set back
 
 
 def audit(
@@ -50,8 +50,8 @@ def audit(
 
     `key`: the coordinator's; "": the key in the ledger. `heads`: heads of the ledger that the auditor knows. `export`:
     the ledger as JSON lines, instead of the database. `unsealed`: accept a ledger whose coordinator still runs or was
-    killed. `rerun`: how many steps to train again. `proofs`: how many accepted submissions to judge again for each of
-    them; 0: judge no submissions and no hard rejections. `rpc`: a node of the chain that holds the run's contract; "":
+    killed. `rerun`: how many steps to train again. `proofs`: how many accepted submissions to judge again for each such
+    step; 0: judge no submissions and no hard rejections. `rpc`: a node of the chain that holds the run's contract; "":
     the node in the run's config.
     """
     run = open_run(folder, key=key, export=export)
@@ -60,7 +60,7 @@ def audit(
     sealed = check_end(run, unsealed=unsealed)
     newest = f"{run.chain[-1].seq}:{run.chain[-1].digest}"
     say(f"ledger: {len(run.chain)} entries, head {newest}; {len(signed)} co-signed heads")
-    say("tables: as sealed" if sealed else "tables: not sealed, not compared")
+    say("tables: as sealed" if sealed else "tables: not compared, because they are not sealed")
     walk = Walk(run)
     state = walk.walk()
     if sealed and run.connection is not None:
@@ -69,7 +69,7 @@ def audit(
         why = "dismissals: their evidence is in the tables, which are not compared"
         state.unproven[why] += len(walk.pay.dismissals)
     counts = f"{len(state.accepted)} accepted, {len(state.rejected)} rejected"
-    say(f"submissions: {counts}; every file signed and as recorded")
+    say(f"submissions: {counts}; every file is signed and matches its entry")
     say(f"steps: {len(state.records)} trained, each on exactly the groups of its batch")
     if line := check_settled(run, rpc):
         say(line)
@@ -84,7 +84,7 @@ def audit(
 
 
 def _recompute(run: AuditedRun, state: AuditState, steps: int, proofs: int, random: Random, say: Say) -> None:
-    """Judge hard rejections again; retrain randomly drawn steps, and judge a sample of each one's submissions."""
+    """Judge hard rejections again. Train randomly drawn steps again, and judge a sample of each step's submissions."""
     from shoal.cli.audit.recompute import judge_again, judge_rejections, rerun, rerunnable_steps
 
     if line := judge_rejections(run, state, limit=proofs):
@@ -95,16 +95,20 @@ def _recompute(run: AuditedRun, state: AuditState, steps: int, proofs: int, rand
     for step in sorted(random.sample(possible, min(steps, len(possible)))):
         with tempfile.TemporaryDirectory() as scratch, rerun(run, state, step, Path(scratch)) as result:
             if result.compared:
-                say(f"step {step + 1}: trained again, version {step + 1} is equal to the last bit")
+                say(f"step {step + 1}: trained again; version {step + 1} is the same to the last bit")
             else:
                 differs = [name for name, value in result.here if value != getattr(result.learner, name)]
-                say(f"step {step + 1}: trained again, not compared: this machine has another {', '.join(differs)}")
+                say(
+                    f"step {step + 1}: trained again, but not compared: this machine has a different {', '.join(differs)}"
+                )
             of_version = [submission for submission in state.accepted.values() if submission.version == step]
             sample = random.sample(of_version, min(proofs, len(of_version)))
             judge_again(run, sample, result.before, result.learner.dtype)
             say(f"proofs: {len(sample)} of {len(of_version)} submissions of version {step} judged again, all accepted")
     if not possible:
-        say("steps: none can be trained again: their checkpoints are gone, or several ranks or sites trained them")
+        say(
+            "steps: none can be trained again, because no checkpoint is left, or because several ranks or sites trained"
+        )
 
 
 # --- members' states in the tables -----------------------------------------------------------------------------------
@@ -118,12 +122,12 @@ def check_members(run: AuditedRun, state: AuditState, pay: Pay, connection: Conn
         link = f"table nodes: {node.name}"
         if node.role == "worker":
             if node.evicted != (node.key in state.slashed):
-                why = "banned, and no entry slashes it" if node.evicted else "slashed, and not banned"
+                why = "banned, but no entry slashes it" if node.evicted else "slashed, but not banned"
                 raise BrokenError(link, why)
             if node.state == "dismissed" and node.key not in dismissed:
-                raise BrokenError(link, "dismissed, and no entry says so")
+                raise BrokenError(link, "dismissed, but no entry dismisses it")
             if node.suspensions and not _may_be_suspended(node, state, missed.get(node.key, 0)):
-                raise BrokenError(link, f"suspended, and nothing of it went wrong ({node.reason})")
+                raise BrokenError(link, f"suspended, but nothing in its record explains it ({node.reason})")
         if node.role == "validator" and node.state in ("left", "banned"):
             _check_no_later_verdict(run, node)
     for link, body, observed in pay.dismissals:
@@ -147,7 +151,7 @@ def _check_no_later_verdict(run: AuditedRun, node: Member) -> None:
     for entry, body in zip(run.chain, run.bodies, strict=True):
         judges = entry.kind in ("accepted", "rejected") and body["validator"] == node.key
         if judges and entry.time_s > node.state_s + CLOCK_S:
-            raise BrokenError(f"ledger entry {entry.seq}", f"judged by {node.name}, which had left")
+            raise BrokenError(f"ledger entry {entry.seq}", f"judged by {node.name}, which had already left")
 
 
 def _spent(connection: Connection, id: str) -> ToleranceSpent | None:
@@ -186,11 +190,15 @@ def check_settled(run: AuditedRun, rpc: str) -> str:
         members = {str(json.loads(entry.body)["key"]) for entry in run.chain if entry.kind == "registered"}
     if lacking:
         which = f"entry {lacking[0].seq} ({lacking[0].kind}) of the ledger, and {len(lacking) - 1} more"
-        settle = "if the chain was away, settle them: shoal pool stake settle RUN"
-        raise BrokenError(link, f"does not hold {which}; {settle}")
+        settle = "if the chain was unreachable, settle them: shoal pool stake settle RUN"
+        raise BrokenError(link, f"lacks {which}; {settle}")
     foreign = sum(event[0] != "registered" and event[1] in members and event[2] not in digests for event in known)
     entries = sum(entry.kind in KINDS for entry in run.chain)
-    more = f"; {foreign} events of its workers are of other runs, or not of this ledger" if foreign else ""
+    more = (
+        f"; {foreign} events of its workers belong to other runs or to entries that this ledger lacks"
+        if foreign
+        else ""
+    )
     return f"chain: the contract {section.contract} holds all {entries} entries about accounts{more}"
 
 

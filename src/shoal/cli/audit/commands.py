@@ -16,7 +16,7 @@ PARQUET = b"PAR1"  # the first bytes of a Parquet file
 
 
 def add_commands(commands: Commands) -> None:
-    what = "check a stopped run, a submission or a reply, from its files alone"
+    what = "check a stopped run, a submission or a reply, using only its files"
     parser = add_command(commands, "audit", audit, what, "runs/quickstart")
     kinds = "the folder of a run or of its coordinator, a submission (Parquet), or a reply of `shoal serve` (JSON)"
     parser.add_argument("what", type=Path, metavar="RUN|FILE|REPLY", help=kinds)
@@ -24,19 +24,21 @@ def add_commands(commands: Commands) -> None:
     add = parser.add_argument_group("for a run").add_argument
     add("--key", default="", help="the coordinator's key, if you know it (default: the key in the ledger)")
     add("--ledger", type=Path, metavar="FILE", help="read the ledger from this export")
-    add("--head", action="append", default=[], metavar="SEQ:DIGEST", help="a head of the ledger that you know")
-    add("--unsealed", action="store_true", help="accept a run in progress, or whose coordinator was killed")
+    head = "a head that you recorded earlier; the ledger must contain it"
+    add("--head", action="append", default=[], metavar="SEQ:DIGEST", help=head)
+    add("--unsealed", action="store_true", help="accept a run that is in progress, or whose coordinator was killed")
     add("--rerun", type=COUNT, default=1, metavar="N", help="steps to train again (default: 1)")
-    add("--proofs", type=COUNT, default=4, metavar="N", help="submissions of each step to judge again (default: 4)")
-    node = "a node of the chain that holds the run's contract (default: the run's node)"
+    proofs = "submissions to judge again for each such step (default: 4)"
+    add("--proofs", type=COUNT, default=4, metavar="N", help=proofs)
+    node = "URL of a node of the contract's chain (default: from the run's config)"
     add("--rpc", default="", metavar="URL", help=node)
-    add("--seed", type=int, help="seed to draw steps and submissions with (default: random)")
+    add("--seed", type=int, help="seed for the choice of steps and submissions (default: random)")
     add("--export", type=Path, metavar="FILE", help="only verify the ledger, and write it as JSON lines")
     add = parser.add_argument_group("for a submission").add_argument
-    add("--run", type=Path, metavar="RUN", help="folder of its run or pool")
-    add("--weights", type=Path, help="folder of its policy version (default: in --run)")
+    add("--run", type=Path, metavar="RUN", help="folder of the submission's run or pool")
+    add("--weights", type=Path, help="folder of the submission's policy version (default: found in --run)")
     reply = parser.add_argument_group("for a reply")
-    reply.add_argument("--model", metavar="RUN|MODEL", help="weights that you trust, to recompute it with")
+    reply.add_argument("--model", metavar="RUN|MODEL", help="weights that you trust, with which to recompute the reply")
 
 
 def audit(arguments: argparse.Namespace) -> int:
@@ -90,7 +92,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _submission(data: bytes, arguments: argparse.Namespace) -> int:
     if arguments.run is None:
-        raise UserError("name the folder of the file's run or pool: --run DIR")
+        raise UserError("name the folder of the submission's run or pool: --run DIR")
     settings = config_module.load(arguments.run / "config.toml")
     from shoal.model import dtype
     from shoal.store.columns import RolloutFileError
@@ -104,7 +106,7 @@ def _submission(data: bytes, arguments: argparse.Namespace) -> int:
     except RolloutFileError as error:
         say(f"unreadable: {error}")
         return by_hand.UNREADABLE
-    except FileNotFoundError as error:  # nothing was checked, which is not a rejection
+    except FileNotFoundError as error:  # nothing was checked, so the submission is not rejected
         raise UserError(str(error)) from error
     say("\n".join(lines))
     return status

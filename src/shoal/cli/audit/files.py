@@ -7,8 +7,8 @@
     learner/checkpoints   files match the learner's signature
     config.toml, metrics.jsonl, evaluations.jsonl    match the ledger and the sealed history
 
-Invariant: every file in these places is checked whole. A run deletes its older versions and checkpoints, so an older one may
-be missing, but the newest one of a finished run must exist.
+Invariant: every file in these places is checked completely. A run deletes its older versions and checkpoints, so those may
+be missing, but the newest ones of a finished run must exist.
 Left out: caches of other nodes, logs, pictures and the summary, on which nothing depends.
 """
 
@@ -37,7 +37,7 @@ WEIGHTS = "model.safetensors"
 
 
 def check_files(run: AuditedRun, state: AuditState) -> list[str]:
-    """Check the places listed at the top of this file. Return a report line for each that exists. Raise BrokenError."""
+    """Check the places listed at the top of this file. Return a line for each that exists. Raise BrokenError."""
     manifests = _origin(run, state)
     origin = f"origin: {len(manifests)} versions, every manifest and shard"
     lines = [_store(run), _tasks(run), origin, *_versions(run, state, manifests), *_checkpoints(run, state)]
@@ -79,7 +79,7 @@ def _tasks(run: AuditedRun) -> str:
     for name in sorted(names):
         with checking(f"task file {name[:16]}"), (folder / name).open("rb") as file:
             if sha256(file.read()).hexdigest() != name:
-                raise BrokenError(f"task file {name[:16]}", "not what its name says")
+                raise BrokenError(f"task file {name[:16]}", "its content does not match its name")
     return f"tasks: {len(names)} files"
 
 
@@ -91,7 +91,7 @@ def _records(run: AuditedRun) -> list[str]:
     ):  # `shoal run` writes it; a coordinator's own folder may have none
         with checking(path.name):
             if config_text(read_config(path.read_text(), path.name)) != config_text(run.config):
-                raise BrokenError(path.name, "not the config that the ledger starts with")
+                raise BrokenError(path.name, "differs from the config in the ledger")
     if run.connection is None or run.chain[-1].kind != "sealed":
         return []
     figures: list[tuple[str, Kind, Callable[[str], str]]] = [
@@ -107,7 +107,7 @@ def _records(run: AuditedRun) -> list[str]:
             continue
         with checking(name):
             if sorted(found_at.read_text().removesuffix("\n").split("\n")) != sorted(rows or [""]):
-                raise BrokenError(name, "not what the history in the database says")
+                raise BrokenError(name, "differs from the history in the database")
     return ["config.toml, metrics.jsonl, evaluations.jsonl: as recorded"]
 
 
@@ -132,7 +132,7 @@ def _origin(run: AuditedRun, state: AuditState) -> dict[int, Manifest]:
         raise BrokenError("origin/store/versions.json", f"does not list version {max(versions - set(listed))}")
     newest = max(state.policies, default=None)
     if newest is not None and newest not in versions:
-        raise BrokenError(f"origin/store/v{newest:06d}", "missing: the newest version that was published")
+        raise BrokenError(f"origin/store/v{newest:06d}", "missing, though it is the newest published version")
     manifests = {}
     for version in sorted(versions):
         link = f"manifest of version {version}"
@@ -144,7 +144,7 @@ def _origin(run: AuditedRun, state: AuditState) -> dict[int, Manifest]:
                 raise BrokenError(link, "signed by no origin of this run")
             manifest = signed.open(signed.key, run=run.run, version=version)
             if manifest.digest != state.policies.get(version, manifest.digest):
-                raise BrokenError(link, "not the one that the ledger names")
+                raise BrokenError(link, "differs from the manifest that the ledger names")
         missing = store.missing(manifest)
         if missing:
             part, shard = missing[0]
@@ -193,11 +193,11 @@ def _checkpoints(run: AuditedRun, state: AuditState) -> list[str]:
                 raise BrokenError(link, "signed by no learner of this run")
             record = CheckpointRecord.model_validate_json(signed.open(signed.key, domain=CHECKPOINT))
             if (record.run, record.step) != (run.run, int(folder.name.removeprefix("step-"))):
-                raise BrokenError(link, f"is the state after {record.step} steps of {record.run}")
+                raise BrokenError(link, f"holds the state after {record.step} steps of {record.run}")
             digests = {path.name: file_digest(path) for path in folder.iterdir() if path.name != SIGNED}
             changed = [name for name in record.files | digests if digests.get(name) != record.files.get(name)]
             if changed:
-                raise BrokenError(f"{link}/{changed[0]}", "not as the learner signed it")
+                raise BrokenError(f"{link}/{changed[0]}", "differs from the file that the learner signed")
     return [f"learner: {len(folders)} checkpoints"]
 
 

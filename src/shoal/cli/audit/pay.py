@@ -8,10 +8,10 @@ An entry of one of these kinds must come after:
     credited     accepted work that is not settled yet; before the last step is trained, later checks must cover it
     forfeited    accepted work of a worker that was slashed or dismissed
 
-Invariants, if no error is raised: accepted work is paid as soon as later checks cover it, and all of it by the run's end,
-except work that was unpaid when its worker was slashed or dismissed; every hard rejection slashes. Work that was accepted
-after a slash may be paid or forfeited. `AuditState` contains only what passed its checks.
-Left out: why the operator readmitted a worker, which is in no entry.
+Invariants, if no error is raised: accepted work is paid as soon as later checks cover it, and by the run's end at the
+latest. The exception is work that was unpaid when its worker was slashed or dismissed. Work that was accepted after a
+slash may be paid or forfeited. Every hard rejection slashes. `AuditState` contains only what passed its checks.
+Left out: why the operator readmitted a worker. No entry says why.
 """
 
 import math
@@ -26,7 +26,7 @@ from shoal.evidence import ALPHA
 from shoal.ledger.chain import Entry
 from shoal.protocol.messages import HARD, Reason, StepRecord
 
-# An entry of these kinds may require another entry, such as a slash, which must come before the next one of these kinds.
+# An entry of these kinds may require a further entry, such as a slash, before the next entry of these kinds.
 NEXT = ("accepted", "rejected", "trained")
 
 
@@ -68,7 +68,7 @@ class Rejected:
 
 @dataclass
 class AuditState:
-    """What the entries up to now establish."""
+    """The facts that the entries so far establish."""
 
     config: Config  # in force at the current entry
 
@@ -95,7 +95,7 @@ class AuditState:
 
 
 class Pay:
-    """Check the entries about pay and punishment against those before them."""
+    """Check the entries about pay and punishment against the entries before them."""
 
     def __init__(self, state: AuditState) -> None:
         self.state = state
@@ -118,7 +118,7 @@ class Pay:
         """Check the state after the last entry. Raise BrokenError."""
         self._check_required()
         if self.state.has_ended and (unsettled := self._unsettled(self.state.accepted.values())):
-            why = f"ends the ledger of a finished run, and {first_of(unsettled)} is neither paid nor forfeited"
+            why = f"ends the ledger of a finished run, but {first_of(unsettled)} is neither paid nor forfeited"
             raise BrokenError(self._link, why)
 
     def _check_required(self) -> None:
@@ -158,7 +158,7 @@ class Pay:
         if rejection is None or rejection.worker != body["worker"] or rejection.reason not in HARD:
             raise ValueError(f"slashes {body['worker'][:16]} without a hard rejection of {body['submission']}")
         if body != {name: value for name, value in rejection.body.items() if name != "detail"}:
-            raise ValueError(f"slashes for {body['submission']} with other facts than its rejection")
+            raise ValueError(f"slashes for {body['submission']} with facts that differ from its rejection")
         if body["worker"] in self.state.slashed:
             raise ValueError(f"slashes {body['worker'][:16]} twice")
         self.state.slashed[body["worker"]] = body["submission"]
@@ -170,7 +170,7 @@ class Pay:
             raise ValueError(f"dismisses {worker[:16]} without a rejection of {body['submission']} for spending")
         observed, count = self.observed.get(worker, []), body["submissions"]
         if not observed or observed[-1][0] != body["submission"] or not 1 <= count <= len(observed):
-            raise ValueError(f"dismisses {worker[:16]} for {count} submissions, of which not all were judged before")
+            raise ValueError(f"dismisses {worker[:16]} for {count} submissions, but not all of them were judged before")
         if not body["evidence"] >= (limit := math.log(1 / ALPHA)):
             evidence = f"{body['evidence']} nats; the run requires {limit:.1f}"
             raise ValueError(f"dismisses {worker[:16]} on evidence of {evidence}")

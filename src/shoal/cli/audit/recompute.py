@@ -44,7 +44,7 @@ CHECKPOINT = "step-{:06d}"
 
 @dataclass(frozen=True)
 class Rerun:
-    """A step that was trained again. Its weights were compared if this machine computes the learner's bits."""
+    """A step that was trained again. Its weights were compared if this machine computes the same bits as the learner's."""
 
     step: int
     versions: Path  # holds the folders of the versions before and after the step
@@ -98,7 +98,7 @@ def rerun(run: AuditedRun, state: AuditState, step: int, scratch: Path) -> Itera
 
 def _compare(result: Rerun, version: int, digest: str) -> None:
     if result.compared and file_digest(result.versions / version_name(version) / WEIGHTS) != digest:
-        why = f"trained again, it does not give the published weights of version {version}"
+        why = f"training it again does not give the published weights of version {version}"
         raise BrokenError(f"step {result.step + 1}", why)
 
 
@@ -122,8 +122,8 @@ def judge_again(run: AuditedRun, sample: list[Accepted], weights: Path, dtype: D
 def judge_rejections(run: AuditedRun, state: AuditState, *, limit: int) -> str:
     """Judge every hard rejection, unless `limit` is 0. Raise BrokenError if a validator would not slash for it.
 
-    Return a line for the report, "" if there are none. Count those that cannot be judged in `state.unproven`. Replays are
-    left out: the walk has checked them.
+    Return a line for the report, or "" if there is no hard rejection. Count rejections that cannot be judged in
+    `state.unproven`. Replays are left out, because the walk has checked them.
     """
     hard = {
         id: each for id, each in state.rejected.items() if each.reason in HARD and each.reason is not Reason.REPLAYED

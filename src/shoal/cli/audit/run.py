@@ -5,8 +5,8 @@ the folder, or in a bucket.
 
 Invariants: nothing is changed. The run's id ends in its coordinator's key, so a ledger signed by another key belongs to
 another run; `--key` is the coordinator's key as the auditor knows it from elsewhere. The chain contains every head that
-validators co-signed or the auditor knows, and ends with the digests of all tables, unless the auditor accepts a run in
-progress or one that was killed (`unsealed`).
+validators co-signed or that the auditor knows. It ends with the digests of all tables, unless the auditor accepts a run
+that is in progress or was killed (`unsealed`).
 """
 
 import json
@@ -81,7 +81,9 @@ def open_run(folder: Path, *, key: str = "", export: Path | None = None) -> Audi
             chain = list(Ledger(connection).every_row())
     first = json.loads(chain[0].body) if chain else {}
     if not chain or chain[0].kind != "started":
-        raise BrokenError("ledger entry 1", "missing, or not the start of a run (or the run is of an earlier version)")
+        raise BrokenError(
+            "ledger entry 1", "missing, or not the start of a run (or an earlier version of Shoal wrote it)"
+        )
     key = key or str(first.get("key", ""))
     with checking("ledger"):
         verify_chain(chain, key)
@@ -118,7 +120,7 @@ def read_config(text: str, link: str) -> Config:
     try:
         return parse(tomllib.loads(text), source=link)
     except (tomllib.TOMLDecodeError, ConfigError) as error:
-        raise BrokenError(link, f"holds no config: {error}") from error
+        raise BrokenError(link, f"holds no valid config: {error}") from error
 
 
 @contextmanager
@@ -151,7 +153,7 @@ def _connect(folder: Path) -> Connection:
     with checking("config.toml"):
         database = settings_of(folder).coordinator.database
     if not database:
-        raise BrokenError(str(path), "missing: name a run's folder, or a coordinator's")
+        raise BrokenError(str(path), "missing: name the folder of a run or of a coordinator")
     from shoal.ledger.postgres import open_postgres  # needs the extra `postgres`
 
     with checking("database"):
@@ -200,34 +202,34 @@ def check_heads(run: AuditedRun, known: Sequence[str]) -> list[Head]:
 def check_end(run: AuditedRun, *, unsealed: bool) -> bool:
     """Compare the seal that ends the chain with the tables. Return whether there is a seal.
 
-    Raise BrokenError, also for a chain without a seal unless `unsealed`.
+    Raise BrokenError for a difference; unless `unsealed`, also for a chain without a seal.
     """
     for entry, following in zip(run.chain, run.chain[1:], strict=False):
         if entry.kind == "sealed" and following.kind != "started":
-            raise BrokenError(f"ledger entry {following.seq}", "follows a seal, and is not a start of the coordinator")
+            raise BrokenError(f"ledger entry {following.seq}", "follows a seal, but is not a start of the coordinator")
     last, body = run.chain[-1], run.bodies[-1]
     if last.kind != "sealed":
         if unsealed:
             return False
         raise BrokenError(
             f"ledger entry {last.seq + 1}",
-            "missing: the ledger does not end with a seal. Entries were cut off, or the coordinator runs or was killed; "
-            "stop it with Ctrl-C, or audit the ledger as it is with --unsealed",
+            "missing: the ledger does not end with a seal. Entries were cut off, or the coordinator still runs or was "
+            "killed; stop it with Ctrl-C, or audit the ledger as it is with --unsealed",
         )
     if run.connection is None:
         return True
     with checking(f"ledger entry {last.seq}"):
         sealed = body["tables"]
         if not isinstance(sealed, dict) or set(sealed) != set(TABLE_NAMES):
-            raise BrokenError(f"ledger entry {last.seq}", "does not seal the tables of this version")
+            raise BrokenError(f"ledger entry {last.seq}", "does not seal the tables of this version of Shoal")
     for name in TABLE_NAMES:
         with checking(f"table {name}"):
             if table_digest(run.connection, name) != sealed[name]:
-                raise BrokenError(f"table {name}", "not what the coordinator left when it stopped")
+                raise BrokenError(f"table {name}", "changed after the coordinator sealed it")
     return True
 
 
 def _check(run: AuditedRun, head: Head, whose: str) -> None:
     if head.run != run.run:
-        raise LedgerError(f"a head of the run {head.run[:60]}, not of this one")
+        raise LedgerError(f"the head belongs to the run {head.run[:60]}, not to this run")
     check_contains(run.chain, head, whose)

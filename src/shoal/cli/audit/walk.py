@@ -1,4 +1,4 @@
-"""Walk along the ledger: each entry must be possible after those before it, and match the files that it names.
+"""Walk along the ledger: each entry must be possible after the earlier ones, and match the files that it names.
 
     registered   a new key and a new name           accepted    both files: signatures, digests, equal rollouts, tokens
     policy       one digest per version             batch       accepted groups, of allowed age, each in one batch only
@@ -63,7 +63,7 @@ class Walk:
             for entry, body in zip(self.run.chain, self.run.bodies, strict=True):
                 with checking(f"ledger entry {entry.seq}"):
                     if entry.kind not in (*self._check, *EVENTS, *ELSEWHERE):
-                        raise ValueError(f"is of an unknown kind, {entry.kind}")
+                        raise ValueError(f"has an unknown kind, {entry.kind}")
                     self.pay.begin(entry)
                     if check := self._check.get(entry.kind):
                         check(body)
@@ -79,7 +79,7 @@ class Walk:
 
     def started(self, body: dict[str, Any]) -> None:
         if (body["run"], body["key"]) != (self.run.run, self.run.key):
-            raise ValueError(f"starts the run {body['run']} of {body['key'][:16]}, not this one")
+            raise ValueError(f"starts the run {body['run']} of {body['key'][:16]}, not this run")
         self.state.config = read_config(body["config"], "its config")
 
     def registered(self, body: dict[str, Any]) -> None:
@@ -102,13 +102,13 @@ class Walk:
         self._require_role(body["validator"], "validator")
         submission = self._file("submissions", body["file"], id, self._reader().read)
         accepted = self._file("accepted", body["accepted"], id, self._accepted)
-        expected = body | {"groups": submission.header.groups}  # the entry itself counts only accepted groups
+        expected = body | {"groups": submission.header.groups}  # the entry's own number counts only accepted groups
         self._check_header(id, submission.header, expected, signer=body["worker"])
         self._check_header(id, accepted.header, expected, signer=body["validator"])
         if accepted.header.prefilled < body["full"]:
-            raise ValueError(f"the ledger says that {id} was prefilled whole, and its file does not")
+            raise ValueError(f"the ledger says that {id} was prefilled whole, but its file does not")
         if [_copied(row) for row in submission.rows] != [_copied(row) for row in accepted.rows]:
-            raise BrokenError(f"accepted file of {id}", "has other rollouts than its worker's file")
+            raise BrokenError(f"accepted file of {id}", "has rollouts that differ from those in its worker's file")
         size = self.state.config.sampling.group_size
         groups = [accepted.rows[start : start + size] for start in range(0, len(accepted.rows), size)]
         counted = [sum(model_tokens(row.turns, len(row.tokens)) for row in rows) for rows in groups]
@@ -146,7 +146,7 @@ class Walk:
             self.state.unproven[f"rejections as {reason} of files that are whole and signed for their task"] += 1
         contents = (each.content for each in self.state.accepted.values() if each.worker == rejection.worker)
         if reason is Reason.REPLAYED and content not in contents:
-            raise ValueError(f"rejects {id} as replayed, and no accepted file of its worker has the same rollouts")
+            raise ValueError(f"rejects {id} as replayed, but no accepted file of its worker has the same rollouts")
         self.state.rejected[id] = rejection
         self.pay.rejected(id, rejection)
 
@@ -188,14 +188,16 @@ class Walk:
         if self.state.config.learner.sites:  # the share of a site that died is not trained on
             groups = [group for group in groups if group in record.groups]
         if groups != record.groups:
-            raise ValueError(f"the learner trained step {step + 1} on other groups than its batch's")
+            raise ValueError(f"the learner trained step {step + 1} on groups that differ from its batch's")
         for id, content in record.files.items():
             if fetched.contents.get(id) != content:
-                raise ValueError(f"the learner trained step {step + 1} on other rows of {id} than those accepted")
+                raise ValueError(
+                    f"the learner trained step {step + 1} on rows of {id} that differ from the accepted ones"
+                )
         if set(record.files) != {group.submission for group in groups} or sorted(record.files) != body["submissions"]:
-            raise ValueError(f"names other submissions than the learner for step {step + 1}")
+            raise ValueError(f"names submissions for step {step + 1} that differ from those in the learner's record")
         if self.state.records and self.state.records[-1].after != record.before:
-            raise ValueError(f"step {step + 1} began with other weights than step {step} ended with")
+            raise ValueError(f"step {step + 1} began with weights that differ from those at the end of step {step}")
         self.state.records.append(record)
 
     # --- shared ------------------------------------------------------------------------------------------------------
@@ -207,9 +209,9 @@ class Walk:
         if id in self.state.accepted or id in self.state.rejected:
             raise ValueError(f"judges {id} twice")
         if not id.startswith(worker[:16]) or body["version"] not in self.state.policies:
-            raise ValueError(f"{id} is not by {worker[:16]}, or of a version that was not published")
+            raise ValueError(f"{id} is not a submission of {worker[:16]}, or its version was not published")
         if not body["version"] <= body["step"] <= min(len(self.state.batches), self.state.config.run.steps - 1):
-            raise ValueError(f"{id} is for step {body['step'] + 1}, which was not open, with version {body['version']}")
+            raise ValueError(f"{id} (version {body['version']}) is for step {body['step'] + 1}, which was not open")
         return id
 
     def _require_role(self, key: str, role: str) -> None:
@@ -230,7 +232,9 @@ class Walk:
         }
         for name, value in expected.items():
             if getattr(header, name) != value:
-                raise ValueError(f"a file of {id} says {name} {getattr(header, name)!s:.40}, the ledger {value!s:.40}")
+                raise ValueError(
+                    f"a file of {id} says {name} {getattr(header, name)!s:.40}, but the ledger says {value!s:.40}"
+                )
 
     def _file(self, kind: str, hash: str, id: str, read: Callable[[bytes], Any]) -> Any:
         with checking(f"{'submission' if kind == 'submissions' else kind} file of {id}"):

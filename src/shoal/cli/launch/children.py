@@ -79,7 +79,7 @@ class Child:
 
 
 class Children:
-    """The child processes of a run. `device`: where they compute. With CUDA none is forked: CUDA may fail in a fork."""
+    """The child processes of a run. `device`: where they compute. With CUDA, none is forked: CUDA may fail in a fork."""
 
     def __init__(self, logs: Path, device: str, max_restarts: int = MAX_RESTARTS) -> None:
         self.logs = logs
@@ -186,7 +186,7 @@ def _become(module: str, command: list[str], log: Path) -> None:
 class MemoryPeaks:
     """Peak memory of processes, from Linux's /proc; a process that has ended keeps its peak.
 
-    Without /proc every figure is 0. Left out: the process that children are forked from, which shares all but some 40 MB of
+    Without /proc every figure is 0. Left out: the process that children are forked from, which shares all but about 40 MB of
     its pages with them.
     """
 

@@ -62,7 +62,7 @@ def site_invites(config: Config, out: Path) -> list[Path]:
 
 
 def command(member: RunProcess, config: Config, out: Path, cores: int) -> list[str]:
-    """Return the member's command line. `cores`: how many this machine's roles share."""
+    """Return the member's command line. `cores`: the number of cores that all roles share."""
     folder = out / member.name
     threads = share_threads(config, cores).get(member.role, 1)
     sites = config.learner.sites

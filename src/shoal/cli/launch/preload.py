@@ -1,4 +1,4 @@
-"""Import what all roles need, once, in the process from which the children of `shoal run` are forked.
+"""Import the modules that all roles need, once, in the process from which the children of `shoal run` are forked.
 
 Invariant: nothing here starts a thread or computes. A child imports any other module that it needs.
 """

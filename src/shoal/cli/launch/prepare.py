@@ -1,4 +1,4 @@
-"""Prepare a run: the model in the cache, the task set, the chat template, the device, and a dtype for this machine.
+"""Prepare a run: check the device, choose a dtype, build the task set, fetch the model, and try its chat template.
 
 Invariant: a problem that can be found without starting the pool is reported here, with one clear error. Only the
 functions that compute import torch. `shoal run` itself never imports torch: it calls `main` in a child process.
@@ -44,7 +44,7 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     prompt = mean_prompt(tokenizer, config, loaded.heldout[:SAMPLE])
     if config.sampling.max_turns > 1:
         TurnFrame(tokenizer, eos_ids(folder))
-    machine = measure(picked, config.model.device)  # `dtype.pick` measured too: take the higher figure
+    machine = measure(picked, config.model.device)  # `dtype.pick` measured this too: take the higher figure
     machine["flops"] = max(machine["flops"], 1e9 * gflops.get(picked, 0.0))
     return {
         "folder": str(folder),

@@ -1,7 +1,6 @@
-"""Set up each process of a run: threads, logging, signals, and ending with its parent.
+"""Set up each process of a run: threads, logging, signals, and the end of the process when its parent is gone.
 
-Invariant: a process that follows another ends when that one is gone, so `shoal run` leaves nothing behind even after
-kill -9.
+Invariant: no process of a run outlives `shoal run`, even after kill -9.
 """
 
 import atexit
@@ -65,7 +64,7 @@ def log_lines(name: str) -> None:
 
 
 def listen(host: str, port: int, what: str) -> socket.socket:
-    """Return a listening socket. `what`: what is served there, for the error's message. Raise UserError."""
+    """Return a listening socket. `what`: the server's name in the error message. Raise UserError."""
     try:
         return socket.create_server((host, port))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`shoal run`: start every process of a run on this machine, watch and stop them; `shoal pool up` does so for a pool.
+"""`shoal run`: start, watch and stop all processes of a run on this machine. `shoal pool up` does the same for a pool.
 
 The processes run the same commands as separate machines would, and speak HTTP on loopback. This process holds no state
 that the run needs: if it is killed, its children end, and the run can be resumed.
@@ -54,8 +54,7 @@ class Swarm:
     """All processes of one run.
 
     `run`: its name; for a resumed run, its id. `url`: for a resumed run, where its coordinator must listen again,
-    because its nodes know no other address. `dashboard`: the port of the page that shows the run; 0: any free one; None: no
-    page.
+    because its nodes know no other address. `dashboard`: its port; 0: any free port; None: no dashboard.
     """
 
     def __init__(self, config: Config, run: str, out: Path, url: str = "", dashboard: int | None = None) -> None:
@@ -136,7 +135,8 @@ class Swarm:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             if not self.resume and any(self.out.iterdir()):
-                raise ShoalError(f"{self.out} is not empty; choose another with --out, or resume it with --resume")
+                why = f"{self.out} is not empty; choose another folder with --out, or resume its run with --resume"
+                raise ShoalError(why)
             (self.out / "logs").mkdir(exist_ok=True)
         except OSError as error:
             why = f"cannot write to {self.out}: {error.strerror}; choose another folder with --out"
@@ -238,7 +238,7 @@ class Swarm:
                 time.sleep(POLL_S)
 
     def _may_end(self, status: Status) -> bool:
-        """Return whether no node on another machine still needs the coordinator. Always true here: all are children."""
+        """Return whether no node on another machine still needs the coordinator. Always true here, as all are children."""
         return True
 
     def _wall_s(self) -> float:
@@ -294,7 +294,7 @@ class Swarm:
         summary = write_report(self.out, config=self.config, status=self.status, history=history, measured=legs)
         freed = remove_caches(self.out, self.config)
         self.console.print(summary_table(summary, self.out))
-        self._note(f"look again: shoal dashboard {shlex.quote(str(self.out))} (--out FILE: as one HTML file)")
+        self._note(f"to look again: shoal dashboard {shlex.quote(str(self.out))} (--out FILE writes one HTML file)")
         self._note(f"disk: {figures.memory(freed)} of caches freed, {figures.memory(used_bytes(self.out))} kept")
 
 
@@ -377,7 +377,7 @@ def _trusted_invites(folder: Path) -> dict[RunProcess, Path]:
     for role in NEEDED:
         if (count := sum(member.role == role for member in invites)) != 1:
             raise UserError(
-                f"{folder} holds {count} invites for the role {role}, and `shoal pool up` starts one: make the pool with "
-                "`shoal pool init`, or start each role by its own command"
+                f"{folder} holds {count} invites for the role {role}, but `shoal pool up` starts exactly one: "
+                "make the pool with `shoal pool init`, or start each role with its own command"
             )
     return dict(sorted(invites.items(), key=lambda entry: TRUSTED.index(entry[0].role)))

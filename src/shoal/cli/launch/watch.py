@@ -18,7 +18,7 @@ from shoal.watch.figures import grader_warning, no_signal_warning
 NO_SIGNAL_GROUPS = 512  # accepted groups in a row with equal rewards after which a run is stopped
 STALL_S = 900.0  # without an accepted submission or a trained step
 MIN_GRADED = 64  # rollouts before the grader's error rate is checked
-RECENT_GRADED = 512  # likewise after a resume: by then the newest rollouts are all from after it
+RECENT_GRADED = 512  # likewise after a resume: then all recent rollouts are newer than the resume
 
 
 class Watch:

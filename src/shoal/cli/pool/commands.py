@@ -1,4 +1,4 @@
-"""What a pool's operator runs: `shoal pool ACTION` and `shoal coordinator`. `shoal pool stake` is in `stake`.
+"""Commands for a pool's operator: `shoal pool ACTION` and `shoal coordinator`. `shoal pool stake` is in `stake`.
 
 `shoal pool meet` writes an invite for each site and serves the sites' meeting until the last round is over and every site
 has left. With `learner.sites` these are the sites of a run's learner; otherwise they train on plain text.
@@ -42,10 +42,10 @@ DRAINED = "gets no new tasks; its process ends once it has uploaded its current 
 STEERING: dict[str, tuple[Literal["ban", "readmit"], str, str]] = {  # action -> event, help, what it prints
     "readmit": (
         "readmit",
-        "give tasks again to a worker that was dismissed or has left",
+        "give tasks again to a worker that was dismissed or that left",
         "gets tasks again; if its process has ended, start it",
     ),
-    "evict": ("ban", "remove a relay from a pool, for good", "is evicted: nodes stop using it within seconds"),
+    "evict": ("ban", "remove a relay from a pool permanently", "is evicted: nodes stop using it within seconds"),
 }
 VERSIONS = "versions"  # in the meeting's folder; the origin watches it
 
@@ -58,33 +58,35 @@ def add_commands(commands: Commands) -> None:
     actions = pool.add_subparsers(required=True, metavar="ACTION")
     action = partial(add_command, actions, title="shoal pool")
 
-    what = "make the coordinator's folder and an invite for every node of its config"
+    what = "create the coordinator's folder, and an invite for every node in the config"
     parser = action("init", init_pool, what, new)
     add_config(parser)
     add = parser.add_argument
     add("--dir", type=Path, required=True, help="the coordinator's new folder")
-    add("--url", required=True, help="how nodes reach it: http://HOST:PORT")
+    add("--url", required=True, help="the coordinator's URL, as nodes reach it: http://HOST:PORT")
     add("--run", default="", help="name of the run (default: the config's name)")
 
-    parser = action("up", up_pool, "start every trusted role of a pool on this machine, on one screen", "pool")
+    what = "start all trusted roles of a pool on this machine, and show them on one screen"
+    parser = action("up", up_pool, what, "pool")
     add_pool(parser)
     add_dashboard(parser)
 
-    add = action("status", status, "show the state of any pool", "http://10.0.0.1:8700 --watch").add_argument
+    add = action("status", status, "show the state of a pool", "http://10.0.0.1:8700 --watch").add_argument
     where = "the URL of a coordinator or of a sites' meeting, or the folder of a run or coordinator"
     add("pool", metavar="RUN|URL", help=where)
-    add("--watch", action="store_true", help="keep showing it until the run ends")
+    add("--watch", action="store_true", help="update the display until the run ends")
 
-    parser = action("invite", invite, "make an invite for one node, or for strangers", "pool --role worker --name w-7")
+    what = "create an invite for one node, or an open one for any worker with stake"
+    parser = action("invite", invite, what, "pool --role worker --name w-7")
     add_pool(parser)
     add = parser.add_argument
     add("--role", required=True, choices=list(ROLES))
     add("--name", required=True, help="the node's name in this run: a to z, 0 to 9 and -")
-    add("--url", help="how the node reaches the coordinator (default: the pool's URL)")
-    add("--open", action="store_true", help="for any worker that has staked what the run requires")
-    add("--publish", action="store_true", help="with --open: list it for `shoal pool discover`")
+    add("--url", help="the coordinator's URL, as this node reaches it (default: the pool's)")
+    add("--open", action="store_true", help="make it valid for any worker that has staked enough for this run")
+    add("--publish", action="store_true", help="with --open: publish it, so that `shoal pool discover` shows it")
     add("--days", type=real(0.01, 3650), default=7.0, help="how long the invite is valid (default: 7)")
-    add("--out", type=Path, metavar="FILE", help="write the invite there, mode 0600 (default: print it)")
+    add("--out", type=Path, metavar="FILE", help="write the invite to this file, mode 0600 (default: print it)")
 
     add = action("drain", drain, "let a worker finish its task and leave, without penalty", "pool w-7").add_argument
     add("dir", type=Path, metavar="POOL", help="the pool's folder; with --join: the worker's own folder")
@@ -95,25 +97,25 @@ def add_commands(commands: Commands) -> None:
         add_pool(parser)
         parser.add_argument("name", help="the node's name, as `shoal pool status` shows it")
 
-    what = "serve the meeting of a training's sites, and make an invite for each"
+    what = "serve the meeting at which sites average their weights, and write an invite for each site"
     parser = action("meet", meet, what, "configs/pretrain.toml --dir meet")
     add_config(parser)
     add_threads(parser)
     parser.add_argument("--dir", type=Path, required=True, help="folder for the key, the invites and the agreed states")
 
-    what = "show which run is at this address, and whether this machine may join it"
+    what = "show a coordinator's run, and whether this machine meets its requirements"
     add = action("discover", discover, what, "http://pool.example:8700").add_argument
     add("url", metavar="URL", help="a coordinator's URL")
-    add("--key", default="", help="the coordinator's key, if its operator told you: refuse any other")
-    add("--out", type=Path, metavar="FILE", help="write the run's open invite there")
+    add("--key", default="", help="the coordinator's key, if you know it; any other key is refused")
+    add("--out", type=Path, metavar="FILE", help="write the run's open invite to this file")
 
-    what = "stake on a worker; for operators: book stakes, or deploy and settle a contract"
+    what = "stake on a worker; for operators, record stakes or manage the contract that holds them"
     stake.add_actions(action("stake", stake.stake, what, "book pool stake KEY 1000"))
 
-    parser = add_command(commands, "coordinator", coordinator, "the control plane of a pool", "--dir pool")
+    parser = add_command(commands, "coordinator", coordinator, "run the control plane of a pool", "--dir pool")
     add_config(parser, required=False)
     add = parser.add_argument
-    add("--dir", type=Path, required=True, help="its own folder: key, databases, rollouts")
+    add("--dir", type=Path, required=True, help="the coordinator's own folder: key, databases, rollouts")
     add("--run", default="", help="name of the run (default: the config's name)")
     add("--port", type=port, help="overrides the port of coordinator.listen")
     add("--record", type=Path, metavar="RUN", help="folder for the metrics (default: --dir)")
@@ -157,7 +159,7 @@ def coordinator(arguments: argparse.Namespace) -> None:
     url = ""
     if arguments.config is None:
         if arguments.overrides or arguments.overlays or arguments.run:
-            raise UserError(f"the pool in {arguments.dir} has its config and name: edit {arguments.dir / CONFIG}")
+            raise UserError(f"{arguments.dir} already has a config and a name: edit {arguments.dir / CONFIG}")
         try:
             config, address = open_pool(arguments.dir)
         except PoolFolderError as error:
@@ -165,7 +167,7 @@ def coordinator(arguments: argparse.Namespace) -> None:
         name, url = address.run, address.url
     elif (arguments.dir / CONFIG).exists():
         how = f"start it with: shoal coordinator --dir {arguments.dir}"
-        raise UserError(f"{arguments.dir} has a config of its own; {how}")
+        raise UserError(f"{arguments.dir} already has a config; {how}")
     else:
         config, name = read_config(arguments), run_name(arguments.run or arguments.config.stem, NAME_IT)
         name = run_id(name, Identity.load_or_create(arguments.dir / KEY).public)
@@ -181,11 +183,11 @@ def invite(arguments: argparse.Namespace) -> None:
 
     if arguments.publish:
         if not arguments.open or arguments.out or arguments.url:
-            raise UserError("--publish goes with --open, and without --out and --url: it offers the invite as it is")
+            raise UserError("--publish needs --open, and cannot be combined with --out or --url")
         arguments.out = arguments.dir / OPEN_INVITE
         arguments.out.unlink(missing_ok=True)  # the new invite replaces the old one
     if arguments.out and arguments.out.exists():
-        raise UserError(f"{arguments.out} exists; choose another file, so that no invite is lost")
+        raise UserError(f"{arguments.out} exists and may hold an invite; choose another file")
     name, url, days = arguments.name, arguments.url, arguments.days
     made = create_invite(arguments.dir, arguments.role, name, url, days, open=arguments.open)
     if arguments.out:
@@ -231,7 +233,7 @@ def status(arguments: argparse.Namespace) -> None:
 
 def discover(arguments: argparse.Namespace) -> None:
     if arguments.out and arguments.out.exists():
-        raise UserError(f"{arguments.out} exists; choose another file, so that no invite is lost")
+        raise UserError(f"{arguments.out} exists and may hold an invite; choose another file")
     import httpx
 
     from shoal.cli.roles import capability
@@ -243,12 +245,12 @@ def discover(arguments: argparse.Namespace) -> None:
     if arguments.out:
         open_invite(offer).save(arguments.out)
         say(
-            f"{arguments.out} is an open invite to {clean(offer.run)}: stake on this machine's key, then "
+            f"{arguments.out} is an open invite to {clean(offer.run)}: stake on this machine's key, then run "
             f"`shoal worker --join {arguments.out} --dir DIR`"
         )
     else:
         for line in _offer_lines(arguments.url, offer, capability()):
-            say(clean(line))  # a stranger wrote the offer, which must not add lines
+            say(clean(line))  # a stranger wrote the offer: its text must not add lines
 
 
 def _offer_lines(url: str, offer: RunOffer, machine: Capability) -> list[str]:
@@ -259,7 +261,7 @@ def _offer_lines(url: str, offer: RunOffer, machine: Capability) -> list[str]:
     requirements = RequirementsSection.model_validate(offer.requirements)
     state = f"step {min(offer.step + 1, offer.steps)} of {offer.steps}" if offer.state == "running" else "finished"
     places = "" if offer.places_free is None else f", {offer.places_free} places free"
-    joining = "open to stake" if offer.invite else "invited only"
+    joining = "open to staked workers" if offer.invite else "by invite only"
     missing = missing_requirement(machine, requirements)
     lines = [
         f"{offer.run}, key {offer.key}",
@@ -341,7 +343,7 @@ def _learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
 
     section = config.learner
     section = section.model_copy(update={"loss": section.loss.model_copy(update={"beta": 0.0})})  # no reference model
-    torch.manual_seed(config.run.seed)  # so adapters start as they would at a learner with one site
+    torch.manual_seed(config.run.seed)  # so that adapters start as they do without several sites
     policy = Policy(resolve(config.model.name), section, "float32", "cpu", config.sampling.temperature)
     terms = learner_terms(config, policy)
     publisher = Publisher(policy, terms.shapes, folder / VERSIONS, section.keep_versions)

@@ -1,8 +1,8 @@
 """`shoal pool stake ACTION`: stakes of workers, on a chain or booked by the operator.
 
-    deposit AMOUNT, unstake, withdraw, account    for a worker's owner, on the pool's chain; --join, --dir as for the worker
-    book ACTION KEY [AMOUNT]                       for the operator of a pool without a chain
-    deploy, settle                                 for the operator of a pool with a chain
+    deposit, unstake, withdraw, account    for a worker's owner, on the pool's chain; takes the worker's --join and --dir
+    book                                   for the operator of a pool without a chain
+    deploy, settle                         for the operator of a pool with a chain
 
 Invariant: a member pays only to the contract in the config that the coordinator signed.
 """
@@ -26,28 +26,28 @@ BOOKINGS = ("stake", "unstake", "withdraw")
 def add_actions(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="stake_action", required=True, metavar="ACTION")
 
-    deposit = actions.add_parser("deposit", help="put stake on a worker, before or after it joins")
+    deposit = actions.add_parser("deposit", help="stake on a worker, before or after it joins")
     _add_member(deposit).add_argument("amount", type=AMOUNT, help="in the chain's smallest unit (wei)")
-    unstake = actions.add_parser("unstake", help="take stake off a worker; it stays at risk for 7 days")
+    unstake = actions.add_parser("unstake", help="start to take back stake, which can still be slashed for 7 days")
     _add_member(unstake).add_argument("amount", type=AMOUNT)
-    _add_member(actions.add_parser("withdraw", help="get back stake that was taken off, or a deposit without a worker"))
+    withdraw = "collect unstaked money, or the deposit of a worker that never joined"
+    _add_member(actions.add_parser("withdraw", help=withdraw))
     _add_member(actions.add_parser("account", help="show a worker's stake and credit"))
-    book = actions.add_parser("book", help="operator, without a chain: book a payment")
+    book = actions.add_parser("book", help="operator without a chain: record a worker's payment")
     add_pool(book)
     book.add_argument("booking", choices=BOOKINGS)
     book.add_argument("key", help="the worker's key")
     book.add_argument("amount", type=AMOUNT, nargs="?", default=0)
 
-    deploy = actions.add_parser("deploy", help="operator: put a new contract on a chain")
+    deploy = actions.add_parser("deploy", help="operator: deploy a new contract to a chain")
     _add_chain(deploy)
-    settle = actions.add_parser(
-        "settle", help="operator: put a stopped run's ledger entries on the chain that it lacks"
-    )
+    what = "operator: copy a stopped run's missing ledger entries to its contract"
+    settle = actions.add_parser("settle", help=what)
     settle.add_argument("run", type=Path, metavar="RUN", help="the folder of the run, or of its coordinator")
 
 
 def _add_chain(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser.add_argument("--rpc", required=True, metavar="URL", help="a node of the chain")
+    parser.add_argument("--rpc", required=True, metavar="URL", help="URL of a node of the chain")
     add = parser.add_argument
     add("--key-file", default="", metavar="FILE", help="private key (default: the node's first account)")
     return parser
@@ -55,7 +55,9 @@ def _add_chain(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def _add_member(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--join", required=True, metavar="INVITE", help="the worker's invite, or a file that holds it")
-    parser.add_argument("--dir", type=Path, required=True, help="the worker's own folder; its key is made if missing")
+    parser.add_argument(
+        "--dir", type=Path, required=True, help="the worker's own folder; its key is created if missing"
+    )
     return _add_chain(parser)
 
 
@@ -76,14 +78,14 @@ def _as_member(arguments: argparse.Namespace) -> None:
     identity = Identity.load_or_create(arguments.dir / KEY)
     section = Node.of(read_invite(arguments.join), identity, patience_s=10.0).config().ledger
     if not section.contract:
-        raise UserError(f"this pool's operator books stakes: ask there, and give this worker's key {identity.public}")
+        raise UserError(f"this pool has no contract: ask its operator to book a stake for the key {identity.public}")
     stakes, key = open_contract(arguments.rpc, section.contract, arguments.key_file), identity.public
     account = stakes.account(key)
     match arguments.stake_action:
         case "deposit":
             payer = stakes.chain.address
             if (named := read_payer(arguments.dir) or payer).lower() != payer.lower():
-                raise UserError(f"{named} stakes on this worker already: use its private key")
+                raise UserError(f"the account {named} already stakes on this worker: use its private key")
             write_payer(arguments.dir, payer)  # the worker reports it when it joins
             (stakes.stake if account else stakes.deposit)(key, arguments.amount)
         case "unstake":
@@ -117,7 +119,7 @@ def _book(arguments: argparse.Namespace) -> None:
         raise UserError(f"{arguments.booking} needs {'no' if arguments.amount else 'an'} AMOUNT")
     if len(arguments.key) != 64:
         raise UserError(
-            f"{arguments.key[:80]!r} is not a worker's key: 64 digits of hex, as in `shoal audit RUN --export FILE`"
+            f"{arguments.key[:80]!r} is not a worker's key, which has 64 hex digits (see `shoal audit RUN --export FILE`)"
         )
     booking = Booking(kind=arguments.booking, key=arguments.key, amount=arguments.amount)
     address = create_invite(arguments.dir, "worker", "operator", None, 1.0)  # only its URL and key are used
@@ -140,7 +142,7 @@ def _settle(arguments: argparse.Namespace) -> None:
     run = arguments.run
     section = settings_of(run).ledger
     if not section.contract:
-        raise UserError(f"{run} holds no run with stakes on a chain ([ledger] in its config)")
+        raise UserError(f"the config in {run} names no contract: set [ledger]")
     contract = open_contract(section.rpc, section.contract, section.key_file, operates=True)
     entries = unsettled(open_run(run).chain, contract)
     say(f"{sum(settle(entry, contract) for entry in entries)} entries settled")

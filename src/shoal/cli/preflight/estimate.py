@@ -7,20 +7,21 @@ K = P(P+1)/2 + G (L P + L(L+1)/2) pairs of them. As in `learner/report`, after P
     learner         = (3 + extra) forward x trained groups; extra: 1 to recompute activations, 1 for a reference model;
                       + updates x 28 and rows x 14 bytes a parameter: AdamW reads and writes its state, and each row's
                       gradients are added to the sum; + the version's bytes / WRITE_BPS
-    rollouts        rounds of `at_once` completions. Each position of the longest reads all weights; each token reads
-                    its cache and takes 2 FLOPs a parameter. The times add up, as on a CPU. Prefill comes on top.
+    rollouts        rounds of `at_once` completions. In a round, each position of the longest completion reads all
+                    weights, and each token reads its cache and takes 2 FLOPs a parameter. These times add up, as on
+                    a CPU. The prefill's time is added
     validation      forward x generated groups; broadcast: the version's bytes / LOCAL_BPS
     run             start + steps + two evaluations, each of which decodes n completions greedily and n sampled ones
 
-`measure` measures a CPU's matrix product and memory. The share of that peak that each kind of work reaches follows from
-committed measurements of SmolLM2 on two machines with two cores, X (with Intel's AMX) and E (from AMD):
+`measure` measures a CPU's peak speed in a matrix product, and its memory bandwidth. Each kind of work reaches a share of
+the peak, known from committed measurements of SmolLM2 on two machines with two cores, X (Intel, with AMX) and E (AMD):
 
     dense       0.40 X (`exact_speed.json`, 16 tokens), 0.47 E (`learner_alone.json`, 512 against 4,096 tokens): products at
                 0.9 of the peak, plus work around them, whose time does not depend on the peak
     attention   at 200 tokens 0.045 X (`exact_speed.json`) and 0.05 E (`trl-completions.json`): float32 scores, and a
                 backward pass that is slow over short segments
-    decode      0.09 X (`exact_speed.json`, two threads), 0.34 E (`validation_speed.json`, one thread, of its peak): mostly
-                the vocabulary's noise and logprobs, which gain nothing from faster products
+    decode      0.09 X (`exact_speed.json`, two threads), 0.34 E (`validation_speed.json`, of one thread's peak): mostly
+                noise and logprobs of the whole vocabulary, which faster products do not speed up
 
 All roles share the cores of one machine, so a step takes the sum of their times.
 A role's memory is BASE_BYTES, which a process with torch uses before it loads a model (`tiny-exact.json`), plus
@@ -64,10 +65,8 @@ READING = 0.7  # share of the measured bandwidth reached in decoding and in the 
 ADAMW_BYTES = 28  # per parameter: reads 4 + 8 + 2, writes 4 + 8 + 2
 ROW_BYTES = 14  # per parameter: reads a bf16 gradient (2), writes it as float32 (4), reads and writes the sum (8)
 WRITE_BPS = 0.55e9  # to write a version to disk, as bf16, synced: `update_latency.json`, 273 MB in 0.50 s
-LOCAL_BPS = (
-    0.4e9  # to send a version as a delta from origin via relay to client, on a busy machine: `plan.json`, 1.5, 1.8 s
-)
-COORDINATION_S = 0.85  # of each step, besides all computing (runs of tiny, `plan.json`)
+LOCAL_BPS = 0.4e9  # to send a version's delta via a relay to a client, on a busy machine: `plan.json`, 1.5 and 1.8 s
+COORDINATION_S = 0.85  # per step, besides all computing (runs of tiny, `plan.json`)
 MEASURE_S = 1.0
 MEASURED_BYTES = 1 << 28
 COMPUTE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -87,7 +86,7 @@ LOGITS_BYTES = 2 * (128 << 20)
 MASTER_BYTES = 12  # fp32 master and two moments
 SUM_BYTES = 4  # fp32 sum of the gradients of several rows
 SPARE = 128  # positions by which the engine's buffers grow (`engine/rows`)
-START_S = 40.0  # to import, start processes, join and load the model: what measured runs took besides everything else
+START_S = 40.0  # to import, start processes, join and load the model: the rest of the time of measured runs
 USEFUL = 0.55  # share of groups that are useful, averaged over a run: 0.54 in the quickstart
 TOO_LARGE = (
     "lower learner.row_tokens, set learner.activation_checkpointing = true or [learner.lora], or use a smaller model"
@@ -170,7 +169,7 @@ class Work:
     updates: int  # optimizer steps
     reference: bool  # the learner computes a reference model's logprobs
     recomputes: bool  # the learner computes activations twice
-    row_tokens: int  # the most in one forward pass of the learner
+    row_tokens: int  # maximum in one forward pass of the learner
     rows: int  # in an update
     at_once: int  # completions that a worker decodes together
     validator_tokens: int  # in one forward pass of the validator
@@ -394,7 +393,7 @@ def findings(run: Forecast | str) -> Iterator[CheckLine]:
     if isinstance(run, str):
         yield ok("time", run)
         return
-    pace = f"{run.steps} steps of {duration(run.step_s)}, most of it {run.slowest}"
+    pace = f"{run.steps} steps of {duration(run.step_s)}, mostly {run.slowest}"
     yield ok("time", f"about {duration(run.seconds)} in {run.dtype}: {pace}")
     needed = f"about {memory(round(run.memory_bytes))} of {memory(round(run.machine_bytes))}"
     yield ok("memory", needed) if run.memory_bytes <= run.machine_bytes else fails("memory", needed, TOO_LARGE)

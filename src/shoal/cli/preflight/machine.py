@@ -25,7 +25,7 @@ GIB = 1 << 30
 MIN_MEMORY_BYTES = 4 * GIB  # for all of `shoal run` with a small model
 MIN_DISK_BYTES, SCARCE_DISK_BYTES = GIB, 10 * GIB
 VERSION_BYTES = 2  # per parameter: versions are published in bf16
-# per parameter: what sites agree on, its velocity, and the rounding error that is carried over (fp32)
+# per parameter: the agreed weights, their velocity, and the rounding error that is carried over (fp32)
 ROUND_BYTES = 20
 ROUNDS = 3  # states of the sites' meeting on disk: two are kept while the next one is written
 # size of a delta, as a fraction of a version: measured 0.02 (135M parameters, lr 4e-5) to 0.15 (3M parameters, lr 1e-4)
@@ -103,7 +103,7 @@ def _computing(device: str) -> Iterator[CheckLine]:
 
 
 def of_device(device: str, accelerators: list[str]) -> CheckLine:
-    seen = f", {len(accelerators)} of {accelerators[0]}" if accelerators else ", no accelerator"
+    seen = f", {len(accelerators)} x {accelerators[0]}" if accelerators else ", no accelerator"
     if accelerators and device == "cpu":
         return warning("device", f"cpu{seen}", 'set model.device = "cuda" in the config')
     return ok("device", device + seen)
@@ -120,7 +120,7 @@ def of_speed(gflops: Mapping[str, float], threads: int) -> CheckLine:
 def of_numerics(inexact: Mapping[str, str]) -> CheckLine:
     """Return the finding about exact numerics. `inexact`: for each dtype, why they are unavailable, or ""."""
     if exact := [name for name, why in inexact.items() if not why]:
-        return ok("numerics", f"exact in {' and '.join(exact)}: work is checked to the last bit within a class")
+        return ok("numerics", f"exact in {' and '.join(exact)}: equal machines' work is checked to the last bit")
     why = next(iter(inexact.values()))
     return warning(
         "numerics", f"fast only: {why}", "work is checked within tolerances; calibrate them (shoal calibrate)"
@@ -252,7 +252,7 @@ def check_space(folder: Path, needs: DiskNeeds, free: int) -> None:
     missing = needs.peak_bytes - used_bytes(folder) + RESERVE_BYTES
     if free < missing:
         raise ShoalError(
-            f"the file system {file_system(folder)} has {size(free)} free, and this run needs up to {size(missing)} in "
+            f"the file system {file_system(folder)} has {size(free)} free, but this run needs up to {size(missing)} in "
             f"{folder}: {KEEP_LESS}"
         )
 
@@ -265,6 +265,6 @@ def check_left(folder: Path, free: int) -> None:
 
 
 def explain(error: Exception, folder: Path) -> str:
-    """Return the error's message, with the run's file system if a disk is full."""
+    """Return the error's message. If a disk is full, also name the run's file system."""
     full = f"; the file system {file_system(folder)} is full: free space there, then resume"
     return f"{error}{full if disk_is_full(error) else ''}"
