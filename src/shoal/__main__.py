@@ -1,4 +1,4 @@
-"""`python -m shoal` is `shoal`."""
+"""Run `shoal` as `python -m shoal`."""
 
 import sys
 

@@ -21,7 +21,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class NewFile:
-    """A file under a temporary name. `commit` gives it its final name; without that, `close` removes it."""
+    """A file under a temporary name. `commit` gives it its final name. `close` removes it if it was not committed."""
 
     def __init__(self, path: Path, *, mode: int | None = None) -> None:
         """`mode`: the exact permissions; None: as the umask allows."""

@@ -1,7 +1,7 @@
 """Shared by all commands: the parser, bounded numbers, common arguments, and printing.
 
-Invariant: this module imports nothing slow, so `--help` is instant. Each module of commands defines its arguments
-beside its code.
+Invariant: this module imports nothing slow, so `--help` is instant. Each module that adds commands also defines their
+arguments.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
-    """Yield a finding for each problem that would stop this run here; if there is none, for its time, memory and disk."""
+    """Yield each problem that would stop this run here. If there is none, yield estimates of its time, memory and disk."""
     from shoal.cli.launch.prepare import check_length, load_tasks
     from shoal.cli.preflight import estimate
     from shoal.cli.preflight.machine import disk_finding, disk_needs, fails, free_bytes, ok

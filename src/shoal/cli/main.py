@@ -1,8 +1,11 @@
 """Run the command that the arguments name, and turn each error into an exit status.
 
-0 done, 1 failed (audit: something is wrong with the run or the file), 2 wrong usage or configuration, or a file that the
-arguments name is missing, 3 evicted, 4 a node or the coordinator failed for a reason that a restart does not fix, 130
-interrupted.
+0      done
+1      failed; for an audit: something is wrong with the run or the file
+2      wrong usage or configuration, or a file named in the arguments is missing
+3      the node was evicted
+4      a node or the coordinator failed for a reason that a restart does not fix
+130    interrupted
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def add_commands(commands: Commands) -> None:
             add("--store", type=Path, default=Path("shardcast"), help=store)
             listen = "address to listen on; port 0: any free port (default: from the config, or 127.0.0.1:0)"
             add("--listen", type=_listen, metavar="HOST:PORT", help=listen)
-            url = "with --join: the URL to announce, if it is a proxy's (default: the --listen address)"
+            url = "with --join: the URL to announce if a proxy stands in front (default: the --listen address)"
             add("--url", type=_url, default="", help=url)
             keep = "without --join: newest versions to keep, besides those that their deltas need (default: 5)"
             add("--keep", type=KEEP, default=5, help=keep)

@@ -131,7 +131,7 @@ async def serve_store(
 ) -> str:
     """Serve the store to the pool's nodes, join the pool, and run `live`.
 
-    `url`: the address to announce, if it is a proxy's; "": announce the address that this process listens on.
+    `url`: the address to announce if a proxy stands in front; "": announce the address that this process listens on.
     """
     guard = Guard(audience=invite.run, pool_key=invite.key)
     runner, bound = await _bind(app(store, guard=guard), *listen, folder / "port")

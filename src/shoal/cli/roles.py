@@ -70,7 +70,7 @@ def task_set(node: Node, config: Config, folder: Path) -> TaskSet:
 
 
 def fingerprinter(config: Config, dtype: DtypeName) -> Callable[[Any], str]:
-    """Return a function that computes a model's fingerprint. Nodes claim an exactness class with it in heartbeats.
+    """Return a function that computes a model's fingerprint. Nodes send it in heartbeats to claim an exactness class.
 
     The fingerprint is "" if the numerics are fast or the machine fails the self-test, which runs at the first call.
     """
@@ -177,9 +177,9 @@ def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
 
 
 def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Event, site: Invite | None = None) -> str:
-    """Load the policy and train; under torchrun, on every rank. `site`: this site's invite, if there are several.
+    """Load the policy and train it. Under torchrun, every rank runs this. Raise ShoalError.
 
-    Raise ShoalError.
+    `site`: this site's invite, if the learner has several sites.
     """
     import torch
 

@@ -22,7 +22,7 @@ def add_commands(commands: Commands) -> None:
     add("--compare", action="append", default=[], metavar="RUN", help=compare)
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=port, default=8600, help="port to listen on; 0: any free port (default: 8600)")
-    add("--public", action="store_true", help="answer requests for any host name, as a proxy needs")
+    add("--public", action="store_true", help="answer requests for any host name; needed behind a proxy")
     add("--out", type=Path, metavar="FILE", help="write the page to a file instead of serving it")
 
     what = "serve a run or a model: an OpenAI-compatible endpoint and a chat page"
@@ -33,10 +33,10 @@ def add_commands(commands: Commands) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=port, default=8000, help="port to listen on; 0: any free port (default: 8000)")
     add("--dir", type=Path, help="folder for API keys and conversations (default: RUN/serve, or runs/serve)")
-    add("--open", action="store_true", help="require no login and no API keys, for one user on this machine")
+    add("--open", action="store_true", help="require no login and no API key; only for this machine")
     add("--api-only", action="store_true", help="serve no chat page")
     add("--no-registration", action="store_true", help="let nobody register on the chat page")
-    add("--https", action="store_true", help="send cookies over HTTPS only, which a proxy must provide")
+    add("--https", action="store_true", help="send cookies over HTTPS only; needs a proxy that speaks HTTPS")
     host = "answer only requests for this host name; may be repeated"
     add("--name", action="append", default=[], dest="names", metavar="HOST", help=host)
     add_threads(parser)

@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         address = Address.read(arguments.resume)
         return Swarm(config, address.run, arguments.resume, address.url, dashboard=arguments.dashboard).run()
     stem = arguments.config.stem
-    name = run_name(f"{stem}-{config.run.seed}", "rename the config file, whose name the run gets")
+    name = run_name(f"{stem}-{config.run.seed}", "rename the config file, because the run takes its name")
     out = arguments.out or Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     return Swarm(config, name, out, dashboard=arguments.dashboard).run()
 

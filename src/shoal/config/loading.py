@@ -43,7 +43,7 @@ def load(path: Path, overrides: list[str] | None = None, overlays: list[Path] | 
 
 
 def find(path: Path) -> Path:
-    """Return `path` if it exists or no packaged config has its name; otherwise the packaged config."""
+    """Return `path`; if it does not exist but names a packaged config, return the packaged config's path."""
     packaged = PACKAGED / f"{path.stem}.toml"
     is_name = path in (Path(path.stem), Path(f"{path.stem}.toml"), Path("configs", f"{path.stem}.toml"))
     return packaged if is_name and not path.is_file() and packaged.is_file() else path

@@ -81,7 +81,7 @@ class LossSection(Section):
         if self.kind in ("grpo", "dr_grpo", "gspo") and self.delta <= 1 + self.epsilon_high:
             raise ValueError(f"learner.loss.delta must exceed 1 + {self.epsilon_high:g}, the upper bound on the ratio")
         if self.kind == "dr_grpo" and self.normalize_std:
-            raise ValueError('learner.loss.kind = "dr_grpo" has no std: set learner.loss.normalize_std = false')
+            raise ValueError('learner.loss.kind = "dr_grpo" uses no std: set learner.loss.normalize_std = false')
         return self
 
 

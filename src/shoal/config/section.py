@@ -15,7 +15,7 @@ Listen = Annotated[str, Field(pattern=rf"^([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):({
 
 
 class Section(BaseModel):
-    """A part of a config. It refuses unknown keys, infinities and changes."""
+    """A part of a config. It refuses unknown keys and infinite numbers, and cannot be changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 

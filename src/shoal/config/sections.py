@@ -142,8 +142,8 @@ class ValidatorSection(Section):
     count: PositiveInt = 1
     """Number of validators that `shoal run` starts."""
     limits: dict[EngineOnDevice, dict[Limit, PositiveFloat]] = {}
-    """Other limits by ENGINE/DEVICE, such as vllm/cpu, as the signed header of a submission names it (measured by `shoal
-    calibrate`)."""
+    """Other limits for an engine on a kind of device, by the name in a submission's signed header, such as vllm/cpu
+    (measured by `shoal calibrate`)."""
     proof_exponent_mean: PositiveFloat = 10.0
     """Maximum mean number of differing exponents per proof, over a submission (measured by `shoal calibrate`)."""
     proof_mantissa_mean: PositiveFloat = 2.4
@@ -194,8 +194,8 @@ class EvidenceSection(Section):
     """Honest frequencies of tokens that score below the token their seed selects by more than 0, 1/8, 1/2 and 1 times
     validator.sampling_margin, per token that numerics could change (measured by `shoal calibrate`)."""
     regenerated: NonNegativeInt = 0
-    """Number of rollouts per submission that a validator generates again, to see whether the worker chose by reward. They
-    are drawn from the rollouts with a token that its seed does not select."""
+    """Number of rollouts per submission that a validator generates again, to see whether the worker chose by reward. Only
+    rollouts with a token that its seed does not select are drawn."""
     proof_exponent_mean: PositiveFloat | None = None
     """Honest mean of the figure that validator.proof_exponent_mean limits; none: 2/3 of the limit (measured by `shoal
     calibrate`)."""

@@ -32,7 +32,7 @@ class PretrainSection(Section):
     warmup_steps: NonNegativeInt = 1000
     """Steps of linear warm-up (DiLoCo)."""
     heldout: NonNegativeInt = 64
-    """Number of documents, from the start of the data, that are held out."""
+    """Number of documents at the start of the data that are held out."""
     checkpoint_every: PositiveInt = 500
     """Steps between checkpoints, and between measurements of the held-out loss."""
 

@@ -101,7 +101,7 @@ class Pay:
         self.state = state
         self.observed: dict[str, list[tuple[str, Config]]] = {}  # worker -> submissions that may show spending
         self.dismissals: list[tuple[str, dict[str, Any], list[tuple[str, Config]]]] = []  # link, body, observations
-        self._dismissed: set[str] = set()  # workers that were not readmitted since
+        self._dismissed: set[str] = set()  # dismissed workers that were not readmitted
         self._lost: set[str] = set()  # submissions that may only be forfeited
         self._work: dict[str, list[Accepted]] = {}  # by worker
         self._link = ""

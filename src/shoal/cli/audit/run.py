@@ -202,7 +202,7 @@ def check_heads(run: AuditedRun, known: Sequence[str]) -> list[Head]:
 def check_end(run: AuditedRun, *, unsealed: bool) -> bool:
     """Compare the seal that ends the chain with the tables. Return whether there is a seal.
 
-    Raise BrokenError for a difference; unless `unsealed`, also for a chain without a seal.
+    Raise BrokenError if they differ, or if there is no seal and `unsealed` is false.
     """
     for entry, following in zip(run.chain, run.chain[1:], strict=False):
         if entry.kind == "sealed" and following.kind != "started":

@@ -6,8 +6,8 @@
     slashed, dismissed, credited, forfeited         the rules in `pay`
     staked, ...                                     the rules of the accounts (`ledger.stakes.Book`)
 
-Invariants, if no error is raised: each trained group comes from a file that its worker signed, a registered validator
-accepted and counted, and the learner named. A worker whose file was rejected for its content had signed that file for
+Invariants, if no error is raised: each trained group comes from a file that its worker signed, that a registered validator
+accepted and counted, and that the learner named. If a file was rejected for its content, its worker had signed it for
 exactly that task. An entry of an unknown kind is an error. The result is an `AuditState`.
 """
 
@@ -164,7 +164,7 @@ class Walk:
             if source is None or group >= len(source.useful) or (id, group) in self.state.batched:
                 raise ValueError(f"group {group} of {id} is in two batches, or was not accepted")
             if not source.version <= step <= source.version + config.coordinator.async_level:
-                raise ValueError(f"group {group} of {id} has version {source.version}, not allowed in step {step + 1}")
+                raise ValueError(f"group {group} of {id} has version {source.version}, which step {step + 1} forbids")
             if config.coordinator.online_filter and not source.useful[group]:
                 raise ValueError(f"group {group} of {id} has equal rewards, which the online filter drops")
             unchecked += not source.full

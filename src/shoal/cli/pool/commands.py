@@ -309,7 +309,7 @@ async def _meet(config: Config, folder: Path, name: str, stop: threading.Event) 
         await server.live(stop.is_set)
     finally:
         await runner.cleanup()
-    log.info("%s after round %d of %d", "over" if meeting.over else "stopped", meeting.round, meeting.terms.rounds)
+    log.info("%s after round %d of %d", "finished" if meeting.over else "stopped", meeting.round, meeting.terms.rounds)
 
 
 def _pretraining_meeting(config: Config, folder: Path, run: str) -> Meeting:

@@ -33,7 +33,9 @@ def add_actions(parser: argparse.ArgumentParser) -> None:
     withdraw = "collect unstaked money, or the deposit of a worker that never joined"
     _add_member(actions.add_parser("withdraw", help=withdraw))
     _add_member(actions.add_parser("account", help="show a worker's stake and credit"))
-    book = actions.add_parser("book", help="operator without a chain: record a worker's payment")
+    book = actions.add_parser(
+        "book", help="operator without a chain: record that a worker stakes, unstakes or withdraws"
+    )
     add_pool(book)
     book.add_argument("booking", choices=BOOKINGS)
     book.add_argument("key", help="the worker's key")
@@ -49,7 +51,7 @@ def add_actions(parser: argparse.ArgumentParser) -> None:
 def _add_chain(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--rpc", required=True, metavar="URL", help="URL of a node of the chain")
     add = parser.add_argument
-    add("--key-file", default="", metavar="FILE", help="private key (default: the node's first account)")
+    add("--key-file", default="", metavar="FILE", help="file of a private key (default: the node's first account)")
     return parser
 
 

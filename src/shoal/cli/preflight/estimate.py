@@ -34,9 +34,9 @@ A role's memory is BASE_BYTES, which a process with torch uses before it loads a
                 positions; float32 logits of one position
     validator   weights, one layer's activations, logits as above
 
-Invariant: pure functions of numbers, except for `measure`. Without length targets, completions are as long as the config
-allows. A model that is not a dense decoder is refused. Left out: biases and norms (under 0.1 %), stragglers, rewards, the
-first use of a model, evaluations between the first and the last, GPUs, several devices, fragmentation.
+Invariant: pure functions of numbers, except for `measure`. Without length targets, completions are assumed to be as long as
+the config allows. A model that is not a dense decoder is refused. Left out: biases and norms (under 0.1 %), stragglers,
+rewards, the first use of a model, evaluations between the first and the last, GPUs, several devices, fragmentation.
 """
 
 import math
@@ -238,7 +238,7 @@ def speed(flops: float, bandwidth_Bps: float, cores: int) -> Speed:
 def measure(dtype: str, device: str = "cpu") -> dict[str, float]:
     """Measure this machine's matrix product in `dtype`, its memory bandwidth (for `speed`), and the size of its memory.
 
-    Return the best values seen in MEASURE_S seconds, since other processes can only slow the machine.
+    Return the best values seen in MEASURE_S seconds, because other processes can only slow the machine.
     """
     import torch
 
@@ -346,7 +346,7 @@ def activation_bytes(sizes: Sizes, work: Work, compute_bytes: int) -> int:
 @dataclass(frozen=True)
 class Forecast:
     seconds: float  # until the run's end
-    steps: int  # until then
+    steps: int  # left until the run's end
     step_s: float
     slowest: str  # the role that takes most of a step
     memory_bytes: float  # of all processes together

@@ -25,7 +25,7 @@ GIB = 1 << 30
 MIN_MEMORY_BYTES = 4 * GIB  # for all of `shoal run` with a small model
 MIN_DISK_BYTES, SCARCE_DISK_BYTES = GIB, 10 * GIB
 VERSION_BYTES = 2  # per parameter: versions are published in bf16
-# per parameter: the agreed weights, their velocity, and the rounding error that is carried over (fp32)
+# per parameter: agreed weights, their velocity, the carried rounding error (fp32), and a round's average (8 bytes at most)
 ROUND_BYTES = 20
 ROUNDS = 3  # states of the sites' meeting on disk: two are kept while the next one is written
 # size of a delta, as a fraction of a version: measured 0.02 (135M parameters, lr 4e-5) to 0.15 (3M parameters, lr 1e-4)
@@ -33,7 +33,7 @@ DELTA_FRAC = 0.15
 WORKER_KEEP, EVALUATOR_KEEP = 2, 1  # versions in the caches of these roles
 KEEP_LESS = "free space there, choose another folder with --out, or keep less (learner.keep_last)"
 RESERVE_BYTES = 64 << 20  # a run stops once less than this is left, so that it can still end cleanly
-SLOW_GFLOPS = 20.0  # below it, even the smallest model trains for hours
+SLOW_GFLOPS = 20.0  # on a slower machine, even the smallest model trains for hours
 
 Level = Literal["ok", "warning", "fails"]  # "fails" stops a run; "warning" costs speed, trust or comfort
 
@@ -68,7 +68,7 @@ def examine(folder: Path, device: str = "cpu") -> Iterator[CheckLine]:
     from shoal.sandbox import TIERS, problem
 
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
-        where = f"{platform.system()} on {platform.machine()}, on which Shoal was never run"
+        where = f"{platform.system()} on {platform.machine()}, on which Shoal was never tested"
         yield warning("system", where, "parts may not work: only Linux on x86_64 is tested")
     yield from _computing(device)
     yield of_memory(memory_bytes(), _free_memory())
@@ -148,7 +148,7 @@ def of_disk(folder: Path, unused_bytes: int) -> CheckLine:
     if unused_bytes < MIN_DISK_BYTES:
         return fails("disk", text, "free space, or choose a folder on another disk")
     if unused_bytes < SCARCE_DISK_BYTES:
-        return warning("disk", text, "enough for a small model; `shoal check CONFIG` says what a run needs")
+        return warning("disk", text, "enough for a small model; `shoal check CONFIG` estimates what a run needs")
     return ok("disk", text)
 
 
@@ -207,7 +207,7 @@ def disk_needs(config: Config, parameters: int) -> DiskNeeds:
         return min(keep + 1, steps + 1) * version  # one more while the next is written
 
     def store(keep: int) -> int:
-        """Return the bytes of a store of this many versions and of those that their deltas build on."""
+        """Return the size of a store that keeps this many versions, and those that their deltas build on."""
         n = min(keep + ANCHOR_EVERY + 1, steps + 1)
         return int((math.ceil(n / ANCHOR_EVERY) + DELTA_FRAC * n) * version)
 
