@@ -22,7 +22,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(recorded: Path, tmp_path: Path) -> Path:
-    """A copy of the run that a test may change."""
+    """Return a copy of the run that a test may change."""
     return Path(shutil.copytree(recorded, tmp_path / "run"))
 
 

@@ -64,7 +64,7 @@ def test_config_prints_the_resolved_values(small: str, tmp_path: Path, capsys: p
         (["audit", "nowhere.parquet", "--run", "x"], "no such file or folder: nowhere.parquet"),
     ],
 )
-def test_wrong_arguments_are_one_line_and_exit_status_2(
+def test_wrong_arguments_give_one_line_of_error_and_exit_status_2(
     small: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([argument.replace("{small}", small) for argument in arguments]) == USAGE
@@ -106,7 +106,7 @@ def test_every_command_reports_a_wrong_argument_in_one_line_and_creates_nothing(
     assert main([command, *WRONG[command].replace("{small}", small).split()]) == USAGE
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith(f"shoal {command}: ") and len(printed.err.splitlines()) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["small.toml"], "nothing was made"
+    assert [path.name for path in tmp_path.iterdir()] == ["small.toml"], "nothing was created"
 
 
 def test_a_missing_file_is_a_usage_error_only_if_the_arguments_name_it(
@@ -183,7 +183,9 @@ def test_the_longest_name_of_a_run_fits_into_requests_and_headers() -> None:
         "fetch http://h:1 --key k --out x --wait -1",
     ],
 )
-def test_wrong_usage_is_one_line_and_exit_status_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_gives_one_line_of_error_and_exit_status_2(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main(arguments.split())
     assert end.value.code == USAGE

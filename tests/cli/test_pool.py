@@ -213,7 +213,7 @@ def test_a_folder_without_a_pool_says_how_to_make_one(tmp_path: Path, capsys: py
     assert "shoal pool init CONFIG" in capsys.readouterr().err
 
 
-def test_an_unreachable_pool_is_one_line_with_its_address(
+def test_an_unreachable_pool_is_reported_in_one_line_with_its_address(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     init(config, tmp_path / "pool", url="http://127.0.0.1:9")

@@ -64,7 +64,7 @@ def test_the_error_of_a_stopped_training_tells_how_to_resume(
         ("sft.bach=3", USAGE, "did you mean 'sft.batch'?"),
     ],
 )
-def test_a_failure_is_one_line(
+def test_a_failure_is_reported_in_one_line(
     small: str,
     stop: threading.Event,
     tmp_path: Path,

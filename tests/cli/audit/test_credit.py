@@ -32,7 +32,7 @@ def name(number: int) -> str:
 
 
 def walk(*accepted: int, full: bool = True) -> Walk:
-    """Return a `Walk` that has accepted these tasks of one worker, in this order."""
+    """Return a `Walk` after the acceptance of these tasks of one worker, in this order."""
     run: Any = SimpleNamespace(config=Config())
     walk = Walk(run)
     for number in accepted:

@@ -99,7 +99,7 @@ def test_weights_that_do_not_follow_from_a_kept_checkpoint_are_named(audited: An
 
 
 def test_a_different_state_before_the_step_gives_different_weights(audited: Any, tmp_path: Path) -> None:
-    """As if the learner had signed a checkpoint of a state that it was never in."""
+    """The learner might sign a checkpoint of a state that it was never in."""
     other = SimpleNamespace(folder=shutil.copytree(audited.run.folder, tmp_path / "run"))
     checkpoints = other.folder / "learner" / "checkpoints"
     shutil.rmtree(checkpoints / "step-000002")

@@ -1,8 +1,8 @@
 """Start the services of deploy/compose.yaml as processes, with their commands and environment but without containers.
 
-Each service's name resolves to its own address in a private network, `/data` is a folder, and a service starts once the
+Each service's name resolves to its own address in a private network. `/data` is a folder. A service starts once the
 services that it depends on are healthy. The config is replaced by a short tiny run, with one thread for each process.
-Invariant: everything is inside the namespaces that `main` moves this program into, and ends with it.
+Invariant: every process is inside the namespaces that `main` moves this program into, and ends when this program ends.
 Started by `test_composed`. Needs root on Linux, iproute2 and util-linux.
 """
 

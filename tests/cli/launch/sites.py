@@ -5,7 +5,8 @@
     nat                a public address; masquerades the traffic of home
     home               a private address, without a route from outside
 
-Invariant: everything is inside the namespaces that `enter_namespaces` moves this program into, and ends with it.
+Invariant: every process is inside the namespaces that `enter_namespaces` moves this program into, and ends when this
+program ends.
 Started by `test_elsewhere`. Needs root on Linux, iproute2, util-linux, nft, nginx and openssl.
 """
 

@@ -1,4 +1,5 @@
-"""A process of a run ends on a signal or when its parent ends, even by kill -9. Its exit status says why it failed."""
+"""A process of a run ends on a signal, or when its parent ends, even if kill -9 ended the parent. Its exit status says
+whether a restart may help."""
 
 import errno
 import os
