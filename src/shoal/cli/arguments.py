@@ -82,7 +82,14 @@ def add_config(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
     where = "a TOML file, or the name of a packaged config, such as quickstart"
     parser.add_argument("config", type=Path, nargs=None if required else "?", help=where)
     add = parser.add_argument
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides", help="override one key")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        dest="overrides",
+        help="override a key; repeat for more",
+    )
     overlay = "apply another TOML file on top of the config"
     add("--with", action="append", default=[], type=Path, metavar="FILE", dest="overlays", help=overlay)
 

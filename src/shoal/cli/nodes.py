@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 EVICTED = 3
 ROLES: dict[Role, str] = {
-    "learner": "trains on accepted rollouts and publishes policy versions",
-    "origin": "splits published versions into shards and serves them",
-    "relay": "mirrors the origin and serves its versions to other nodes",
-    "worker": "generates rollouts",
-    "validator": "checks submissions",
-    "evaluator": "measures held-out accuracy",
+    "learner": "train on accepted rollouts and publish policy versions",
+    "origin": "split published versions into shards and serve them",
+    "relay": "mirror the origin and serve its versions to other nodes",
+    "worker": "generate rollouts",
+    "validator": "check submissions",
+    "evaluator": "measure held-out accuracy",
 }
 SHARDCAST = "shardcast"  # name of the run, for files that are shared without a pool
 LOOPBACK = ("127.0.0.1", 0)
@@ -65,7 +65,7 @@ def add_commands(commands: Commands) -> None:
             key = "without --join: file of the private key, created if absent; must be outside PATH"
             add("--key-file", type=Path, default=Path("origin.pem"), help=key)
         if role == "relay":
-            add("--upstream", type=_urls, default=[], help="without --join: URLs of servers, separated by commas")
+            add("--upstream", type=_urls, default=[], help="without --join: URLs to mirror, separated by commas")
             add("--key", help="without --join: the origin's public key")
         if serves:
             store = "without --join: folder of the versions" + ", which must be outside PATH" * (role == "origin")

@@ -39,13 +39,19 @@ if TYPE_CHECKING:
 
 NAME_IT = "name it with --run NAME"
 DRAINED = "gets no new tasks; its process ends once it has uploaded its current work"
-STEERING: dict[str, tuple[Literal["ban", "readmit"], str, str]] = {  # action -> event, help, what it prints
+STEERING: dict[str, tuple[Literal["ban", "readmit"], str, str, str]] = {  # action -> event, help, printed text, example
     "readmit": (
         "readmit",
         "give tasks again to a worker that was dismissed or that left",
         "gets tasks again; if its process has ended, start it",
+        "pool w-7",
     ),
-    "evict": ("ban", "remove a relay from a pool permanently", "is evicted: nodes stop using it within seconds"),
+    "evict": (
+        "ban",
+        "remove a relay from a pool permanently",
+        "is evicted: nodes stop using it within seconds",
+        "pool relay-1",
+    ),
 }
 VERSIONS = "versions"  # in the meeting's folder; the origin watches it
 
@@ -92,8 +98,8 @@ def add_commands(commands: Commands) -> None:
     add("dir", type=Path, metavar="POOL", help="the pool's folder; with --join: the worker's own folder")
     add("name", nargs="?", help="the worker's name, as `shoal pool status` shows it")
     add("--join", metavar="INVITE", help="on the worker's machine: the invite that it joined with")
-    for name, (event, what, outcome) in STEERING.items():
-        parser = action(name, partial(steer, event, outcome), what, "pool w-7")
+    for name, (event, what, outcome, example) in STEERING.items():
+        parser = action(name, partial(steer, event, outcome), what, example)
         add_pool(parser)
         parser.add_argument("name", help="the node's name, as `shoal pool status` shows it")
 
