@@ -1,15 +1,15 @@
-"""SHARDCAST: sends weights from the learner's origin through relays to clients over HTTP, verified at every hop.
+"""SHARDCAST: send weights from the learner's origin through relays to clients over HTTP, and verify them at every hop.
 
     origin (publishes)  ->  server  <-  relay (mirrors)  ->  server  <-  client (fetches)
 
     origin     publishes a folder as a signed version     manifest    signed manifests, statements, version lists
     store      the folder of versions to serve             files       a version's files, cut into shards
-    relay      mirrors a store, serves arriving shards    delta       the exact difference between two versions
+    relay      mirrors a store and serves it              delta       the exact difference between two versions
     server     HTTP, with guard and connections           fetch/      downloads from servers into a folder
     alone      the API for use without a pool
 
-This package can be used alone: of Shoal it imports only `errors` and `files`. docs/shardcast.md says how it works and
-what it costs.
+This package can be used alone: it imports only `errors` and `files` from Shoal. docs/shardcast.md explains how it works
+and what it costs.
 Paper: INTELLECT-2 (arXiv 2505.07291), section on SHARDCAST.
 """
 

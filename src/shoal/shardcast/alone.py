@@ -1,7 +1,7 @@
 """SHARDCAST without a pool: publish a folder, run a relay, fetch.
 
-    publish(Path("model"), Path("store"), key)                    to a store that `serve_origin` or nginx serves
-    fetch(["http://relay:8080"], Path("weights"), public_key)     the newest version: weights/v000003/
+    publish(Path("model"), Path("store"), key)                    # `serve_origin` or nginx serves the store
+    fetch(["http://relay:8080"], Path("weights"), public_key)     # the newest version, into weights/v000003/
     for folder, manifest in watch([...], Path("weights"), public_key): ...
 
 `shoal origin PATH`, `shoal relay --upstream` and `shoal fetch` do the same from a terminal.
@@ -28,7 +28,7 @@ from shoal.shardcast.server import app, serve, url_of
 from shoal.shardcast.store import ShardStore
 
 POLL_S = 0.1
-IDLE_S = 0.5  # between checks of `stop` when no folder is watched
+IDLE_S = 0.5  # pause between checks of `stop` when no folder is watched
 DAY_S = 24 * 3600.0
 
 
@@ -66,8 +66,8 @@ def watch(
     timeout_s: float = DAY_S,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Iterator[tuple[Path, Manifest]]:
-    """Yield each new version, forever, and never an older one after a newer one. Report a fetch that fails or exceeds
-    `timeout_s` to `progress`, and retry."""
+    """Yield new versions as they appear, forever. Never yield an older version after a newer one. If a fetch fails or
+    exceeds `timeout_s`, report it to `progress` and retry."""
     client = Client(urls, Access(public_key), out, wait_s=DAY_S, timeout_s=timeout_s)
     last: Manifest | None = None
     while True:
@@ -106,12 +106,12 @@ def fetch_with(client: Client, version: int | None, progress: Callable[[Progress
 async def serve_origin(
     path: Path, origin: Origin, listen: tuple[str, int], stop: threading.Event, say: Callable[[dict[str, object]], None]
 ) -> None:
-    """Publish and serve `path` until `stop` is set. If `path` is empty or has version folders (v000007), publish each,
-    including those added later; otherwise publish `path`, a file or folder, as one version. Raise what `Origin.publish`
-    raises."""
+    """Publish `path` and serve it until `stop` is set. If `path` is a folder that is empty or holds version folders
+    (v000007), publish each version folder, including those added later. Otherwise publish `path` (a file or a folder)
+    as one version. Raise what `Origin.publish` raises."""
     check_apart(path, origin.store.path)
 
-    async def live() -> None:
+    async def publish_all() -> None:
         watched = path.is_dir() and (not any(path.iterdir()) or any(map(_version, path.iterdir())))
         if not watched:
             report(await asyncio.to_thread(origin.publish, path, origin.next_version()))
@@ -129,7 +129,7 @@ async def serve_origin(
         facts = {"version": manifest.version, "digest": manifest.digest, "size_bytes": manifest.size_bytes}
         say(facts | sizes)
 
-    await _serve(app(origin.store), listen, {"key": public_key_hex(origin.key)}, live, say)
+    await _serve(app(origin.store), listen, {"key": public_key_hex(origin.key)}, publish_all, say)
 
 
 async def serve_relay(
@@ -137,7 +137,7 @@ async def serve_relay(
 ) -> None:
     """Mirror and serve until `stop` is set. Report each version that becomes complete, and each new error."""
 
-    async def live() -> None:
+    async def mirror() -> None:
         task = asyncio.ensure_future(relay.mirror())
         seen: set[int] = set()
         error: str | None = None
@@ -157,20 +157,20 @@ async def serve_relay(
         finally:
             task.cancel()
 
-    await _serve(app(relay.store), listen, {}, live, say)
+    await _serve(app(relay.store), listen, {}, mirror, say)
 
 
 async def _serve(
     application: web.Application,
     listen: tuple[str, int],
     facts: dict[str, object],
-    live: Callable[[], Awaitable[None]],
+    work: Callable[[], Awaitable[None]],
     say: Callable[[dict[str, object]], None],
 ) -> None:
     runner, bound = await serve(application, *listen)
     try:
         say({"url": url_of(listen[0], bound)} | facts)
-        await live()
+        await work()
     finally:
         await runner.cleanup()
 

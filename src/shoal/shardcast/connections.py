@@ -1,12 +1,12 @@
 """The listening socket of a server: it limits open connections and resets idle or stalled ones.
 
 Invariant: every accepted connection counts until it is closed, and a server accepts no more than its file limit allows. A
-connection over its address's limit, or over the total limit, is closed unread. At the total limit the oldest connection
-without a request is reset too, so idle clients cannot lock others out. A client that sends no request within
-`headers_s`, or does not read the response, is reset even in the middle of a `sendfile`. Only time in which this process
-was running counts: an overloaded or frozen server blames no client for its own delay. Malformed requests (answered with
-400) and clients that disconnect early are not logged: aiohttp would log a traceback with the request, hundreds of
-kilobytes each.
+connection over its address's limit, or over the total limit, is closed without being read. At the total limit, the
+oldest connection that has sent no request is reset too, so idle clients cannot lock others out. A client is reset if it
+sends no request within `headers_s`, or does not read the response, even during a `sendfile`. Time in which this process
+did not run does not count, so an overloaded or frozen server does not blame clients for its own delay. Malformed
+requests (answered with 400) and clients that disconnect early are not logged, because for each aiohttp would log a
+traceback with the whole request, up to hundreds of kilobytes.
 Left out: limits across processes; slow-reader detection on systems other than Linux.
 Source: BBR, draft-ietf-ccwg-bbr; `struct tcp_info` of Linux, include/uapi/linux/tcp.h.
 """
@@ -43,7 +43,7 @@ def _is_server_error(record: logging.LogRecord) -> bool:
 LOG.addFilter(_is_server_error)
 
 
-RESERVED = 128  # files for databases, logs, libraries and outgoing connections
+RESERVED = 128  # open files kept for databases, logs, libraries and outgoing connections
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def raise_limit() -> int:
 
 
 def affordable(wanted: int) -> int:
-    """Return `wanted` connections, or fewer if the open-file limit requires it; then log a warning."""
+    """Return how many of the `wanted` connections the open-file limit allows. Log a warning if they are fewer."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if soft == resource.RLIM_INFINITY else max(1, (soft - RESERVED) // 2)
     if allowed < wanted < sys.maxsize:
@@ -74,7 +74,7 @@ def affordable(wanted: int) -> int:
 
 # On long lossy links BBR is several times faster than CUBIC, which treats each loss as congestion.
 CONGESTION = b"bbr"
-# Limits unsent bytes in the kernel, so that a stalled reader does not cost megabytes of memory.
+# Limits unsent bytes in the kernel, because each stalled reader costs this much memory.
 UNSENT_BYTES = 2 << 20
 BACKLOG = 1024
 LONGEST_PERIOD_S = 1.0
@@ -118,7 +118,7 @@ class ClientConnection(socket.socket):
             self.shutdown(socket.SHUT_RDWR)
 
     def excuse(self, late_s: float) -> None:
-        """Do not count `late_s`, in which this process did not run, against the peer."""
+        """Do not blame the peer for `late_s`, in which this process did not run."""
         self.accepted_s += late_s
         self.moved_s += late_s
         self.since_s += late_s
@@ -127,7 +127,7 @@ class ClientConnection(socket.socket):
         if not self.requested:
             return now_s - self.accepted_s >= patience.headers_s
         progress = _progress(self)
-        if progress is None:  # all bytes are acknowledged, or the system does not say
+        if progress is None:  # all bytes are acknowledged, or the system does not report it
             self.moved_s = self.since_s = now_s
             return False
         if progress != self.taken_bytes:
@@ -175,7 +175,7 @@ class Listener(socket.socket):
             accepted.close()
             raise ConnectionAbortedError("too many connections")  # asyncio ignores it, as if the client had left
         connection = ClientConnection(self, peer, accepted.detach())
-        prefer_bbr(connection)  # again, as a route's setting overrides what it inherited from the listener
+        prefer_bbr(connection)  # again: a route's setting overrides the one inherited from the listener
         if earlier := self.open.get(peer):
             self.forget(earlier)
         self.open[peer] = connection
@@ -189,7 +189,7 @@ class Listener(socket.socket):
         if oldest := next(iter(self._silent), None):
             del self._silent[oldest]
             self.cut += 1
-            oldest.cut()  # counts until it is closed, so the file limit is never exceeded
+            oldest.cut()  # it counts until it is closed, so the file limit is never exceeded
         return False
 
     def forget(self, connection: ClientConnection) -> None:
@@ -250,7 +250,7 @@ LISTENER = web.AppKey("listener", Listener)
 async def started(
     application: web.Application, listener: Listener, *, shutdown_s: float = 1.0, backlog: int = BACKLOG, **more: Any
 ) -> web.AppRunner:
-    """Serve the application on this listener until the runner's `cleanup`, which lets requests run for `shutdown_s`."""
+    """Serve the application on this listener. The runner's `cleanup` gives running requests `shutdown_s` to finish."""
     application[LISTENER] = listener
     application.cleanup_ctx.append(listener.watching)
     runner = web.AppRunner(
@@ -262,7 +262,7 @@ async def started(
 
 
 def prefer_bbr(connection: socket.socket) -> str:
-    """Select BBR if possible. Return the congestion control in use; "unknown" if the system does not say."""
+    """Select BBR if possible. Return the congestion control in use; "unknown" if the system does not report it."""
     option = getattr(socket, "TCP_CONGESTION", None)
     if option is None:
         return "unknown"
@@ -275,7 +275,7 @@ def prefer_bbr(connection: socket.socket) -> str:
 
 
 def network(address: str) -> str:
-    """Identify a client by its IPv4 address, or by the /64 of its IPv6 address, all of which it may own."""
+    """Return the client's IPv4 address, or the /64 of its IPv6 address, because one client may own a whole /64."""
     try:
         ip = ip_address(address.partition("%")[0])
     except ValueError:
@@ -286,7 +286,7 @@ def network(address: str) -> str:
 
 
 def _progress(connection: socket.socket) -> int | None:
-    """Return the bytes acknowledged so far; None if nothing is unacknowledged, or if the system does not say."""
+    """Return the bytes acknowledged so far; None if nothing is unacknowledged, or if the system does not report it."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         unacked, acked_bytes, unsent_bytes = TCP_INFO.unpack_from(info)

@@ -1,7 +1,7 @@
 """Encode and apply the exact difference between two versions of a model folder.
 
 In one RL step at most a few per cent of the bf16 words change. A safetensors file with the same header
-in both versions is encoded as the changed words of each tensor. Any other file is unchanged or sent whole.
+in both versions is encoded as the changed words of each tensor. Any other file is marked as unchanged or sent whole.
 
     delta    MAGIC, one kind per file of the new version, then the bodies of the files that are not SAME
     file     TENSORS: blake3 of the safetensors header, the pieces of all its tensors     WHOLE: its bytes, in pieces
@@ -9,16 +9,16 @@ in both versions is encoded as the changed words of each tensor. Any other file 
              SAME: nothing     WHOLE: the new words
              CHANGES: the number of changed words, a gap for each (words of four bytes), a step for each
     words    byte plane by byte plane, lowest first: length, bytes
-             length 0: all zeros     the plane's size: raw bytes     less: a zstd frame
+             length 0: all zeros     the plane's size: raw bytes     shorter: a zstd frame
 
 A gap is the number of unchanged words before a changed one, so positions ascend. A step is new minus old as integers,
 modulo the word size, in zigzag coding (0, -1, 1, -2 as 0, 1, 2, 3). It is often one unit in the last place. Numbers have
 four bytes, kinds have one; all are little-endian.
 
-Invariant: paths, sizes and headers come from the caller and the old version, never from the delta, and no length in a delta
-can make the reader allocate more than these imply. A malformed delta causes DeltaError or wrong words, so the
-caller must verify the files that `apply` writes against the manifest. `encode` reads each new file once, but an
-unchanged file without tensors twice. `apply` reads and writes each file once for a whole chain of deltas.
+Invariant: paths, sizes and headers come from the caller and the old version, never from the delta. No length in a delta
+can make the reader allocate more memory than these require. A malformed delta causes DeltaError or wrong words, so the
+caller must verify the files that `apply` writes against the manifest. `encode` reads each new file once, except that it
+reads an unchanged file without tensors twice. `apply` reads and writes each file once for a whole chain of deltas.
 Left out: merging the deltas of several versions into one (readers fetch the chain), renamed files (sent whole), and grouping
 words by exponent, which makes smaller deltas but takes more CPU time (benchmarks/weights/deltas.py compares encodings).
 Source: docs/shardcast.md has the measurements; the paper sends whole checkpoints.
@@ -74,7 +74,8 @@ class Writer:
         gaps_K = (np.diff(places_K, prepend=-1) - 1).astype("<u4")
         steps_K = _zigzag(new[places_K] - old[places_K])
         packed = bytes([Kind.CHANGES]) + _number(len(places_K)) + self._packed(gaps_K) + self._packed(steps_K)
-        if len(packed) > new.nbytes // 4:  # otherwise whole words are hardly ever smaller, and slow to compress
+        # Below this size do not try whole words: they are slow to compress and hardly ever smaller.
+        if len(packed) > new.nbytes // 4:
             packed = min(packed, bytes([Kind.WHOLE]) + self._packed(new), key=len)
         self.write(packed)
 
@@ -110,7 +111,7 @@ class Reader:
         return _kind_of(self.take(1)[0], Kind.SAME, Kind.WHOLE, Kind.CHANGES)
 
     def changes(self, words: int, word_bytes: int) -> tuple[Places, Words]:
-        """Read the CHANGES of a piece: ascending positions of changed words, and the steps to add."""
+        """Read a piece of kind CHANGES. Return the ascending positions of changed words, and the steps to add."""
         count = self._number()
         if not 0 < count <= words:
             raise DeltaError(f"{count} changes in {words} words")
@@ -183,8 +184,8 @@ def encode(
     sink: Callable[[bytes], None],
     on_read: Callable[[memoryview], None] = lambda data: None,
 ) -> None:
-    """Write to `sink` the delta from folder `old` to folder `new`. `files` are the paths in `new`. `on_read` gets all
-    bytes of these files, in that order, so that the caller can hash them without reading again.
+    """Encode the delta from folder `old` to folder `new` into `sink`. `files` are the paths in `new`. Pass all bytes of
+    these files to `on_read`, in order, so that the caller can hash them without reading them again.
     Raise OSError, and DeltaError if a file is truncated while it is read."""
     writer = Writer(sink)
     kinds = [_kind(old / path, new / path) for path in files]
@@ -209,8 +210,8 @@ def encode(
 
 
 def passes(chain: Iterable[Link]) -> list[list[Link]]:
-    """Split a chain of deltas into runs that `apply` can merge: in a run all produce files of the same names and sizes,
-    and none changes tensors of a file that another one sends whole. Raise DeltaError."""
+    """Split a chain of deltas into runs that `apply` can merge. All deltas of a run produce files of the same names and
+    sizes, and no file is sent whole by one of them and as changed tensors by another. Raise DeltaError."""
     runs: list[list[Link]] = []
     kinds: list[Kind] = []  # of the files in the last run
     for link in chain:
@@ -228,8 +229,9 @@ def passes(chain: Iterable[Link]) -> list[list[Link]]:
 def apply(
     old: Path, run: Sequence[Link], out: Path, on_write: Callable[[memoryview], None] = lambda data: None
 ) -> None:
-    """Apply `run`, one delta or a run from `passes`, to the folder `old`; write the result into another folder `out`.
-    `on_write` gets all bytes of the new files, in encoded order, so that the caller can verify them without reading again.
+    """Apply `run` (one delta, or a run from `passes`) to the folder `old`, and write the result into another folder,
+    `out`. Pass all bytes of the new files to `on_write`, in encoded order, so that the caller need not read them to
+    verify them.
 
     Raise DeltaError, and OSError from the disk. The files in `out` are then incomplete.
     """
@@ -280,7 +282,7 @@ def _equal(old: Path, new: Path) -> bool:
 
 
 class _TeeFile:
-    """A sequentially written file that passes what is written to a callback."""
+    """A file that is written sequentially and passes all its bytes to a callback."""
 
     def __init__(self, path: Path, on_write: Callable[[memoryview], None]) -> None:
         self._file = path.open("wb")

@@ -1,4 +1,4 @@
-"""A version's files: where safetensors store their tensors, and how all files, concatenated, are cut into shards.
+"""A version's files: where safetensors files store their tensors, and how the concatenated files are cut into shards.
 
 Invariant: the tensors of a `Layout` fill the file from the end of the header to its end without gaps, and each holds a
 whole number of words (numbers of 1, 2 or 4 bytes). A `Cutter` hashes each byte once.
@@ -151,7 +151,8 @@ class StreamFiles:
 
 
 class Cutter:
-    """Hash the shards of a byte string that comes in pieces. With `create`, write each to a file that it returns."""
+    """Hash the shards of a byte string that comes in pieces. Also write each shard to the file that `create` returns
+    for its index, if `create` is given."""
 
     def __init__(self, shard_size_bytes: int, create: Callable[[int], NewFile] | None = None) -> None:
         self.shard_size_bytes = shard_size_bytes
@@ -214,7 +215,7 @@ T = TypeVar("T")
 
 @contextmanager
 def alongside(act: Callable[[T], None]) -> Iterator[Callable[[T], None]]:
-    """Yield a function that runs `act` on its argument in another thread. The caller must not change the argument later."""
+    """Yield a function that runs `act` on its argument in another thread. The caller must not change it afterwards."""
     with ThreadPoolExecutor(1) as thread:
         running: list[Future[None]] = []
 

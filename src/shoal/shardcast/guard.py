@@ -1,10 +1,10 @@
 """Access control of a server: passes and bans.
 
-    grant   signed by the pool: this key may read this run's weights until a time. Every reader gets one.
-    pass    grant~visit.signature: signed by the key in the grant, for one server at one time.
+    grant   signed by the pool: the reader with this key may read this run's weights until a given time
+    pass    grant~visit.signature: signed by the reader, for one server at one time
 
-Invariant: every request except /healthz needs a pass, signed less than `PASS_S` ago for this server's URL by a reader
-who is not banned, and containing a grant that `pool_key` signed for this audience. So a relay cannot use its readers'
+Invariant: every request except /healthz needs a pass. A reader who is not banned signed it for this server's URL, at
+most `PASS_S` ago. It contains a grant that `pool_key` signed for this audience. So a relay cannot use its readers'
 passes elsewhere. A ban also resets the reader's connections.
 Left out: a nonce (a pass replayed to the same server within a minute reveals nothing new), and a rate limit
 per reader (`connections` limits each address).
@@ -32,7 +32,7 @@ from shoal.shardcast.manifest import Hash
 GRANT_DOMAIN = b"shoal shardcast reader token 1\n"
 VISIT_DOMAIN = b"shoal shardcast visit 1\n"
 MAX_PASS_CHARS = 4096
-PASS_S = 60.0  # clocks of honest machines differ by less, as for signed requests
+PASS_S = 60.0  # as for signed requests; the clocks of honest machines differ by less
 RENEW_S = 20.0  # a reader reuses a pass for this long
 MAX_KNOWN = 4096  # cached verified passes, so that not every shard costs a signature check
 
@@ -83,7 +83,9 @@ def check(text: str, pool_key: str, audience: str, servers: Collection[str], now
     if shown.server not in servers:
         raise Refused(f"signed for {shown.server[:200]!r}, which is another server")
     if abs(now_s - shown.created_s) > PASS_S:
-        raise Refused(f"signed {now_s - shown.created_s:.0f} s ago, at most {PASS_S:.0f} s is served: check the clock")
+        raise Refused(
+            f"signed {now_s - shown.created_s:.0f} s ago, outside of the allowed {PASS_S:.0f} s: check the clock"
+        )
     return grant.reader
 
 
@@ -147,7 +149,7 @@ class Guard:
     ) -> None:
         """`pool_key` signs the grants. `connections`: limit per address."""
         self.audience, self.pool_key = audience, pool_key
-        self.servers: Set[str] = frozenset()  # the URLs that readers know this server by; a pass names one of them
+        self.servers: Set[str] = frozenset()  # URLs by which readers know this server; a pass names one of them
         self.connections, self.total_connections = connections, total_connections
         self.banned: Set[str] = frozenset()
         self.refused = 0

@@ -1,8 +1,8 @@
 """The signed manifest of each version, the signed statement of the newest version, and the list of versions.
 
 A manifest names a version's files, shards and hashes. A publication is everything that an origin publishes from one store.
-Its random id is in each manifest and statement. An origin that starts over with an empty store starts another publication,
-and readers switch to it.
+Each manifest and statement holds the publication's random id. An origin that starts over with an empty store starts
+another publication, and readers switch to it.
 Invariant: a `Manifest` object is always well-formed: sizes add up, paths stay inside the folder, bounds hold.
 `SignedManifest.open` returns only manifests signed by the expected key. `Manifest.digest` names the version everywhere
 in Shoal. It covers the canonical JSON without the transfer options (anchor, delta), publication and date: publishing the
@@ -37,7 +37,7 @@ MAX_SHARDS = 100_000
 MAX_FILES = 10_000
 MAX_PATH_CHARS = 512
 MAX_VERSION = 10**9 - 1
-MAX_MANIFEST_BYTES = 16 << 20  # when signed; one with MAX_SHARDS of content and of a delta has 14 MiB
+MAX_MANIFEST_BYTES = 16 << 20  # signed; with MAX_SHARDS of content and MAX_SHARDS of a delta it has 14 MiB
 
 # Domain separation: nothing else that this key signs is a valid manifest.
 SIGNATURE_DOMAIN = b"shoal shardcast manifest 5\n"
@@ -143,7 +143,7 @@ class Manifest(_Record):
 
     @cached_property
     def digest(self) -> str:
-        """The version's name: BLAKE3, hex, of its contents, not of how they can be fetched."""
+        """The version's name: a BLAKE3 hash (hex) of its contents. It does not depend on how they are fetched."""
         excluded = {"anchor", "delta", "publication", "created_s"}
         return blake3(_canonical(self.model_dump(exclude=excluded))).hexdigest()
 
@@ -188,7 +188,7 @@ class SignedManifest(_Record):
             return cls(manifest=text, key=ending[1].decode(), signature=ending[2].decode())
         except ValueError as error:
             why = str(error)[:100]
-        raise ManifestError(f"malformed signed manifest: {why}")  # without the error, which contains the whole text
+        raise ManifestError(f"malformed signed manifest: {why}")  # not chained: the error contains the whole text
 
     def open(self, public_key: str, *, run: str | None = None, version: int | None = None) -> Manifest:
         """Verify the signature, and `run` and `version` if given. Return the manifest. Raise ManifestError."""
@@ -264,7 +264,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _folded(name: str) -> str:
-    """Normalise a name as file systems may: they ignore case, or trailing spaces and dots."""
+    """Normalise a name as some file systems do: ignore case, and trailing spaces and dots."""
     return name.lower().rstrip(" .") or name
 
 
@@ -284,6 +284,8 @@ MAX_SERIAL = 10**18
 
 
 class Newest(_Record):
+    """The origin's statement of which version is the newest."""
+
     run: str = Field(max_length=200)
     publication: Publication
     version: int = Field(ge=0, le=MAX_VERSION)
@@ -330,8 +332,8 @@ class SignedNewest(_Record):
 
 
 def latest(first: Newest | None, second: Newest | None, now_s: float) -> Newest | None:
-    """Return the valid one of two statements. Between publications prefer the one that is current by the reader's clock,
-    then the later one, so statements from an origin whose clock was ahead lose once the clock is corrected."""
+    """Return the valid statement of two. Between publications prefer a statement that is current by the reader's clock,
+    then the later one. So statements from an origin whose clock was ahead lose once the clock is corrected."""
     if first is None or second is None:
         return first or second
     if first.publication == second.publication:

@@ -1,15 +1,17 @@
 """The origin: publish a folder of files as a signed version in a store, in full or as a delta.
 
-Every `anchor_every`-th version is an anchor, which can be fetched in full. All have a delta from the version before,
-unless it saves nothing. A version whose delta would save less than half becomes an anchor.
+Every `anchor_every`-th version is an anchor, which can be fetched in full. Each version also has a delta from the
+version published before it, unless the delta saves nothing. A version whose delta would save less than half becomes an
+anchor.
 
-Invariant: a file that looks like a text private key, or is named like one, is never published, even through a symbolic link.
-A link is followed only if it stays inside the folder, or inside the Hugging Face cache entry that the folder is a snapshot
-of. Files and folders whose names start with a dot are not published.
+Invariant: a file that looks like a private key in text form, or is named like one, is never published, even through a
+symbolic link. A link is followed only if its target is inside the folder, or inside the Hugging Face cache entry that
+the folder is a snapshot of. Files and folders whose names start with a dot are not published.
 A version is in versions.json only with a signed manifest and all its shards on disk. After a crash at any moment, publishing
-the version again redoes unfinished work and reproduces finished work identically.
+the version again completes it, with the same digest.
 `server.app` serves the same store.
-Left out: deltas across more than one version (a client chains them); keys in binary formats, or after the first 64 KiB.
+Left out: deltas across more than one version (a client chains them); detection of private keys in binary formats, or
+after the first 64 KiB of a file.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: the training node shards the checkpoint and announces it.
 """
 
@@ -113,7 +115,7 @@ def _files_in(folder: Path) -> list[Path]:
             continue
         if path.is_symlink() and path.is_dir():
             raise PublishError(
-                f"{path} is a link to a folder; replace it by the folder's files, or publish that folder"
+                f"{path} is a link to a folder; replace it with the folder's files, or publish that folder"
             )
         if path.is_symlink() and not path.exists():
             raise PublishError(
@@ -134,7 +136,7 @@ def _refuse_stray_link(path: Path, folder: Path) -> None:
         raise PublishError(f"{path} is a link to {target}, outside of {folder}; put a copy in its place")
 
 
-STATE_S = 5.0  # between two signed statements of the newest version, as long as it stays the same
+STATE_S = 5.0  # between two signed statements while the newest version stays the same
 
 
 def shard_bytes(size_bytes: int, wanted_bytes: int | None) -> int:
@@ -225,7 +227,7 @@ class Origin:
         return self.store.versions()
 
     def state(self) -> None:
-        """Sign which version is the newest, at most every STATE_S unless it changed. Servers call this continually."""
+        """Sign a statement if the newest version changed or STATE_S passed. Call this often while serving."""
         newest = max(self._held.values(), key=lambda manifest: manifest.version, default=None)
         if newest is None:
             return
@@ -255,10 +257,10 @@ class Origin:
             return held
         folder, files = files_at(path)
         before = file_times(folder, files)
-        # A version damaged on disk is published again with its old date, so that it gets the same digest.
+        # A version damaged on disk keeps its date, so that clients do not take the repaired one for a later version.
         created_s = self._later() if held is None else held.created_s
         self._shard_bytes(_total(files))  # raises before any shard is written
-        modified = f"{path} was modified while it was published; move complete versions there by a rename"
+        modified = f"{path} was modified while it was published; write a version elsewhere, then rename it to this path"
         with self._publishing(version):
             try:
                 content, delta, anchor = self._cut(version, folder, files)
@@ -343,7 +345,7 @@ class Origin:
         return manifest is None or deltas + 1 >= self.anchor_every
 
     def _later(self) -> float:
-        """Return the current time, but always later than every earlier manifest's."""
+        """Return the current time, or a moment after the latest manifest's date if that is later."""
         self._created_s = max(self.clock(), math.nextafter(self._created_s, math.inf))
         return self._created_s
 
@@ -351,7 +353,9 @@ class Origin:
     def _publishing(self, version: int) -> Iterator[None]:
         newer = [known for known in self._held if known > version]
         if len(newer) >= self.store.keep:
-            raise PublishError(f"version {version} is older than the {self.store.keep} kept ({newer}); raise keep")
+            raise PublishError(
+                f"version {version} is older than the {self.store.keep} kept versions ({newer}); raise keep"
+            )
         self._forget(version)
         try:
             yield
@@ -384,7 +388,9 @@ class Origin:
                 return None
             return signed.open(public_key_hex(self.key), run=self.run, version=version)
         except ManifestError as error:
-            raise PublishError(f"{self.store.path} holds {error}; give each run and key its own store") from error
+            raise PublishError(
+                f"cannot continue the store {self.store.path}: {error}; give each run and key its own store"
+            ) from error
 
 
 def _total(files: Sequence[FileEntry]) -> int:

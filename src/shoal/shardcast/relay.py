@@ -50,6 +50,8 @@ SLOW = 0.25  # siblings below this fraction of the best sibling's speed are skip
 
 
 class Place:
+    """The parents and siblings of a relay."""
+
     def __init__(self, own: str) -> None:
         """`own`: the id of this relay's store."""
         self.own = own
@@ -90,9 +92,9 @@ class Place:
 
 
 def owners_of(shard: ShardEntry, ids: Sequence[str]) -> list[str]:
-    """Return the ids in the order in which they own this shard, that is, fetch it from a parent (rendezvous hashing).
-    Any two ids have the same order on every relay, so siblings never wait for each other, even if some do not know all
-    the others."""
+    """Return the ids, ordered by rendezvous hashing. The first one that is available owns this shard: it fetches the
+    shard from a parent. Any two ids have the same order on every relay, so siblings never wait for each other in a
+    circle, even if some do not know all the others."""
     return sorted(ids, key=lambda id: blake3(f"{shard.hash} {id}".encode()).digest())
 
 
@@ -128,7 +130,7 @@ PARTS: tuple[Part, ...] = ("delta", "full")
 PARALLEL = 2  # concurrent shards per owner
 MAX_QUERIED = 8  # servers that a relay queries each round
 VERSION_TIMEOUT_S = 3600.0  # for one part of a version
-FORGET_SILENT_S = 10.0  # after the last answer of a silent server
+FORGET_SILENT_S = 10.0  # how long after its last answer a silent server's listing is forgotten
 
 
 @dataclass
@@ -164,13 +166,13 @@ class Relay:
         self.store.lock()
         self.store.recover()
         self._held: dict[int, Manifest] = {}  # stored manifests, complete or not
-        # Missing shards, from hashing the disk once, so that a failing version is not hashed again each round.
+        # Missing shards of each version. The files are hashed once, even if the version fails every round.
         self._missing: dict[int, set[tuple[Part, ShardEntry]]] = {}
         self._queried: list[Source] = []  # in this round
-        self._known: dict[Source, Listing] = {}  # last listing of each server, until it is silent for long
-        self._heard_s: dict[Source, float] = {}  # when that listing came
+        self._known: dict[Source, Listing] = {}  # last listing of each server, forgotten after a long silence
+        self._heard_s: dict[Source, float] = {}  # when the last listing arrived
         self.place = Place(store.id)
-        self._statements: dict[SignedNewest, Newest | None] = {}  # cache of the last opened one
+        self._statements: dict[SignedNewest, Newest | None] = {}  # caches the last opened statement
         self._stated: Newest | None = None  # the latest of the origin's statements
         self._open_held()
 
@@ -197,7 +199,7 @@ class Relay:
         self._pass_on(listings.values())
         self._leave_outdated()
         listed = {version for listing in listings.values() for version in listing.versions}
-        # Only the newest versions of each source, so that a server with a bogus list cannot displace the others.
+        # Take only the newest versions of each source, so that a bogus list cannot displace the others.
         newest = {version for listing in listings.values() for version in listing.versions[: self.store.keep]}
         needed: set[int] = set()  # parents of the versions handled before
         place = 0
@@ -218,7 +220,7 @@ class Relay:
             except (FetchError, OSError) as error:
                 self._note(error)  # try an older version
                 if listings and version not in listed:
-                    self._drop(version)  # incomplete, and no longer listed upstream
+                    self._drop(version)  # it is incomplete and no longer listed upstream
         return bool(listings)
 
     async def _listings(self, sources: Sources) -> dict[Source, Listing]:

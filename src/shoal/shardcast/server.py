@@ -113,13 +113,15 @@ GUARD = web.AppKey("guard", Guard)
 
 
 def app(store: ShardStore | Path, *, wait_s: float = 10.0, guard: Guard | None = None) -> web.Application:
-    """`wait_s` must stay below the clients' idle timeout (30 s by default). Without a guard anyone may read."""
+    """Return the application that serves a store. `wait_s` must stay below the clients' idle timeout (30 s by default).
+    Without a guard anyone may read."""
     application = web.Application(middlewares=[_note_request])
     application[SHELF] = Shelf(store if isinstance(store, ShardStore) else ShardStore(store), wait_s)
     version = f"/{{version:{VERSION_PATTERN}}}"
     application.add_routes(
         [
-            web.get(f"{version}/{{part:full|delta}}/{{index:[0-9]{{5}}}}.shard", _shard),  # first: requested most
+            # First, because most requests are for shards.
+            web.get(f"{version}/{{part:full|delta}}/{{index:[0-9]{{5}}}}.shard", _shard),
             web.get(f"{version}/manifest.json", _manifest),
             web.get("/versions.json", _versions),
             web.get("/healthz", _health),

@@ -49,9 +49,9 @@ _LOCKS: dict[tuple[int, Path], FileLock] = {}  # by process and store: a forked 
 
 class ShardStore:
     def __init__(self, path: Path, *, keep: int = KEEP, lease_s: float = 60.0, public: bool = True) -> None:
-        """Keep the newest `keep` versions and the versions that they are deltas of. Also keep up to `keep` versions that
-        were read within `lease_s`, the newest ones; without that bound, readers could fill the disk. `public`: every user
-        of this machine may read the store, whatever the umask."""
+        """Keep the newest `keep` versions and the parents of their deltas. Also keep older versions that were read
+        within `lease_s`, but only the newest `keep` of these: otherwise readers could fill the disk. `public`: every
+        user of this machine may read the store, whatever the umask."""
         self.path, self.file_mode = path, FILE_MODE if public else None
         self.keep, self.lease_s = keep, lease_s
         self._requested_s: dict[int, float] = {}
@@ -147,7 +147,7 @@ class ShardStore:
 
     def retain(self, held: Mapping[int, Manifest]) -> None:
         """Remove all versions except those that `wanted` returns. `held`: the manifests of all stored versions. Readers
-        keep files that are already open."""
+        can still read files that they have opened."""
         wanted = self.wanted(held)
         self._list([version for version in sorted(held, reverse=True) if version in wanted])
         for version in self._on_disk():

@@ -68,7 +68,7 @@ class Bucket:
     ) -> None:
         """`url`: s3://BUCKET/PREFIX; `endpoint`: "" for AWS; `credentials`: None to read them from the environment.
 
-        AWS_REGION in the environment is the region. Raise StoreError.
+        The region is AWS_REGION from the environment. Raise StoreError.
         """
         parts = urlsplit(url)
         self.name, prefix = parts.netloc, parts.path.strip("/")
@@ -97,7 +97,7 @@ class Bucket:
     def put(self, kind: str, data: bytes) -> str:
         """Store a file and return its hash. Storing the same bytes again changes nothing."""
         content_hash = blake3(data).hexdigest()
-        with self._named_errors(f"cannot store a {kind} file"):
+        with self._named_errors(f"cannot store the {kind} file"):
             obstore.put(self.objects, self._name(kind, content_hash), data)
         return content_hash
 

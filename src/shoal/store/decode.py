@@ -239,7 +239,7 @@ def _int32(data: memoryview, at: int) -> tuple[int, int]:
 def main(max_rows: int, max_tokens: int, memory_bytes: int, alarm_s: float) -> None:
     """Decode files from stdin until it is closed.
 
-    memory_bytes: memory for one file, in addition to what the imports use. After alarm_s on one file the process ends.
+    memory_bytes: memory for one file, beyond what the imports use. The process ends if one file takes alarm_s.
     """
     import pyarrow.compute  # noqa: F401  pyarrow imports it at first use, which would count against a file's memory
 

@@ -2,8 +2,8 @@
 
 Invariant: a file that crashes its reader, stalls it or exhausts its memory is refused like any other bad file, and
 costs the caller only the child. The child decodes the file. The parent takes plain arrays from the child, checks their
-sizes, and verifies the signature over them itself. The child ends when its parent does and, while it reads, after twice
-the time limit.
+sizes, and verifies the signature over them itself. The child ends when its parent ends, or when it has read one file
+for twice the time limit.
 Called by the validator.
 Left out: a sandbox (this guards against crashes, not against code execution by a file); a memory limit on systems other
 than Linux; reads by several threads at once.
@@ -69,7 +69,7 @@ class Quarantine:
     def read(self, data: bytes) -> RolloutFile[Rollout]:
         """Return a submission with a valid signature.
 
-        Raise RolloutFileError or BadSignatureError, also if the file crashes the child; OSError if no child starts.
+        Raise RolloutFileError (also if the file crashes the child) or BadSignatureError; OSError if no child starts.
         """
         result = self._decode(data) or self._decode(data)
         if result is None:

@@ -57,7 +57,7 @@ class Header(BaseModel):
     groups: int = Field(default=0, ge=0)  # of the assignment
     signer: str = Hex64
     # In submissions only: a digest of the prompts; the versions of the graders; ENGINE/DEVICE, which selects the limits that
-    # apply ("": the run's).
+    # apply ("": the run's limits).
     prompts: Annotated[str, Hex64] = "0" * 64
     graded_with: str = Field(default="", max_length=1000)
     engine: str = Field(default="", max_length=40, pattern=r"^([a-z0-9]+/[a-z0-9]+)?$")

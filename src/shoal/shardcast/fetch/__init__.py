@@ -1,5 +1,5 @@
-"""Download versions from untrusted servers into a folder. This file has the errors: of one server (`SourceError`) or of a
-whole fetch (`FetchError`)."""
+"""Download versions from untrusted servers into a folder. This file defines the errors of one server (`SourceError`)
+and of a whole fetch (`FetchError`)."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise FetchError(
-                f"no space left for {folder}; free some and fetch again (finished shards are kept)"
+                f"no space left for {folder}; free some space and fetch again (finished shards are kept)"
             ) from error
         raise FetchError(f"cannot write {folder}: {error}") from error

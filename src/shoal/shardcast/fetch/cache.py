@@ -6,8 +6,8 @@
     cache/.v000007.full/layout          names and sizes of the files
 
 Invariant: a version with a manifest beside it is complete. It was verified before it got its name, and each process verifies
-it again before first use. A folder without a manifest is not the cache's and is never touched. After a restart, a partial
-stream's shards are hashed again, and wrong ones are fetched again.
+it again before first use. A folder without a manifest does not belong to the cache and is never touched. After a
+restart, a partial stream's shards are hashed again, and wrong ones are fetched again.
 Left out: leases. A caller that still reads a version older than the `keep` newest must keep its files open.
 """
 
@@ -62,7 +62,7 @@ class Partial:
         return PartialShard(self, shard)
 
     def _can_resume(self) -> bool:
-        """Whether an earlier process created all these files, ending with the layout."""
+        """Whether an earlier process created all these files. It writes the layout last."""
         try:
             same = (self.folder / "layout").read_bytes() == self._description()
         except FileNotFoundError:
@@ -87,7 +87,7 @@ class Partial:
 
 
 class PartialShard:
-    """A `download.ShardSink`."""
+    """Write one shard into its files: a `download.ShardSink`."""
 
     def __init__(self, partial: Partial, shard: ShardEntry) -> None:
         self.partial, self._at_bytes = partial, shard.index * partial.shard_size_bytes
@@ -168,7 +168,7 @@ class Cache:
 
     def manifest(self, version: int, digest: str | None = None) -> Manifest | None:
         """Return the manifest of a cached version, with `digest` if given, whose files have the right sizes. Their
-        contents need not be verified to apply deltas, because the result is."""
+        contents are not verified: this is enough to apply deltas, because the result is verified."""
         try:
             _, manifest = self.offer(version)
         except (OSError, ManifestError):
@@ -191,7 +191,7 @@ class Cache:
         return newest
 
     def check_free(self, version: int) -> None:
-        """Raise FetchError if a folder that is not the cache's has this version's name."""
+        """Raise FetchError if a folder that does not belong to the cache has this version's name."""
         folder = self.folder(version)
         if folder.exists() and not manifest_path(folder).is_file():
             raise FetchError(f"{folder} is not a fetched version; move it away, or choose another folder")
@@ -221,7 +221,7 @@ class Cache:
         return final
 
     def versions(self) -> list[int]:
-        """Newest first."""
+        """Return the cached versions, newest first."""
         folders = (path for path in self.path.iterdir() if manifest_path(path).is_file()) if self.path.is_dir() else ()
         return sorted((v for folder in folders if (v := parse_version(folder.name)) is not None), reverse=True)
 
@@ -231,8 +231,8 @@ class Cache:
         manifest_path(self.folder(version)).unlink(missing_ok=True)
 
     def retain(self, current: int) -> None:
-        """Keep `current`, the newest `keep` versions, and downloads of later versions. Remove versions of
-        other publications: the origin has started over."""
+        """Keep `current`, the newest `keep` versions, and downloads of later versions. Remove all else, including
+        versions of other publications: the origin has started over."""
         self._drop_outdated(current)
         for version in self.versions()[self.keep :]:
             if version != current:
@@ -255,7 +255,7 @@ class Cache:
                 self.drop(version)
 
     def _remove_leftovers(self) -> None:
-        """Remove what a killed process left."""
+        """Remove files that a killed process left."""
         for path in self.path.glob(".v*"):
             version, what = parse_version(path.name.split(".")[1]), path.name.split(".")[-1]
             if version is not None and what == "gone":

@@ -37,7 +37,7 @@ from shoal.shardcast.manifest import FileEntry, Manifest, Newest, Part, Stream, 
 
 POLL_S = 0.2
 STALL_S = 60.0
-MIN_ANSWERS = 2  # servers queried for the newest version, as one may be behind
+MIN_ANSWERS = 2  # servers queried for the newest version, because one may be behind
 
 
 @dataclass
@@ -97,10 +97,11 @@ class Client:
         return offer and offer[1]
 
     def fetch(self, version: int | None = None, *, digest: str | None = None) -> tuple[Path, Manifest]:
-        """Fetch a version (None: the newest; with `digest`: exactly that one). Return its folder and manifest.
-        The origin may have started over, so the servers are asked before a cached version is returned, unless both
-        `version` and `digest` are given. If none answers, a cached version is returned. Raise FetchError; finished
-        shards are kept for the next call."""
+        """Fetch a version (default: the newest; `digest`: accept only this one). Return its folder and manifest.
+
+        Query the servers even if the version is cached, because the origin may have started over. If both `version` and
+        `digest` are given, return a cached version without a query. If no server answers, return a cached version.
+        Raise FetchError; finished shards are kept for the next call."""
         started_s, self.progress = time.monotonic(), Progress()
         held = None if version is None or digest is None else self.cache.held(version, digest)
         if held is None:
@@ -139,7 +140,7 @@ class Client:
                         f"no version is published yet at {', '.join(self.urls)}; wait, or start the origin"
                     )
                 if held := self._held(offer, digest):
-                    return held  # without a lock, as the folder may be read-only
+                    return held  # without a lock, because the folder may be read-only
                 with self.cache.locked(deadline_s):
                     try:
                         return await self._obtain(sources, offer, digest, deadline_s)
@@ -201,13 +202,13 @@ class Client:
     async def _find(
         self, sources: Sources, version: int | None, digest: str | None, wait_until_s: float, deadline_s: float
     ) -> Offer | None:
-        """Return the manifest to fetch: of `version`, else of the newest version that any relay offers."""
+        """Return the manifest to fetch: that of `version`, or else of the newest version that a relay offers."""
         fresh = Freshness(self.access, self.cache)
 
         async def ask(number: int | None, enough: int) -> tuple[dict[Source, Offer | None], dict[str, str]]:
             async def question(source: Source) -> Offer | None:
                 if number is not None and digest is None:
-                    await source.listing()  # its statement tells whether the version is outdated
+                    await source.listing()  # the statement in it tells whether the version is outdated
                 outdated = fresh.outdated if digest is None else lambda manifest: False
                 return await offered(source, version=number, digest=digest, outdated=outdated)
 
@@ -351,7 +352,7 @@ async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None
     """Return the cached version to start from, or None, and the streams to fetch. Raise NoRouteError."""
     routes: list[tuple[int, int | None, list[Step]]] = []
     deltas: list[Step] = []  # from the version under consideration to the target
-    reasons: dict[str, str] = {}  # why each URL does not offer the parent last asked for
+    reasons: dict[str, str] = {}  # why each URL did not offer the last requested parent
     while True:
         manifest = offer[1]
         cost_bytes = sum(o[1].streams[part].size_bytes for o, part in deltas)
@@ -391,8 +392,8 @@ async def offered(
     digest: str | None,
     outdated: Callable[[Manifest], bool] = lambda manifest: False,
 ) -> Offer | None:
-    """Return the valid manifest that one server offers; None if it lists no version. Raise SourceError, at the first bad
-    manifest."""
+    """Return the manifest of `version`, or of the newest version for which the server has a valid one; None if the
+    server lists no version. Raise SourceError; the first bad manifest ends the search."""
     versions = [version] if version is not None else (await source.listing()).versions[:OFFERS_TRIED]
     refused: SourceError | None = None
     for candidate in versions:
@@ -406,7 +407,7 @@ async def offered(
         elif not outdated(offer[1]):
             return offer
         elif version is not None:
-            refused = NotHeld(source.url, f"offers a version {candidate} of before the origin started over")
+            refused = NotHeld(source.url, f"offers a version {candidate} from before the origin started over")
     if refused is not None:
         raise refused
     return None
@@ -427,7 +428,7 @@ def fetch_published(
 
 
 class Follower:
-    """In the background, fetch the version that `wanted()` names whenever it is newer, with a new `client()`."""
+    """Fetch in the background: whenever `wanted()` names a newer version, fetch it with a new `client()`."""
 
     def __init__(self, wanted: Callable[[], int | None], client: Callable[[], Client]) -> None:
         self.wanted = wanted
@@ -445,7 +446,7 @@ class Follower:
         self._stop.set()
 
     def newest(self) -> tuple[Path, Manifest] | None:
-        """The newest version on this machine, complete and verified."""
+        """Return the newest complete and verified version on this machine."""
         return self._held
 
     def _follow(self) -> None:

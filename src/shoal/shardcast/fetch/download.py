@@ -1,9 +1,8 @@
 """The servers of a downloader: which one to use next, and what to do when it fails.
 
-Every request goes to the first server of one ranking (`Sources.ranked`), based on each server's `Standing`. The ranking
-ends with silent, fallback, backed-off and suspect servers, in this order. The others come first, in random order
-weighted by expected throughput, which spreads the load and keeps measurements fresh. (For shards a relay passes its own
-order.)
+`Sources.ranked` ranks the servers by their `Standing`, and each request goes to the first. Silent, fallback, backed-off
+and suspect servers come last, in this order. The others come first, in random order weighted by expected throughput,
+which spreads the load and keeps measurements fresh. (For shards a relay passes its own order.)
 
     questions (lists, manifests)   go to few servers, and to another when one fails, has nothing or is silent
     shards                         go to one server at a time; if it fails, is silent or too slow, the next one continues
@@ -11,9 +10,9 @@ order.)
                                    lacks the shard after CATCHES_UP_IN_S
 
 Invariant: a shard is delivered correct or not at all, and its sink's `done` is called once, after its hash matched. For
-every queried server there is an answer, or a reason why not. A download without progress ends with an error, whatever
-servers send.
-Paper: INTELLECT-2 (arXiv 2505.07291): success rate times bandwidth, with a healing factor.
+every queried server there is an answer, or the reason why there is none. A download without progress ends with an
+error, whatever servers send.
+Paper: INTELLECT-2 (arXiv 2505.07291): servers are chosen by success rate times bandwidth, with a healing factor.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ Order = Callable[[ShardEntry, list[Source]], list[Source]]  # the servers for a 
 
 HEDGE_S, LONGEST_HEDGE_S = 0.2, 2.0  # delay before hedging a request
 SILENCE = 0.9  # fraction of hedge_s without an answer that counts as silence
-NOTHING_YET = 10  # times hedge_s: how long to wait for the others once some answered that they have nothing
+NOTHING_YET = 10  # wait this multiple of hedge_s for other servers once one has answered that it has nothing
 CATCHES_UP_IN_S = 1.5  # how long a server without the version is retried
-MAX_STRIKES = 3  # wrong copies of a shard that one server may send
+MAX_STRIKES = 3  # after this many wrong copies of a shard, a server is not asked for it again
 BROKE_OFF_S = 1.0  # silence in the middle of a shard after which its transfer counts as broken off
 FAR_SLOWER, LEAST_S = 4.0, 0.5  # limit of one attempt: a multiple of the other servers' time, plus a constant
 
@@ -122,9 +121,9 @@ class Sources:
 
     async def ask(self, question: Question[T], *, enough: int = 1) -> tuple[dict[Source, T], dict[str, str]]:
         """Query `enough` servers, and one more each time one fails, has nothing (NotHeld or None) or is silent for
-        `hedge_s`, until `enough` have given a result. Try the fallback if none answers, then suspect servers. Return
-        the answers, and the reason for each URL without one. A silent server delays only the first question, by
-        `hedge_s`."""
+        `hedge_s`, until `enough` servers have given a result. If none answers, query the fallback, then the suspect
+        servers. Return the answers by server, and the reason for each URL that gave none. A silent server delays only
+        the first question, by `hedge_s`."""
         reasons: dict[str, str] = {}
         answers: dict[Source, T] = {}
         suspects = [source for source in [*self.sources, *self.fallback] if source.standing.suspect()]
@@ -145,7 +144,7 @@ class Sources:
         return await self._ask(awake, question, len(awake))
 
     def hedge_s(self) -> float:
-        """Delay before hedging a request: several times the usual latency."""
+        """Return the delay before hedging a request: three times the usual latency, within limits."""
         known_s = [seconds for source in self.sources if (seconds := source.standing.answer_s()) is not None]
         return min(max(HEDGE_S, 3 * median(known_s)), LONGEST_HEDGE_S) if known_s else HEDGE_S
 
@@ -201,7 +200,7 @@ class Sources:
     async def shard(
         self, version: int, part: Part, incoming: Incoming, *, deadline_s: float, order: Order | None = None
     ) -> None:
-        """Fetch one shard, from one server after another; `Source.shard` verifies it.
+        """Fetch one shard. Try one server after another until `Source.shard` has received and verified it.
 
         `deadline_s` is in the event loop's time. `order` replaces the ranking.
         Raise FetchError, which names every server tried."""
@@ -229,7 +228,7 @@ class Sources:
             if (rest_s := source.standing.rest_s()) >= deadline_s - loop_time():
                 break
             await asyncio.sleep(rest_s)
-            # Tolerate silence without another server, and in a relay: its siblings may still be receiving the shard.
+            # Tolerate silence if there is no other server, and in a relay: siblings may still be receiving the shard.
             others = any(other not in (source, *self.fallback) for other in candidates)
             silence_s = quiet_s if others and order is None else math.inf
             try:
@@ -256,7 +255,7 @@ class Sources:
         why = "; ".join(f"{url}: {reason}" for url, reason in reasons.items()) or "no server was available"
         ending = "the deadline passed" if candidates else "every server was tried"
         raise FetchError(
-            f"shard {shard.index} ({part}) of version {version} could not be fetched, {ending} ({why}); "
+            f"shard {shard.index} ({part}) of version {version} could not be fetched: {ending} ({why}); "
             "add a relay, or raise the timeout if these servers are only slow"
         )
 
@@ -271,8 +270,8 @@ class Sources:
         *,
         alone: bool,
     ) -> None:
-        """Try once. Abandon a server that hangs, trickles or is far slower than others (unless `alone`), and one
-        that sends no byte for `silence_s`. Keep what it sent."""
+        """Request the shard once. Give up if the server sends no byte for `silence_s`, or (unless `alone`) hangs,
+        trickles or is far slower than others. Keep the bytes that it sent."""
         started_s, had_bytes = loop_time(), incoming.size_bytes
         left_s = deadline_s - started_s
         enough_s = FAR_SLOWER * self._usual_s(source, incoming.shard.size_bytes - had_bytes) + LEAST_S
@@ -307,7 +306,7 @@ class Sources:
         raise SourceError(source.url, f"{what} took longer than {limit_s:.1f} s", retry_after_s=rest_s)
 
     def _quiet_s(self) -> float:
-        """Silence after which a shard moves to another server: twice the usual time of a shard."""
+        """Return the silence (in seconds) that moves a shard to another server: at least twice a shard's usual time."""
         return max(self.hedge_s(), 2 * median(self._took_s) if self._took_s else 0.0)
 
     def _usual_s(self, source: Source, size_bytes: int) -> float:
@@ -327,7 +326,7 @@ class ShardSink(Sink, Protocol):
 
 POLL_S = 0.05
 LEAST_BPS = 1024  # slower than this counts as no progress
-TIMES = 4  # bytes of a shard that count as progress, as a multiple of its size: any more are repeats of wrong copies
+TIMES = 4  # a shard's bytes beyond this multiple of its size do not count as progress: they repeat wrong copies
 
 
 class StreamDownload:
@@ -348,8 +347,8 @@ class StreamDownload:
         on_shard: Callable[[ShardEntry], None] = lambda shard: None,
     ) -> None:
         """Fetch `parallel` shards of each of the `queues` at once, in order. `deadline_s` is in the event loop's time.
-        `stall_s`: the longest time without a finished shard or a speed of LEAST_BPS. `order` replaces the ranking of
-        servers."""
+        `stall_s`: the longest time in which no shard is finished and the speed stays below LEAST_BPS. `order` replaces
+        the ranking of servers."""
         self.sources, self.version, self.part, self.sink = sources, version, part, sink
         self.queues = [deque(queue) for queue in queues]
         self.parallel, self.deadline_s, self.stall_s = parallel, deadline_s, stall_s

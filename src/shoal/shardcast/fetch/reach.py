@@ -1,4 +1,4 @@
-"""Which addresses a downloader may connect to if others name the servers, and through which proxy.
+"""Which addresses a downloader may connect to if other parties name the servers, and which proxy it uses.
 
     local     everything below, and this machine
     private   everything below, and private networks
@@ -7,7 +7,8 @@
 Invariant: an untrusted URL cannot make this machine connect to its own services or its neighbours (SSRF): the address is
 checked after DNS resolution. Link-local addresses (cloud metadata services), multicast and unspecified addresses are always
 out of reach. Loopback addresses are never reached through a proxy.
-Left out: what an operator's own proxy connects to; SOCKS and https proxies; the system settings of macOS and Windows.
+Left out: limits on what an operator's own proxy connects to; SOCKS and https proxies; the system settings of macOS and
+Windows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One server from a downloader's view: how to reach it, its record, three requests, and the checks of its responses.
+"""One server, as a downloader sees it: its address, its record, three requests, and the checks of its responses.
 
 Invariant: what a `Source` returns is verified (manifest signature, shard size and hash). Any other response raises a
 SourceError that names the URL. Bytes that `Incoming` writes to its sink are unverified until `shard` returns.
@@ -62,15 +62,15 @@ class Standing:
         self._failures, self._rest_until_s = 0, -math.inf  # consecutive failures
 
     def success(self) -> float:
-        """The fraction of requests that succeed, a moving average."""
+        """Return the fraction of requests that succeed, as a moving average."""
         return 1 - (1 - self._success) * math.exp(-(self._clock() - self._counted_s) / self.HEALS_IN_S)
 
     def speed_Bps(self) -> float | None:
-        """The speed of one shard at a time, a moving average; None if it was not measured recently."""
+        """Return the speed of one shard at a time, as a moving average; None if it was not measured recently."""
         return self._speed_Bps if self._clock() - self._measured_s < self.FORGOTTEN_AFTER_S else None
 
     def answer_s(self) -> float | None:
-        """The latency of listings and manifests, a moving average; None before the first."""
+        """Return the latency of listings and manifests, as a moving average; None before the first answer."""
         return self._answer_s
 
     def silent(self) -> bool:
@@ -83,7 +83,7 @@ class Standing:
         return self._clock() - self._bad_s < self.SUSPECT_S
 
     def rest_s(self) -> float:
-        """How long to back off."""
+        """Return how long to back off."""
         return max(self._rest_until_s - self._clock(), 0.0)
 
     def healthy(self) -> bool:
@@ -96,8 +96,7 @@ class Standing:
         self._answer_s, self._unanswered = known_s + self.WEIGHT * (seconds - known_s), 0
 
     def unanswered(self) -> None:
-        """Note that the server was silent when another would not have been. It may just be far away, so its success
-        rate stays."""
+        """Note that the server did not answer in time. Keep its success rate: it may just be far away."""
         self._unanswered, self._silent_s = self._unanswered + 1, self._clock()
 
     def answered_badly(self) -> None:
@@ -123,7 +122,7 @@ class Standing:
         self._failures += 1
 
     def rest(self, seconds: float) -> None:
-        """Back off without a failure: the server asked for it, or does not have something yet."""
+        """Back off without a failure: the server asked for a pause, or lacks something for now."""
         self._rest_until_s = self._clock() + seconds
 
     def _count(self, success: float) -> None:
@@ -174,7 +173,7 @@ class Access:
 
 LARGE_BYTES = 256 << 10  # larger manifests are parsed in a thread
 READ_BUFFER_BYTES, SMALL_BUFFER_BYTES = 2 << 20, 64 << 10  # for a shard, for an answer
-LEAST_SENT_BYTES = 32 << 10  # of a shard, to be sent within the idle timeout
+LEAST_SENT_BYTES = 32 << 10  # a server must send at least this much of a shard within each idle timeout
 LONGEST_RETRY_AFTER_S = 30.0
 
 Offer = tuple[SignedManifest, Manifest]
