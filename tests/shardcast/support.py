@@ -228,8 +228,8 @@ class Middle:
         self.requests: list[tuple[str, str]] = []  # path and Range header of each request for a shard
         self.sent_bytes = 0  # of all shards together
         self.rate_Bps = inf  # for each shard
-        self.cut_after_bytes = inf  # after so many sent bytes, connections break
-        self.hold_after_bytes = inf  # after so many sent bytes, nothing more is sent until this is raised
+        self.cut_after_bytes = inf  # after this many sent bytes, connections break
+        self.hold_after_bytes = inf  # after this many sent bytes, nothing more is sent until this is raised
         self.passes_ranges = True
         self.silent: Callable[[str], bool] = lambda path: False  # whether this path gets no response
         self.refuse: Callable[[str], web.Response | None] = lambda path: None

@@ -248,7 +248,7 @@ def test_a_disk_that_stores_wrong_bytes_is_detected(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("when", ["write", "allocate"])
-def test_a_full_disk_names_the_folder_and_keeps_cached_versions(tmp_path, monkeypatch, when):
+def test_the_error_for_a_full_disk_names_the_folder_and_cached_versions_are_kept(tmp_path, monkeypatch, when):
     published(tmp_path, 6, 7)
     fetched(tmp_path, 6)
 
@@ -274,7 +274,7 @@ async def test_clients_that_share_a_cache_download_once(tmp_path):
     assert contents(tmp_path / "cache" / "v000007") == contents(tmp_path / "model7")
 
 
-def test_a_lock_that_is_never_released_is_named_at_the_deadline(tmp_path):
+def test_the_error_at_the_deadline_names_a_lock_that_is_never_released(tmp_path):
     published(tmp_path, 7)
     holder = client(tmp_path, "http://unused").cache
     with holder.locked(0), pytest.raises(FetchError, match=r"\.lock"):

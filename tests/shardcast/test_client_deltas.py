@@ -43,7 +43,7 @@ def reports(tmp_path, *versions, store="origin", **options):
 
 
 def mostly_changed(path, seed: int):
-    """Write weights of which 40 % of the words differ from the previous seed's, so a delta is about half as large."""
+    """Write weights in which 40 % of the words differ from the previous seed's. A delta is then about half as large."""
     weights_folder(path)
     data = bytearray((path / "model.safetensors").read_bytes())
     for step in range(seed + 1):
@@ -87,7 +87,7 @@ def test_a_client_that_is_far_behind_takes_the_cheapest_route(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes in /proc/self/io")
 def test_a_chain_of_deltas_reads_and_writes_the_files_once(tmp_path):
-    """The server is in the measured process, where what sendfile sends counts as read and written."""
+    """The server runs in the measured process, and bytes that sendfile sends count as read and as written."""
     source = origin(tmp_path, anchor_every=100, shard_size_bytes=1 << 20, keep=9)
     for version in range(6):
         folder = weights_folder(tmp_path / f"model{version}", version, words=1_000_000, every=5_000)
@@ -101,7 +101,10 @@ def test_a_chain_of_deltas_reads_and_writes_the_files_once(tmp_path):
     def act(url):
         newcomer = client(tmp_path / "new", url)
         read, written = counted(lambda: newcomer.fetch(5))
-        assert read < 2.3 and written < 3.3, "sent, then read; sent, received, then written"
+        assert read < 2.3, "the server sends all bytes once, and the client reads them once"
+        assert written < 3.3, (
+            "the server sends all bytes once, and the client writes them twice: as received, as result"
+        )
         assert contents(newcomer.cache.folder(5)) == contents(tmp_path / "model5")
         client(tmp_path / "behind", url).fetch(1)
         behind = client(tmp_path / "behind", url)
@@ -118,7 +121,7 @@ def test_a_process_verifies_an_unmodified_version_once(tmp_path, monkeypatch):
     def act(url):
         folder, manifest = client(tmp_path, url).fetch(7)
         with monkeypatch.context() as patch:
-            patch.setattr(StreamFiles, "match", lambda files, stream: pytest.fail("read again"))
+            patch.setattr(StreamFiles, "match", lambda files, stream: pytest.fail("the files are read again"))
             assert client(tmp_path, url).fetch(7, digest=manifest.digest)[0] == folder
         (folder / "model.safetensors").touch()
         monkeypatch.setattr(StreamFiles, "match", lambda files, stream: read.append(stream) or True)
@@ -188,7 +191,8 @@ def test_the_wait_for_a_parent_has_a_limit(tmp_path):
 
 @pytest.mark.parametrize("new_client", [True, False])
 def test_a_parent_that_was_damaged_in_the_cache_is_not_used(tmp_path, new_client):
-    """A new client notices the damage before it applies the delta; the client that verified the parent, only afterwards."""
+    """A new client notices the damage before it applies the delta. The client that verified the parent notices it only
+    afterwards."""
     stepped(tmp_path, 0, 1)
 
     def act(url):

@@ -114,7 +114,7 @@ async def test_a_frozen_server_does_not_blame_clients_for_its_own_delay():
     try:
         connection = door.connect()
         await asyncio.sleep(0)
-        time.sleep(1.0)  # noqa: ASYNC251 - the server reads nothing meanwhile
+        time.sleep(1.0)  # noqa: ASYNC251 - meanwhile the server reads nothing
         await asyncio.sleep(0.1)
         assert connection in door.listener.open.values()
         async with asyncio.timeout(60):
@@ -167,7 +167,7 @@ async def test_a_client_that_reads_nothing_is_reset(tmp_path, caplog, shard):
                 await asyncio.sleep(0.05)
         assert facts["served_bytes"] == 0 and time.monotonic() - started_s > 0.3
         writer.transport.abort()
-        for _ in range(5):  # new sockets get the number of the one that was reset
+        for _ in range(5):  # new sockets reuse the file descriptor of the one that was reset
             assert (await request(f"{url}/versions.json"))[0] == 200
     assert not caplog.records
 
@@ -344,7 +344,7 @@ async def test_more_idle_connections_than_open_files_cause_neither_tracebacks_no
     try:
         idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(300)]
         facts: dict[str, int] = {}
-        for _ in range(20):  # tries again as a client does
+        for _ in range(20):  # retry, as a client does
             with suppress(aiohttp.ClientError, TimeoutError):
                 facts = await asyncio.wait_for(health(f"http://127.0.0.1:{port}"), 5)
                 break

@@ -128,7 +128,7 @@ def test_a_snapshot_in_the_hubs_cache_is_published_and_the_next_version_is_its_d
         ("gone.bin", "link is a link to gone.bin, which is missing"),
     ],
 )
-def test_a_link_out_of_the_folder_to_a_folder_or_to_nothing_is_refused(tmp_path, target, reason):
+def test_a_link_that_leaves_the_folder_or_names_a_folder_or_nothing_is_refused(tmp_path, target, reason):
     folder = model_folder(tmp_path / "model")
     (tmp_path / "elsewhere").write_bytes(b"private notes")
     model_folder(tmp_path / "other")

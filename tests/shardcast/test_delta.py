@@ -1,4 +1,4 @@
-"""Deltas reproduce the new version bit for bit, and anything but a delta of the old version raises a DeltaError."""
+"""Deltas reproduce the new version bit for bit. Malformed deltas cause errors, or wrong files of the right sizes."""
 
 import json
 import random
@@ -210,7 +210,7 @@ def test_memory_does_not_grow_with_the_files(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_another_old_version_is_refused(tmp_path, versions, harm, reason):
+def test_a_delta_is_not_applied_to_another_old_version(tmp_path, versions, harm, reason):
     old, new = versions
     write_delta(old, new, tmp_path / "delta")
     harm(old)
@@ -347,7 +347,7 @@ ONE = {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}
         {"a": {"dtype": "BF16"}},
     ],
 )
-def test_a_header_that_does_not_fit_its_file_is_not_a_layout(tmp_path, entries):
+def test_a_header_that_is_malformed_or_does_not_fit_its_file_has_no_layout(tmp_path, entries):
     header = json.dumps(entries).encode()
     (tmp_path / "m").write_bytes(struct.pack("<Q", len(header)) + header + b"1234")
     with pytest.raises(LayoutError):
@@ -379,8 +379,8 @@ def write_chain(tmp_path: Path, *folders: Path) -> list[Link]:
 
 
 def chain_of(tmp_path: Path, versions: int) -> list[Path]:
-    """Versions of two files. Some words of the tensors change with each version, all words of one tensor in version 2, and
-    config.json in versions 1 and 3."""
+    """Write versions of two files. Some words of the tensors change in each version, all words of one tensor change in
+    version 2, and config.json changes in odd versions."""
     words = np.random.default_rng(3).integers(0, 1 << 16, 350 + 64 + 2, dtype=np.uint16)
     made = []
     for version in range(versions):
@@ -416,7 +416,7 @@ def test_a_chain_with_a_malformed_delta_is_refused(tmp_path, broken):
 
 
 def test_a_chain_is_split_where_one_pass_cannot_continue(tmp_path):
-    """Version 2 has a further file. In version 4 a tensor has another name, in a file of the same size."""
+    """Version 2 adds a file. Version 4 renames a tensor, in a file of the same size."""
     folders = chain_of(tmp_path, 6)
     for folder in folders[2:]:
         (folder / "more.json").write_bytes(b"{}")

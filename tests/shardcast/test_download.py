@@ -1,4 +1,4 @@
-"""`StreamDownload`, in virtual time, fetches all shards of a stream, several at a time, from several servers."""
+"""`StreamDownload` fetches all shards of a stream, several at a time, from several servers. Time is virtual."""
 
 import asyncio
 
@@ -117,7 +117,7 @@ def test_if_all_servers_are_slow_to_start_each_gets_more_time():
     assert sum(len(stub.requests) for stub in slow) <= 5
 
 
-def test_a_single_slow_server_is_not_queried_twice():
+def test_a_single_slow_server_is_not_queried_twice_for_a_shard():
     slow = Stub("http://a", 0, 0, 0, 1.3)
     Run(slow).all(4)
     assert slow.requests == [0, 1, 2, 3]
@@ -145,7 +145,8 @@ def test_slow_but_steady_shards_are_not_fetched_twice():
 
 
 def test_a_relay_that_hangs_delays_few_downloads():
-    """For 40 downloads of one shard each, the relay that hangs would be tried first in half of the cases."""
+    """There are 40 downloads of one shard each. A downloader that ignores past silence would try the relay that hangs
+    first in half of them."""
     hanging, quick = Stub("http://hangs", *[60.0] * 99), Stub("http://quick", *[0.01] * 99)
     sources, took_s = choosing(hanging, quick, patience_s=30), []
     for _ in range(40):

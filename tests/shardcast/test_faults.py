@@ -239,8 +239,6 @@ async def test_a_relay_resumes_when_its_upstream_is_back(tmp_path):
     source = origin(tmp_path, shard_size_bytes=2_000)
     source.publish(model_folder(tmp_path / "model7"), 7)
     port = free_port()
-
-    # At most one piece per connection is lost.
     mirror = relay(tmp_path, f"http://127.0.0.1:{port}", stall_s=0.5)
     async with serving(source.store) as up, serving(mirror.store) as down, mirroring(mirror):
         fetching = asyncio.create_task(asyncio.to_thread(client(tmp_path, down, wait_s=20).fetch, 7))
@@ -251,7 +249,7 @@ async def test_a_relay_resumes_when_its_upstream_is_back(tmp_path):
         async with between(up, port=port) as second:
             folder, _ = await fetching
             assert contents(folder) == contents(tmp_path / "model7")
-        assert first.sent_bytes + second.sent_bytes < 37_612 + 8 * 1_000
+        assert first.sent_bytes + second.sent_bytes < 37_612 + 8 * 1_000  # at most one piece per connection is lost
 
 
 class Process:
@@ -301,7 +299,7 @@ async def test_a_killed_client_resumes(tmp_path, large, start):
     async with serving(source.store) as up, between(up, hold_after_bytes=160_000) as slow:
         first = start("client", urls=[slow.url])
         await until(lambda: slow.sent_bytes >= 160_000, timeout_s=60)
-        await asyncio.sleep(0.3)  # until it has written what was sent
+        await asyncio.sleep(0.3)  # until it has written the received bytes
         first.kill()
         slow.hold_after_bytes = inf
         await asyncio.sleep(0.1)  # until its last requests are counted
@@ -310,7 +308,7 @@ async def test_a_killed_client_resumes(tmp_path, large, start):
         report = await second.next_line()
         reused_bytes, fetched_bytes = report["reused_bytes"], slow.requested_bytes(since=before)
     assert contents(tmp_path / "cache" / "v000007") == contents(large)
-    assert reused_bytes >= 80_000  # all shards but those in transfer
+    assert reused_bytes >= 80_000  # all shards except those in transfer
     assert fetched_bytes <= LARGE_BYTES - 80_000
 
 

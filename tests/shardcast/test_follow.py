@@ -52,7 +52,7 @@ def held(follower: Follower) -> int | None:
     return newest[1].version if newest else None
 
 
-def test_it_fetches_each_newest_version_once_and_never_goes_back():
+def test_a_follower_fetches_each_newest_version_once_and_never_goes_back():
     relays = Relays(0, 3, 5)
     wanted: int | None = None
     with Follower(lambda: wanted, lambda: relays) as follower:
@@ -63,7 +63,7 @@ def test_it_fetches_each_newest_version_once_and_never_goes_back():
         relays.hold.clear()
         wanted = 5
         until(lambda: relays.requests == [0, 5])
-        assert held(follower) == 0, "the previous version until the next one is complete"
+        assert held(follower) == 0, "the previous version is held until the next one is complete"
         relays.hold.set()
         until(lambda: held(follower) == 5)
         wanted = 3
@@ -76,7 +76,7 @@ def test_it_fetches_each_newest_version_once_and_never_goes_back():
 
 @pytest.mark.parametrize("error", [FetchError("no relay answered"), OSError(28, "No space left on device")])
 @pytest.mark.parametrize("without_client", [False, True])
-def test_it_reports_a_failure_and_tries_again(error, without_client):
+def test_a_follower_reports_a_failure_and_tries_again(error, without_client):
     relays = Relays(2)
     relays.error = error
 

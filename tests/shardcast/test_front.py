@@ -115,4 +115,4 @@ async def test_nothing_else_in_the_folder_is_served(tmp_path):
     paths = ["id", ".lock", "v000007/full/notes.txt", "v000007/full/", ".latest/v000007/config.json", "%2e%2e/x"]
     async with behind_nginx(store) as url:
         statuses = [(await request(f"{url}/{path}"))[0] for path in paths]
-    assert statuses == [*[404] * 5, 400], "nginx refuses the path out of the folder itself"
+    assert statuses == [*[404] * 5, 400], "nginx itself refuses the path that leaves the folder"

@@ -55,7 +55,7 @@ def test_a_pass_names_its_reader_until_its_grant_expires():
         reader_of(text, now_s=NOW_S + 30)
 
 
-def test_a_pass_opens_no_other_server():
+def test_a_pass_is_refused_by_any_other_server():
     text = a_pass(at=HERE)
     for other in (ELSEWHERE, "http://origin:80", HERE + "0"):
         with pytest.raises(Refused, match="another server"):
@@ -113,7 +113,7 @@ def test_malformed_passes_are_refused(text):
             reader_of(whole)
 
 
-def test_a_reader_is_named_by_a_key():
+def test_a_grant_names_its_reader_by_a_key():
     with pytest.raises(ValueError):
         issue(POOL, "ann", RUN, NOW_S)
 

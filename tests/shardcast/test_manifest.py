@@ -42,7 +42,7 @@ def manifest(**changes) -> Manifest:
 
 
 def signed_text(text: str) -> SignedManifest:
-    """Any text, signed by the right key: a valid signature does not make a text well-formed."""
+    """Sign any text with the right key. A valid signature does not make a text well-formed."""
     return SignedManifest(manifest=text, key=PUBLIC_KEY, signature=KEY.sign(SIGNATURE_DOMAIN + text.encode()).hex())
 
 

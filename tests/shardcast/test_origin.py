@@ -1,3 +1,5 @@
+"""The origin: which versions it publishes and keeps, which are anchors or deltas, and how it resumes when killed."""
+
 import json
 import os
 import random
@@ -140,7 +142,7 @@ def test_a_delta_turns_its_parent_into_the_version(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes in /proc/self/io")
 @pytest.mark.parametrize("anchor_every", [100, 1])
 def test_publishing_reads_the_version_and_its_parent_once_and_writes_only_anchors(tmp_path, anchor_every):
-    words = 3_000_000  # smaller files are also searched for private keys
+    words = 3_000_000  # so many that reading 64 KiB to search for private keys hardly counts
     source = origin(tmp_path, anchor_every=anchor_every, shard_size_bytes=1 << 20)
     for version in range(3):
         weights_folder(tmp_path / f"model{version}", version, words=words, every=5_000)
@@ -181,7 +183,7 @@ def test_no_delta_is_made_from_files_that_changed_after_publication(tmp_path, re
     source = stepped(tmp_path, 0)
     if restarted:
         source = stepped(tmp_path)
-    path = tmp_path / "model0" / "model.safetensors"  # linked, not copied, where that is possible
+    path = tmp_path / "model0" / "model.safetensors"  # the store has a hard link to it, if possible
     with path.open("r+b") as file:
         file.seek(1_000)
         file.write(b"changed in place")
@@ -248,7 +250,7 @@ def test_an_origin_killed_at_any_commit_of_a_delta_loses_nothing_and_resumes(tmp
     restarted = stepped(tmp_path)
     check_resumed(restarted, tmp_path)
     assert opened(restarted, 7).digest == digest
-    assert "delta" in opened(restarted, 8).streams or commits > 4  # it died before linking version 8's files
+    assert "delta" in opened(restarted, 8).streams or commits > 4  # it died before it linked version 8's files
     restarted.publish(weights_folder(tmp_path / "model9", 9), 9)
     assert "delta" in parts(restarted)[9]
 
@@ -256,7 +258,7 @@ def test_an_origin_killed_at_any_commit_of_a_delta_loses_nothing_and_resumes(tmp
 def killed_while(act, commits: int, renamed: bool) -> None:
     """Run `act` in a process that dies at one of its renames."""
     child = os.fork()
-    if child == 0:  # it really dies: no `finally` runs
+    if child == 0:  # `os._exit` runs no `finally`
         die_at_commit(commits, renamed)
         act()
         os._exit(0)

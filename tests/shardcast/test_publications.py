@@ -1,4 +1,4 @@
-"""Readers never go back, neither to a mirror that is behind nor to a publication that its origin abandoned."""
+"""Readers never go back to an older version on a lagging mirror, nor to a publication that its origin abandoned."""
 
 import asyncio
 import shutil
@@ -127,7 +127,7 @@ def test_a_client_drops_an_abandoned_publication(tmp_path, before, after, by_num
     start_over(tmp_path, *after)
     folder, manifest = fetched(tmp_path, after[-1] if by_number else None)
     assert manifest.version == after[-1] and contents(folder) == contents(tmp_path / f"later{after[-1]}")
-    assert not (tmp_path / "cache" / "v000006").exists(), "the client could believe an old mirror again"
+    assert not (tmp_path / "cache" / "v000006").exists(), "an old mirror could mislead the client again"
 
 
 @CLOCKS
@@ -211,7 +211,7 @@ def test_a_restart_continues_the_publication_and_an_empty_store_starts_another(t
     again = published(tmp_path, 0, clock=lambda: 4.0)
     manifest = again.publish(model_folder(tmp_path / "model1", seed=1), 1)
     assert manifest.publication == again.publication == first.publication
-    assert manifest.created_s > 5.0, "later than its predecessor, whatever the clock says"
+    assert manifest.created_s > 5.0, "it is later than its predecessor, whatever the clock says"
     shutil.rmtree(tmp_path / "origin")
     other = published(tmp_path, 1, clock=lambda: 6.0)
     assert other.publication != first.publication
@@ -256,14 +256,14 @@ def stated(publication: str, as_of_s: float, serial: int = 1) -> Newest:
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
-        (stated("a", 10.0), stated("a", 5.0, serial=2)),  # the same publication: the clock was corrected
+        (stated("a", 10.0), stated("a", 5.0, serial=2)),  # one publication: the serial decides
         (stated("a", 10.0), stated("b", 11.0)),
         (stated("a", 1e6 + 2 * CURRENT_S), stated("b", 1e6 - CURRENT_S)),  # the clock was ahead
-        (stated("a", 1e6 - CURRENT_S), stated("b", 1e6 + CURRENT_S)),  # the reader's clock may be a little slow
+        (stated("a", 1e6 - CURRENT_S), stated("b", 1e6 + CURRENT_S)),  # the reader's clock is a little slow
         (stated("a", 1e6 + 2 * CURRENT_S), stated("b", 1e6 + 3 * CURRENT_S)),  # the reader's clock is very slow
     ],
 )
-def test_the_statement_to_believe(wrong, right):
+def test_latest_returns_the_statement_to_believe(wrong, right):
     assert latest(wrong, right, 1e6) == latest(right, wrong, 1e6) == right
     assert latest(None, right, 1e6) == latest(right, None, 1e6) == right and latest(None, None, 1e6) is None
 

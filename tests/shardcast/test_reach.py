@@ -134,7 +134,7 @@ def test_the_error_names_an_unsupported_proxy(monkeypatch):
 
 
 def test_a_client_fetches_through_the_proxy(tmp_path, monkeypatch):
-    """The proxy here is a server of the store. It gets absolute URLs of a host that does not exist."""
+    """In this test the proxy is a server of the store. It receives absolute URLs of a host that does not exist."""
     published(tmp_path, 7)
 
     def act(url):

@@ -53,7 +53,7 @@ async def test_a_shard_is_served_before_later_ones_exist(tmp_path):
         assert contents((await fetching)[0]) == contents(tmp_path / "model7")
 
 
-async def test_it_mirrors_the_newest_version_first_and_keeps_only_keep_versions(tmp_path):
+async def test_a_relay_mirrors_the_newest_version_first_and_keeps_only_keep_versions(tmp_path):
     source = published(tmp_path, 1, 2, 3, 4)
     order = []
     async with serving(tmp_path / "origin") as up, mirroring(relay(tmp_path, up, keep=2)) as mirror:
@@ -103,7 +103,7 @@ async def test_a_restart_resumes_from_disk_and_repairs_damaged_shards(tmp_path):
             return [(tmp_path / "relay" / name).stat().st_mtime_ns for name in shards]
 
     first = await run(repaired_bytes=WHOLE_BYTES)
-    assert await run(upstream=dead_url()) == first  # complete: needs no upstream
+    assert await run(upstream=dead_url()) == first  # a complete version needs no upstream
     flip_bit(tmp_path / "relay" / shards[1])
     half = (tmp_path / "relay" / shards[2]).rename(tmp_path / "relay" / "v000007/full/.00002.shard.tmp")
     os.truncate(half, 6_000)
@@ -141,7 +141,8 @@ async def test_an_upstream_that_lists_bogus_versions_and_hangs_delays_nothing(tm
         mirroring(relay(tmp_path, liar, up, keep=2, limits={"patience_s": 0.2})) as mirror,
     ):
         await until(lambda: mirror.status.versions == [7])
-    assert len([path for path in requests if path.endswith("manifest.json")]) <= 2, "as many as it keeps"
+    manifests = [path for path in requests if path.endswith("manifest.json")]
+    assert len(manifests) <= 2, "a relay requests no more versions than it keeps"
 
 
 def test_a_relay_of_another_run_drops_what_it_stored(tmp_path):
@@ -180,7 +181,7 @@ async def test_half_a_shard_is_resumed_after_a_disconnect(tmp_path):
     assert middle.sent_bytes < 12_000 + WHOLE_BYTES
 
 
-async def test_it_mirrors_a_version_before_its_parents_and_all_parents_whatever_keep_is(tmp_path):
+async def test_a_relay_mirrors_a_version_and_then_all_its_parents_whatever_keep_is(tmp_path):
     stepped(tmp_path, 0, 1, 2, 3, 4, anchor_every=4, keep=9)
     order = []
 

@@ -352,7 +352,7 @@ async def test_if_a_server_does_not_deliver_the_fetch_fails_and_names_the_server
         with pytest.raises(FetchError) as raised:
             await asyncio.to_thread(reader.fetch)
         assert rogue in str(raised.value)
-        assert "deadline" not in str(raised.value), "it ended before the deadline"
+        assert "deadline" not in str(raised.value), "the fetch ended before the deadline"
 
 
 async def test_a_shard_may_take_longer_than_answer_timeout_s(tmp_path):
@@ -383,7 +383,7 @@ async def test_a_relay_gives_up_a_version_that_never_arrives(tmp_path, how):
 
 
 @pytest.mark.parametrize("requested", [None, 7])
-async def test_a_version_that_vanishes_during_a_fetch(tmp_path, requested):
+async def test_if_a_version_vanishes_only_a_fetch_of_the_newest_continues(tmp_path, requested):
     """A fetch of the newest version continues with the next one; a fetch of version 7 is an error."""
     source = published(tmp_path, 7, keep=1)
     async with serving(tmp_path / "origin", wait_s=0.1) as up, between(up) as slow:

@@ -20,14 +20,14 @@ FILES = ["v000007/full/00001.shard", "v000007/manifest.json", "versions.json"]
 # Whole files
 
 
-async def test_it_serves_exactly_the_bytes_of_the_store(tmp_path):
+async def test_the_server_sends_exactly_the_bytes_of_the_store(tmp_path):
     store = whole(tmp_path)
     for path in (*FILES, "v000007/full/00003.shard", "v000007/delta/00001.shard"):
         status, _, body = await get(store, f"/{path}")
         assert (status, body) == (200, (tmp_path / path).read_bytes())
 
 
-async def test_byte_ranges(tmp_path):
+async def test_a_byte_range_is_answered_with_these_bytes(tmp_path):
     store = whole(tmp_path)
     shard = content()[SHARD_BYTES : 2 * SHARD_BYTES]
     for byte_range, content_range, body in (
@@ -132,7 +132,7 @@ async def test_everything_else_is_not_found(tmp_path, path):
     status, _, body = await get(store, path, wait_s=5)
     assert status == 404
     assert b"secret" not in body
-    assert time.monotonic() - started_s < 4, "waited for something that will never come"
+    assert time.monotonic() - started_s < 4, "the request waited for a shard that cannot arrive"
 
 
 async def test_a_part_that_the_version_lacks_is_not_found(tmp_path):
@@ -203,7 +203,7 @@ async def test_twenty_readers_get_the_bytes_of_a_shard_before_it_is_complete(tmp
 
     async with serving(store) as url, aiohttp.ClientSession() as session:
         tasks = [asyncio.create_task(read(session, url, offset)) for offset in offsets]
-        await asyncio.sleep(0.05)  # they wait for the shard to begin
+        await asyncio.sleep(0.05)  # they wait for the first byte
         file = NewFile(store.shard_path(7, "full", 0))
         for start in range(0, 500_000, 100_000):
             file.write(start, data[start : start + 100_000])
@@ -280,7 +280,7 @@ async def test_readers_may_leave_before_a_shard_has_arrived(tmp_path, caplog, ar
     assert not caplog.records
 
 
-async def test_a_head_request_for_an_arriving_shard(tmp_path):
+async def test_a_head_request_for_an_arriving_shard_returns_its_final_size(tmp_path):
     store = announced(tmp_path, content())
     NewFile(store.shard_path(7, "full", 0)).write(0, b"some")
     status, headers, body = await get(store, SHARD, method="HEAD")

@@ -31,14 +31,13 @@ from .support import (
     versions_at,
 )
 
+LARGE_BYTES = 300_000  # 30 shards
+
 
 def large_folder(path):
     path.mkdir()
     (path / "model").write_bytes(random.Random("large").randbytes(LARGE_BYTES))
     return path
-
-
-LARGE_BYTES = 300_000  # 30 shards
 
 
 @asynccontextmanager
@@ -89,7 +88,7 @@ def test_siblings_that_do_not_all_know_each_other_never_deadlock():
             for owner in ids:
                 for _ in ids:
                     owner = owners[owner]
-                assert owners[owner] == owner, "nobody in this circle fetches the shard"
+                assert owners[owner] == owner, "no relay of this circle would fetch the shard"
     assert min(owned[own] for own in ids) > 100 / 8
 
 
@@ -213,7 +212,7 @@ async def test_the_servers_nearest_to_the_origin_are_the_parents(tmp_path):
             urls.append(await stack.enter_async_context(serving(above.store)))
             await stack.enter_async_context(mirroring(above))
             await until(lambda above=above: above.status.versions == [7])
-        last = relay(tmp_path, *urls[2:], name="last")  # b, behind a; and c, behind b
+        last = relay(tmp_path, *urls[2:], name="last")  # b is behind a, and c is behind b
         await stack.enter_async_context(mirroring(last))
         await until(lambda: last.status.versions == [7])
         assert [source.url for source in last.place.parents] == [urls[2]]
@@ -253,8 +252,8 @@ def test_relays_spread_over_their_parents_and_keep_their_choice():
 
     alike = firsts(sources(None, None, None))
     assert all(70 <= alike.count(name) <= 130 for name in "abc")
-    assert firsts(sources(None, None, None)[::-1]) == alike  # in whatever order they are known
-    unlike = firsts(sources(3e6, 1e6, None))  # an unmeasured one may be as good as the best
+    assert firsts(sources(None, None, None)[::-1]) == alike  # whatever order they are listed in
+    unlike = firsts(sources(3e6, 1e6, None))  # an unmeasured parent may be as good as the best
     assert 20 <= unlike.count("b") <= 70 < min(unlike.count("a"), unlike.count("c"))
     left = [name for name, before in zip(unlike, alike, strict=True) if before != "b"]
     assert "b" not in left  # only relays of the slow parent move
@@ -279,7 +278,7 @@ async def test_relays_of_the_second_level_spread_over_the_first_without_loops(tm
                 above.upstream = lambda known=above.upstream, url=url: [*known(), url]
             await stack.enter_async_context(mirroring(each))
         await all_hold(second, 7)
-        # in 31 of 32 runs, both relays of the first level: six relays each choose one of the two at random
+        # Six relays each choose one of two parents at random, so in 31 of 32 runs both parents are chosen.
         taken_from = {by_preference(each.store.id, each.place.parents)[0].url for each in second.values()}
         await until(lambda: all(len(first[url].place.behind) > 0 for url in taken_from))
         for above in first.values():

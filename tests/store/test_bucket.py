@@ -141,7 +141,7 @@ def test_an_expired_grant_is_refused(kind: str, bucket: Bucket) -> None:
     assert send(granted(bucket), DATA).status_code in (400, 403)
 
 
-def test_a_grant_does_not_overwrite(kind: str, bucket: Bucket) -> None:
+def test_a_grant_does_not_overwrite_a_file(kind: str, bucket: Bucket) -> None:
     if kind == "rclone":
         pytest.skip("rclone ignores if-none-match")
     assert [send(granted(bucket), DATA).status_code for _ in range(2)] == [200, 412]

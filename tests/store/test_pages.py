@@ -152,7 +152,7 @@ def test_a_decompression_bomb_is_refused_before_it_is_decompressed(fault: str, m
 
 
 def test_a_page_within_its_bounds_is_read_from_where_the_footer_says() -> None:
-    """The control for the bombs above: it is decompressed, and then refused because its content is not signed."""
+    """Unlike the bombs above, this page is decompressed. The file is then refused because its content is not signed."""
     levels = b"\x04\x00\x00\x00\x02\x00\x02\x01" + b"\x02\x00\x00\x00\x04\x01"
     body = levels + bytes(2 * PROOF_BYTES)
     with pytest.raises(RolloutFileError, match="not the signed rows"):

@@ -127,7 +127,7 @@ def scripted(answer: bytes) -> Iterator[Quarantine]:
 
 
 def test_a_file_that_takes_too_much_memory_is_refused_and_the_next_one_is_read() -> None:
-    """It is within all other limits: 4 million tokens and logprobs, in 20 kB."""
+    """The file is within all other limits: it has 4 million tokens, and 5 million are allowed."""
     with Quarantine(8, 5_000_000, memory_bytes=8 << 20) as quarantine:
         with pytest.raises(RolloutFileError, match="takes more than 8 MiB of memory to read"):
             quarantine.read(long_submission(4_000_000))

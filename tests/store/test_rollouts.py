@@ -134,7 +134,8 @@ def test_missing_or_reordered_rows_are_refused(take: slice) -> None:
         ("submission", 8),
         ("signer", OTHER.public),
     ],
-    ids=["run", "step", "version", "digest", "worker", "submission", "signer"],  # values are random keys
+    # Fixed ids, because some values are random keys.
+    ids=["run", "step", "version", "digest", "worker", "submission", "signer"],
 )
 def test_a_changed_header_is_refused(name: str, value: Any) -> None:
     table, metadata = opened(DATA)
