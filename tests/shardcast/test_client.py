@@ -174,7 +174,7 @@ def test_only_the_requested_digest_is_accepted(tmp_path):
         fetched(tmp_path, 7, digest="0" * 64)
 
 
-def test_old_versions_leave_the_cache_unless_just_fetched(tmp_path):
+def test_old_versions_are_dropped_from_the_cache_unless_just_fetched(tmp_path):
     published(tmp_path, 1, 2, 3)
     for version in (1, 2, 3):
         fetched(tmp_path, version, keep=2)
@@ -305,7 +305,7 @@ async def test_half_a_shard_is_resumed_after_a_disconnect(tmp_path, ranges):
         middle.cut_after_bytes = 10**9
         assert contents((await fetching)[0]) == contents(tmp_path / "model7")
     first, second, *_, last = middle.starts()
-    assert first == 0 and 6_000 < second <= 12_000  # some of what was sent may be lost in a buffer
+    assert first == 0 and 6_000 < second <= 12_000  # some sent bytes may be lost in a buffer
     if ranges:
         assert last == second
         assert middle.sent_bytes == 12_000 + 37_612 - second

@@ -54,7 +54,7 @@ class System:
 
 
 @pytest.mark.parametrize("addresses", [("127.0.0.1",), ("1.1.1.1", "10.0.0.1"), ("169.254.169.254",)])
-async def test_a_name_is_checked_by_its_addresses_when_it_is_connected_to(monkeypatch, addresses):
+async def test_the_addresses_of_a_name_are_checked_when_a_connection_is_made(monkeypatch, addresses):
     monkeypatch.setattr(reach_module, "ThreadedResolver", System)
 
     async def resolve(exempt: bool = False) -> list[str]:

@@ -177,7 +177,7 @@ async def test_half_a_shard_is_resumed_after_a_disconnect(tmp_path):
         await until(lambda: mirror.status.versions == [7])
     first, *others = middle.starts()
     assert first == 0 and set(others) == {others[0]}
-    assert 6_000 < others[0] <= 12_000  # some of what was sent may be lost in a buffer
+    assert 6_000 < others[0] <= 12_000  # some sent bytes may be lost in a buffer
     assert middle.sent_bytes < 12_000 + WHOLE_BYTES
 
 

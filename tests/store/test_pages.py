@@ -48,7 +48,7 @@ def check(data: bytes, values: int, *, compressed: bool = True, pages_left: int 
     return check_pages(data, ColumnChunk(**described | {"compressed": compressed} | changed), pages_left)
 
 
-def test_pages_that_fill_their_chunk_are_counted() -> None:
+def test_pages_that_fill_their_chunk_are_accepted_and_counted() -> None:
     assert check(page(3, 12, b"abc") + page(2, 8, b"x") + page_v2(1, 4, b""), 6) == 6
     assert (
         check(b"....".join([b"", page(3, 12, b"abc") + b"...."]), 3, start=4, size_bytes=len(page(3, 12, b"abc"))) == 8

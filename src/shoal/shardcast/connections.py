@@ -89,7 +89,7 @@ class Patience:
 
     headers_s: float = 10.0  # from accept to the first complete request
     idle_s: float = 75.0  # between two requests
-    stall_s: float = 30.0  # reading nothing, or less than slowest_Bps on average, while data is waiting
+    stall_s: float = 30.0  # of reading nothing, or less than slowest_Bps on average, while data waits
     slowest_Bps: float = 10_000.0
 
 
@@ -118,7 +118,7 @@ class ClientConnection(socket.socket):
             self.shutdown(socket.SHUT_RDWR)
 
     def excuse(self, late_s: float) -> None:
-        """Do not blame the peer for `late_s`, in which this process did not run."""
+        """Do not blame the peer for `late_s` seconds in which this process did not run."""
         self.accepted_s += late_s
         self.moved_s += late_s
         self.since_s += late_s

@@ -219,7 +219,7 @@ def passes(chain: Iterable[Link]) -> list[list[Link]]:
             file_kinds = Reader(file, len(link.files)).file_kinds
         if runs and runs[-1][0].files == link.files and all(map(_compatible, kinds, file_kinds)):
             runs[-1].append(link)
-            kinds = list(map(max, kinds, file_kinds))  # SAME is the smallest
+            kinds = list(map(max, kinds, file_kinds))  # another kind replaces SAME, which is the smallest
         else:
             runs.append([link])
             kinds = file_kinds

@@ -1,7 +1,7 @@
 """A version's files: where safetensors files store their tensors, and how the concatenated files are cut into shards.
 
-Invariant: the tensors of a `Layout` fill the file from the end of the header to its end without gaps, and each holds a
-whole number of words (numbers of 1, 2 or 4 bytes). A `Cutter` hashes each byte once.
+Invariant: the tensors of a `Layout` fill the file without gaps, from the end of the header to the end of the file. Each
+holds a whole number of words (numbers of 1, 2 or 4 bytes). A `Cutter` hashes each byte once.
 Left out: words of other widths (such tensors are treated as bytes).
 Source: the safetensors format: eight bytes of header length (little-endian), the header in JSON, the data.
 """

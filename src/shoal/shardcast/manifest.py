@@ -42,7 +42,7 @@ MAX_MANIFEST_BYTES = 16 << 20  # signed; with MAX_SHARDS of content and MAX_SHAR
 # Domain separation: nothing else that this key signs is a valid manifest.
 SIGNATURE_DOMAIN = b"shoal shardcast manifest 5\n"
 
-# The end of what `SignedManifest.to_bytes` writes.
+# How the output of `SignedManifest.to_bytes` ends.
 _ENDING = re.compile(rb',"key":"([0-9a-f]{64})","signature":"([0-9a-f]{128})"}')
 _BEGINNING, _ENDING_BYTES = b'{"manifest":', 217
 

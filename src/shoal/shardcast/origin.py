@@ -204,7 +204,7 @@ class Origin:
         anchor_every: int = ANCHOR_EVERY,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`shard_size_bytes` None: a size that makes about 256 shards of a version."""
+        """`shard_size_bytes`: None for about 256 shards per version."""
         self.store = store if isinstance(store, ShardStore) else ShardStore(store)
         self.key = key
         self.run = run
@@ -216,7 +216,7 @@ class Origin:
         self.store.reached_via(())
         self._held = {v: manifest for v in self.store.versions() if (manifest := self._open(v))}
         newest = max(self._held.values(), key=lambda manifest: manifest.version, default=None)
-        # an empty store starts another publication
+        # An origin with an empty store starts another publication.
         self.publication = newest.publication if newest else secrets.token_hex(16)
         self._created_s = max((manifest.created_s for manifest in self._held.values()), default=0.0)
         self._latest = Latest(self.store.path / ".latest")

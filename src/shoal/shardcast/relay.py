@@ -101,7 +101,9 @@ def owners_of(shard: ShardEntry, ids: Sequence[str]) -> list[str]:
 def by_preference(own: str, sources: Sequence[Source]) -> list[Source]:
     """Return the sources in this relay's order of preference. Over all relays, each source is the first choice in proportion
     to its expected throughput. The order changes only if throughputs change much."""
-    best_Bps = max((source.standing.speed_Bps() or 0.0 for source in sources), default=0.0) or 1.0  # if unmeasured
+    best_Bps = (
+        max((source.standing.speed_Bps() or 0.0 for source in sources), default=0.0) or 1.0
+    )  # if none is measured
 
     def draw(source: Source) -> float:
         number = int(blake3(f"{own} {source.url}".encode()).hexdigest()[:13], 16)

@@ -3,13 +3,13 @@
     versions.json                {"versions": [newest, ..., oldest], "path": [origin's id, ..., own id]}
     v000007/manifest.json        the signed manifest
     v000007/full/00000.shard     shards of the content, if the version is an anchor
-    v000007/delta/00000.shard    shards of the delta, if it has one
+    v000007/delta/00000.shard    shards of the delta, if the version has one
 
 Invariant: a shard under its final name is complete and never changes. While it arrives it has a temporary name, under
 which the server can already read it. A manifest is replaced only by a later one, or by one with other shards of the
 same content. versions.json lists the newest MAX_VERSIONS folders that have a manifest, so it can be rebuilt after a
 crash. The writing process holds the store's lock.
-The origin or relay (its only writer) and the server (a reader) share one `Store` in one process.
+The origin or relay (its only writer) and the server (a reader) share one `ShardStore` in one process.
 Left out: object storage, and several writers of one store.
 Paper: INTELLECT-2, SHARDCAST (relays keep the last five versions).
 """

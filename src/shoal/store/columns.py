@@ -57,7 +57,7 @@ class RolloutFileError(ShoalError):
 
 
 class BadSignatureError(RolloutFileError):
-    """The file is readable, but not validly signed by the key that it names."""
+    """The file is readable, but has no valid signature by the key that it names."""
 
 
 @dataclass(frozen=True)

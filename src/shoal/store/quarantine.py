@@ -81,7 +81,7 @@ class Quarantine:
         return verified_submission(Decoded(answer.header, answer.signature, unpacked), self.limits)
 
     def _decode(self, data: bytes) -> tuple[_Answer, bytes] | None:
-        """Return the child's answer; None if somebody killed the child. Raise RolloutFileError if the file ended it."""
+        """Return the child's answer; None if somebody killed it. Raise RolloutFileError if the file ended the child."""
         child, self.child = self.child or self._start(), None  # reused only if it answers
         max_bytes = self.limits.size_bytes(SUBMISSION)
         try:

@@ -41,7 +41,7 @@ from shoal.shardcast.manifest import (
 
 
 class Partial:
-    """A stream in transfer. Every method raises FetchError, naming the folder, if the disk fails."""
+    """A stream in transfer. If the disk fails, every method raises a FetchError that names the folder."""
 
     def __init__(self, folder: Path, files: Sequence[FileEntry], stream: Stream) -> None:
         """Resume from an earlier process's files, if they belong to the same stream."""

@@ -9,7 +9,7 @@ which spreads the load and keeps measurements fresh. (For shards a relay passes 
                                    at the same byte. A server is left out after MAX_STRIKES wrong copies, or if it still
                                    lacks the shard after CATCHES_UP_IN_S
 
-Invariant: a shard is delivered correct or not at all, and its sink's `done` is called once, after its hash matched. For
+Invariant: a shard is delivered correct or not at all, and its sink's `done` is called once, after the hash matched. For
 every queried server there is an answer, or the reason why there is none. A download without progress ends with an
 error, whatever servers send.
 Paper: INTELLECT-2 (arXiv 2505.07291): servers are chosen by success rate times bandwidth, with a healing factor.
@@ -326,7 +326,7 @@ class ShardSink(Sink, Protocol):
 
 POLL_S = 0.05
 LEAST_BPS = 1024  # slower than this counts as no progress
-TIMES = 4  # a shard's bytes beyond this multiple of its size do not count as progress: they repeat wrong copies
+COUNTED_COPIES = 4  # bytes beyond this many copies of a shard do not count as progress: they repeat wrong ones
 
 
 class StreamDownload:
@@ -404,4 +404,4 @@ class StreamDownload:
 
 def _moved_bytes(incoming: Incoming) -> int:
     """Return the bytes that count as progress; endless repeats of a wrong shard do not."""
-    return min(incoming.arrived_bytes, TIMES * incoming.shard.size_bytes)
+    return min(incoming.arrived_bytes, COUNTED_COPIES * incoming.shard.size_bytes)
