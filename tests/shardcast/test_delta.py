@@ -219,7 +219,7 @@ def test_a_delta_is_not_applied_to_another_old_version(tmp_path, versions, harm,
 
 
 def apply_garbage(old: Path, garbage: bytes, files: list[tuple[str, int]], out: Path) -> None:
-    """Apply garbage. Check that it ends in DeltaError, or in files of the right sizes."""
+    """Apply garbage. Check that this raises DeltaError or writes files of the right sizes."""
     out.with_name("garbage").write_bytes(garbage)
     try:
         apply_one(old, out.with_name("garbage"), out, files)

@@ -109,7 +109,7 @@ async def test_ranges_are_answered_as_without_nginx(tmp_path):
         assert (status, headers["Content-Length"]) == (200, str(len(shard)))
 
 
-async def test_nothing_else_in_the_folder_is_served(tmp_path):
+async def test_no_other_file_in_the_folder_is_served(tmp_path):
     store = published(tmp_path, 7).store
     (store.path / "v000007" / "full" / "notes.txt").write_text("private")
     paths = ["id", ".lock", "v000007/full/notes.txt", "v000007/full/", ".latest/v000007/config.json", "%2e%2e/x"]

@@ -139,7 +139,7 @@ def test_the_largest_listing_fits():
 
 
 @pytest.mark.parametrize("what", ["headers", "trailers", "interim answers", "a status line", "a chunk's extension"])
-async def test_endless_headers_and_the_like_use_little_memory(what):
+async def test_endless_responses_use_little_memory(what):
     openings = {
         "headers": b"HTTP/1.1 200 OK\r\n",
         "trailers": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n",

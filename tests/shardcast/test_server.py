@@ -122,7 +122,7 @@ async def test_caches_may_keep_shards_and_must_revalidate_everything_else(tmp_pa
         "/readers",
     ],
 )
-async def test_everything_else_is_not_found(tmp_path, path):
+async def test_a_path_that_names_no_published_file_is_not_found(tmp_path, path):
     store = whole(tmp_path / "store")
     for folder in (tmp_path, tmp_path / "store", tmp_path / "store/v000007/full"):
         (folder / "secret").write_text("secret")

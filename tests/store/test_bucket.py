@@ -172,7 +172,7 @@ def test_credentials_come_from_the_environment_and_are_not_printed() -> None:
 
 
 def test_a_signature_equals_the_one_in_the_example_of_aws() -> None:
-    """AWS: "Authenticating Requests: Using Query Parameters", the example with examplebucket."""
+    """The example is in AWS, "Authenticating Requests: Using Query Parameters"."""
     url = presigned(
         "GET",
         "https://examplebucket.s3.amazonaws.com/test.txt",

@@ -105,7 +105,7 @@ def test_pages_are_counted_over_the_whole_file() -> None:
 
 
 def with_chunk(pages: bytes) -> bytes:
-    """Return a file whose footer says that `pages`, after all other columns, are its column `proofs`."""
+    """Return a file with `pages` after all other columns. Its footer says that they are the column `proofs`."""
     rows = [Rollout(0, "1+1", 0, 7, [1] * 40, [-0.5] * 40, 0.0, [bytes(range(256)) + b"xy"] * 2)]
     table, _ = opened(write_submission(HEADER, rows, ME))
     data = signed(table, compression="zstd", compression_level=1)

@@ -149,7 +149,7 @@ def test_a_file_is_read_again_if_somebody_else_killed_the_child(quarantine: Quar
 
 
 def test_ctrl_c_does_not_reach_the_child(quarantine: Quarantine) -> None:
-    """A terminal sends SIGINT to its foreground group; if it ended the child, the file would be blamed."""
+    """A terminal sends SIGINT to its foreground process group. If that ended the child, the file would be blamed."""
     assert os.getsid(pid(quarantine)) == pid(quarantine) != os.getsid(0)
 
 

@@ -277,7 +277,7 @@ def test_a_column_of_too_many_values_is_refused_before_it_is_read(
 
 
 def claiming(data: bytes, true: int, claimed: int) -> bytes:
-    """Replace a number in the file's footer by another."""
+    """Replace a number in the file's footer with another."""
     size = int.from_bytes(data[-8:-4], "little")
     body, footer = data[: -8 - size], data[-8 - size : -8]
     assert zigzag(true) in footer
