@@ -104,6 +104,7 @@ class ClientConnection(socket.socket):
         self.listener, self.peer = listener, peer
         self.requested = False  # it sent a complete request
         self.reader: str | None = None  # who sent the last request, if passes are used
+        # moved_s: the last progress. since_s, since_bytes: the start of the period whose average speed is checked.
         self.accepted_s = self.moved_s = self.since_s = time.monotonic()
         self.taken_bytes = self.since_bytes = 0
 
