@@ -303,8 +303,8 @@ class Origin:
     def _compare(
         self, version: int, folder: Path, files: Sequence[FileEntry], parent: Manifest
     ) -> tuple[Stream, Delta | None, bool]:
-        """Make the delta from the last published version, the hashes and, if an anchor is due, its shards. Read the files
-        once, sequentially."""
+        """Make the delta from the last published version, and hash the content. If an anchor is due, also write its
+        shards. Read the files once, sequentially."""
         anchor, total_bytes = self._anchor_is_due(parent.version), _total(files)
         cutter = Cutter(self._shard_bytes(total_bytes), self._new_shard(version) if anchor else None)
         try:

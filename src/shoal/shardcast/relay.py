@@ -10,7 +10,7 @@ relays spread over them (`by_preference`) and use another one if the preferred o
     origin ──shard 1──▶ relay A ──shard 1──▶ relay B         owner of shard 1: A
            ──shard 2──▶ relay B ──shard 2──▶ relay A         owner of shard 2: B
 
-An owner that is down or slow is skipped for the next one; the last resort is always a parent.
+If an owner is down or slow, the next one takes its place. The last resort is always a parent.
 Invariant: a version is listed only after its manifest was verified with the learner's key, and a shard gets its final name
 only after its hash matched. So this store holds only what the learner published, whatever upstream sends.
 `server.app` serves the same store.

@@ -126,7 +126,7 @@ def _allocate(path: Path, size_bytes: int) -> None:
 
 
 POLL_S = 0.05
-RESULTS = ("result", "result2")  # results of applying deltas, alternating
+RESULTS = ("result", "result2")  # folders in which successive passes of deltas write, in turn
 TEMPORARY = ("full", "delta", *RESULTS)  # suffixes of an incomplete version's folders
 Stamps = tuple[tuple[int, int, int], ...]
 _VERIFIED: dict[Path, tuple[str, Stamps]] = {}  # by folder: digest and file stamps when this process verified it

@@ -49,7 +49,8 @@ class Standing:
     HEALS_IN_S = 30.0
     FORGOTTEN_AFTER_S = 60.0
     SUSPECT_S = 60.0  # for this long after a bad answer, a server is used only if no other answers
-    SILENT_S, SILENT_ONCE_S = 10.0, 1.0  # how long a silent server is used last; ONCE: after one silence
+    # A silent server is used last for SILENT_S, or for SILENT_ONCE_S after its first silence.
+    SILENT_S, SILENT_ONCE_S = 10.0, 1.0
     HEALTHY = 0.5  # success rate
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
