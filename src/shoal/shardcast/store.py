@@ -7,8 +7,8 @@
 
 Invariant: a shard under its final name is complete and never changes. While it arrives it has a temporary name, under
 which the server can already read it. A manifest is replaced only by a later one, or by one that offers the same
-content in other shards. versions.json lists the newest MAX_VERSIONS folders that have a manifest, so it can be rebuilt after a
-crash. The writing process holds the store's lock.
+content in other shards. versions.json lists the newest MAX_VERSIONS folders that have a manifest, so it can be rebuilt
+after a crash. The writing process holds the store's lock.
 The origin or relay (its only writer) and the server (a reader) share one `ShardStore` in one process.
 Left out: object storage, and several writers of one store.
 Paper: INTELLECT-2, SHARDCAST (relays keep the last five versions).
