@@ -73,7 +73,7 @@ def member(text: str) -> str:
     return textwrap.indent(textwrap.dedent(text), "    ")
 
 
-def test_tasks_are_those_of_the_taskset_and_scores_those_of_its_rewards(tmp_path: Path) -> None:
+def test_the_taskset_gives_the_tasks_and_its_rewards_give_the_scores(tmp_path: Path) -> None:
     written(
         tmp_path,
         more=member("""

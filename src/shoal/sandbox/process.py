@@ -17,7 +17,7 @@ from typing import Any
 from shoal.sandbox.forkserver import ForkServer
 from shoal.sandbox.limits import Outcome, Program, ProgramLimits, Result, SandboxError
 
-GRACE_S = 5.0  # after the leash closes, for the supervisor to kill all and report; then the server is killed
+GRACE_S = 5.0  # time for the supervisor to kill everything and report; if it takes longer, the server is killed
 CHUNK = 1 << 16
 MAX_WAIT_S = 3600.0  # the longest wait of one `poll` call
 OUT_OF_MEMORY = 10  # SIGUSR1, see program.py

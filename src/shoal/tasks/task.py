@@ -53,7 +53,7 @@ class Reward(Protocol):
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         """Return one grade per completion. If the grader fails on a completion, its grade is a `grader_error`.
 
-        Raise SandboxError if this machine fails. No completion can make it fail.
+        Raise SandboxError if this machine fails. No completion causes that.
         """
         ...
 

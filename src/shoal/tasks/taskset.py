@@ -95,7 +95,7 @@ class TaskStore:
     def path(self, sha256: str, max_bytes: int) -> Path:
         """Return a file's path. Fetch the file if it is missing, and verify its hash once. Raise TasksNotFoundError.
 
-        `max_bytes`: limit of the fetch.
+        `max_bytes`: the largest size to fetch.
         """
         path = self.folder / sha256
         if sha256 in self.verified:

@@ -176,7 +176,7 @@ class Code:
         return replace(grade, tier=self.candidates.tier)
 
     def _stdin(self, tests: Stdin, program: str) -> Grade:
-        """Run a process for each case. Their total time is limited, too, against programs that sleep in every case."""
+        """Run a process for each case. Their total time is limited, too, because a program may sleep in every case."""
         repeatable = True
         cpu_s = wall_s = 0.0
         for number, (given, expected) in enumerate(tests.cases, start=1):

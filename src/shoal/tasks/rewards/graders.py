@@ -161,7 +161,7 @@ def combine(grades: Mapping[str, Grade], weights: Mapping[str, float]) -> Grade:
 
 
 def versions() -> str:
-    """Return the versions of interpreter and libraries, on which scores depend, and whether the author is trusted."""
+    """Return the versions that scores depend on, as text, and whether the author of the run is trusted."""
     return _installed() + (", trusted" if trusted() else "")
 
 

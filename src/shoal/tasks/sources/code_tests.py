@@ -44,7 +44,7 @@ def asserts(entry: str, code: str, prompt: str = "") -> str:
 def apps(raw: Any) -> str:
     """Convert APPS's format, {"inputs": [...], "outputs": [...], "fn_name": optional}. Raise RowError, LeftOutError.
 
-    If every expected output is a list of one value, use the value, which APPS wraps in a list.
+    If every expected output is a list of one value, unwrap it, because APPS wraps each output.
     """
     raw = parsed(raw, "input_output") if raw != "" else {}
     if not isinstance(raw, Mapping):
@@ -107,7 +107,7 @@ def unpack_livecodebench(packed: str) -> list[Any]:
 
 
 def entry_of(code: str, tests: str) -> str:
-    """Return the tested function: the last one that the solution defines and the tests call. Raise RowError."""
+    """Return the name of the last function that the solution defines and the tests call. Raise RowError."""
     called = [name for name in DEFINED.findall(code) if re.search(rf"\b{name}\s*\(", tests)]
     if not called:
         raise RowError("the tests call no function that the solution in column code defines")

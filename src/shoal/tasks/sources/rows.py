@@ -146,7 +146,7 @@ def as_json(cell: Any) -> str:
 
 
 def parsed(cell: Any, column: str) -> Any:
-    """Return the value of a cell; parse a string as JSON. Raise RowError."""
+    """Return a cell's value. If it is a string, parse it as JSON. Raise RowError."""
     if not isinstance(cell, str):
         return cell
     try:
