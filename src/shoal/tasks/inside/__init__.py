@@ -61,7 +61,7 @@ class Grader(RemoteFunction):
         super().__init__(sandbox, f"import channel, grader; channel.serve(grader.{function}, {describe})")
 
     def calls(self, values: Sequence[Any]) -> list[CallResult]:
-        """Call the function for each value. Raise GradeError if no server starts, SandboxError if this machine fails."""
+        """Call the function for each value. Raise GradeError if no server starts, SandboxError if the sandbox fails."""
         try:
             return super().calls(values)
         except StartError as error:
