@@ -32,7 +32,7 @@ STORIES = {
         "tests/learner/test_loop.py::test_old_versions_go",
     ],
     "chat request to answer": [
-        "tests/serve/test_openai.py::test_a_seed_repeats_its_text_and_other_seeds_give_others",
+        "tests/serve/test_openai.py::test_a_seed_repeats_its_text_and_other_seeds_give_other_texts",
     ],
 }
 

@@ -58,7 +58,7 @@ def test_stop_strings_are_bounded_in_reply_files_and_requests(ada: User, page: R
 def test_verifications_of_disconnected_clients_run_one_at_a_time_and_do_not_block_logins(
     page: Running, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_once = [0, 0]  # the number now, and its maximum
+    at_once = [0, 0]  # verifications running now, and their maximum
 
     def stuck(*_: Any) -> None:
         at_once[0] += 1

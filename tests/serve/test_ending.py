@@ -145,7 +145,7 @@ def test_tokens_without_text_cost_no_more_than_others(token: int) -> None:
 
 
 def before_first_stop(text: str, stops: list[str]) -> str:
-    """Return the text before the stop string that ends first, or before the longest of those that end first."""
+    """Return the text before the stop string that ends first. If several end there, the longest counts."""
     for end in range(1, len(text) + 1):
         if complete := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end - len(max(complete, key=len))]

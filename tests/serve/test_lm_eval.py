@@ -135,7 +135,8 @@ def test_a_task_is_evaluated_over_the_endpoint(completions: Any, tiny_folder: Pa
 
     model, tokenizer = load_model(tiny_folder), load_tokenizer(tiny_folder)
     prefers_b = [score(model, tokenizer, text, " b")[0] > score(model, tokenizer, text, " a")[0] for text in QUESTIONS]
-    labels = [int(b) for b in prefers_b[:3]] + [int(not b) for b in prefers_b[3:]]  # right for three of five
+    # The model is right on three of five questions.
+    labels = [int(b) for b in prefers_b[:3]] + [int(not b) for b in prefers_b[3:]]
     rows = [{"question": text, "label": label} for text, label in zip(QUESTIONS, labels, strict=True)]
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "letters.yaml").write_text(TASK.format(data=tmp_path / "test.jsonl"))

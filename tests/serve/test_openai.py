@@ -40,7 +40,7 @@ def test_the_official_client_can_list_models_chat_stream_and_complete(api: Runni
     assert api.chat([*MESSAGES, message, *MESSAGES]).status_code == 200
 
 
-def test_a_seed_repeats_its_text_and_other_seeds_give_others(api: Running) -> None:
+def test_a_seed_repeats_its_text_and_other_seeds_give_other_texts(api: Running) -> None:
     texts = [text(api, seed=seed) for seed in (3, 3, 4, 5)]
     assert texts[0] == texts[1] and len(set(texts)) > 1
     negative = [text(api, seed=seed) for seed in (-1, -1, -(1 << 63), 1)]
@@ -81,7 +81,7 @@ def test_logprobs_list_the_sampled_tokens_and_the_likeliest(api: Running) -> Non
 
 
 def test_a_tokens_logprob_has_the_same_bits_in_the_list_of_likeliest_tokens(api: Running) -> None:
-    """lm-eval compares the two with == to see whether a continuation is greedy."""
+    """lm-eval compares the two logprobs with == to see whether a continuation is greedy."""
     prompt = [list(range(4, 50))]
     response = api.complete(prompt=prompt, max_tokens=40, echo=True, logprobs=20, seed=1).json()
     logprobs = response["choices"][0]["logprobs"]

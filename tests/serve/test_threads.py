@@ -46,7 +46,7 @@ def test_one_caller_never_holds_all_slots() -> None:
     asyncio.run(main())
 
 
-def test_a_cancelled_waiter_holds_no_slot_even_if_it_was_just_granted() -> None:
+def test_a_cancelled_waiter_keeps_no_slot_that_it_was_just_given() -> None:
     async def main() -> None:
         slots = FairSemaphore(1)
         await slots.acquire("one")

@@ -88,7 +88,7 @@ def finished() -> Snapshot:
 
 
 def screen(shown: Snapshot, width: int, height: int | None = None) -> str:
-    """Draw the screen for a terminal, or without `height` for a log."""
+    """Draw the screen for a terminal. Without `height`, draw it for a log."""
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=height is not None, record=True)
     console.print(Screen(*shown))
     return console.export_text()

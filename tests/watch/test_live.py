@@ -141,11 +141,11 @@ def test_progress_of_the_current_step_is_logged_every_minute() -> None:
 
     lines = plain_lines(at(100, 2), at(130, 3), at(159, 4), at(160, 4), at(190, 6), at(221, 8))
     assert lines == [
-        "progress: step 4 of 30: 4 of 16 groups accepted, 50 % of 8 useful, expected in 6m 00s",
-        "progress: step 4 of 30: 8 of 16 groups accepted, 50 % of 16 useful, expected in 2m 41s",
+        "progress: step 4 of 30: 4 of 16 groups accepted, 50 % of 8 useful, the rest expected in 6m 00s",
+        "progress: step 4 of 30: 8 of 16 groups accepted, 50 % of 16 useful, the rest expected in 2m 41s",
     ]
     lines = plain_lines(status(now_s=100), status(now_s=160))
-    assert lines == ["progress: step 1 of 30: 0 of 16 groups accepted, no group accepted yet, expected in –"]
+    assert lines == ["progress: step 1 of 30: 0 of 16 groups accepted, no group accepted yet, the rest expected in –"]
 
 
 def test_a_step_with_length_targets_reports_the_length_penalty() -> None:

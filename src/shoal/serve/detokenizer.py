@@ -20,7 +20,7 @@ class StopMatcher:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.matched = 0  # the input ends with this many first characters of the stop string
+        self.matched = 0  # length of the stop string's longest prefix with which the input ends
         self._fallback = [0]  # by matched length: the next shorter prefix that also matches
         for character in text[1:]:
             self._fallback.append(self._extend(self._fallback[-1], character))
@@ -51,7 +51,7 @@ class Detokenizer:
         self.finish: Finish | None = None
         self.count = 0  # tokens
         self.stopped: str | None = None  # the stop string that ended the text
-        self._tokens: list[int] = []  # a window: tokenizers need the preceding tokens to place spaces
+        self._tokens: list[int] = []  # a window of tokens; tokenizers need the preceding tokens to place spaces
         self._returned = 0  # tokens of the window whose text was returned
         self._pending = ""  # text that may be the start of a stop string
 

@@ -76,7 +76,7 @@ class Generation:
         return self.loaded.engine.model
 
     def on_prefill(self, hidden_LH: Tensor) -> None:
-        """Compute the prompt's logprobs in chunks: all logits of a long prompt would fill the memory."""
+        """Compute the prompt's logprobs in chunks, because all logits of a long prompt would fill the memory."""
         tokens = self.request.prompt[1:]
         for start in range(0, len(tokens), ECHO_CHUNK):
             logits_LV = logprobs.logits(self.model, hidden_LH[start : start + ECHO_CHUNK][: len(tokens) - start])
@@ -101,7 +101,7 @@ class Generation:
         return None if finish else token
 
     def piece(self) -> Piece:
-        """Return the last step's piece, or the final one if the completion was cancelled."""
+        """Return the last step's piece, or a final piece if the completion was cancelled."""
         piece, self.ready = self.ready, None
         return piece or Piece(self.text.end(), finish="cancelled")
 
@@ -126,7 +126,8 @@ class Generation:
 def score_tokens(logits_LV: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
     """Return each token's logprob at temperature 1 and its `top` likeliest alternatives.
 
-    A token's logprob has the same bits in both lists: clients compare them to see whether it is the likeliest.
+    If a token is in both lists, its logprob has the same bits in both. Clients compare the two to see whether the token
+    is the likeliest.
     """
     scaled_LV = logits_LV.float()
     normalizers = likelihoods(scaled_LV)

@@ -17,7 +17,7 @@ Message = Mapping[str, Any]  # role and content
 def encode(loaded: LoadedModel, messages: Sequence[Message]) -> tuple[int, ...]:
     """Return the prompt's tokens, up to where the assistant's turn begins. Raise PromptError.
 
-    Tokenizing megabytes of text takes seconds: do not call it in the event loop. Text that cannot fit is refused first.
+    Do not call this in the event loop: tokenizing megabytes takes seconds. Text that cannot fit is refused first.
     """
     check_length(loaded, sum(len(message["content"]) for message in messages))
     tokenizer = loaded.tokenizer
@@ -44,7 +44,7 @@ def check_length(loaded: LoadedModel, count: int) -> None:
 
 
 def as_trained(config: Config, messages: Sequence[Message], target: int) -> list[Message]:
-    """Add the run's system prompt, put user messages into its template, and append the target length to the last."""
+    """Add the run's system prompt, wrap user messages in its template, and add the target length to the last."""
     section = config.tasks
     rendered: list[Message] = []
     if section.system and not any(message["role"] == "system" for message in messages):

@@ -3,12 +3,12 @@
     build    a finished generation -> a Reply, which is one JSON file
     verify   a Reply and a loaded model -> a ReplyVerdict with one finding per question
 
-A verified reply is what these weights, this prompt and this seed yield. Verification does not show that the text is true,
-that the server did not try several seeds and pick one, or that the run published these weights under this version.
+Verification shows that these weights, this prompt and this seed yield the reply. It does not show whether the text is
+true, whether the server chose among several seeds, or whether the run published these weights under this version.
 To check against weights that you trust, name them with `shoal audit --model`.
-Invariant: nothing in a Reply is trusted; its contents are recomputed from messages, seed and weights. Results agree
-bitwise within one exactness class, and must agree within the validator's limits across classes.
-Left out: a signature; a reply file does not show who served it.
+Invariant: nothing in a Reply is trusted; its contents are recomputed from messages, seed and weights. Within one
+exactness class, results agree bitwise. Across classes, they must agree within the validator's limits.
+Left out: a signature, so a reply file does not show who served it.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from typing_extensions import TypedDict  # pydantic needs this one on Python 3.11
+from typing_extensions import TypedDict  # pydantic needs this TypedDict on Python 3.11
 
 from shoal import toploc
 from shoal.config import Config
@@ -71,7 +71,7 @@ class Reply(BaseModel):
     messages: tuple[ReplyMessage, ...] = Field(max_length=10_000, fail_fast=True)
     tools: tuple[()] = ()  # always empty; part of the format
     prompt: Tokens
-    seed: Annotated[str, Field(pattern="^[0-9]{1,19}$")]  # as text: JSON numbers lose digits in a browser
+    seed: Annotated[str, Field(pattern="^[0-9]{1,19}$")]  # text, because browsers round large numbers
     temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     stops: tuple[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)], ...] = Field(default=(), max_length=MAX_STOPS)
@@ -116,7 +116,7 @@ class ReplyVerdict:
 
     @property
     def sentence(self) -> str:
-        """Summarize what was verified and what cannot be."""
+        """Summarize the verdict and its limits."""
         if not self.passed:
             return REFUSED
         return f"{EXACT if self.exact else CLOSE} How it ends: {self.ending}."
@@ -213,7 +213,7 @@ def _check_prompt(reply: Reply, loaded: LoadedModel) -> ReplyFinding:
 
 
 def _check_text(reply: Reply, loaded: LoadedModel, check: Callable[[], None]) -> tuple[ReplyFinding, ReplyFinding]:
-    """Decode the tokens as the server does. Compare the text, where it ends, and why."""
+    """Decode the tokens as the server does. Compare the text, its end, and the reason for its end."""
     decoder = Detokenizer(loaded.tokenizer, reply.stops, loaded.eos_ids, reply.max_tokens)
     same = detokenize(decoder, reply.tokens, check) == reply.text
     text = ReplyFinding("Do the tokens give this text?", same, "" if same else "the text was changed")

@@ -49,7 +49,7 @@ class ServeScheduler:
         self.limits = limits
         self._observe = observe or (lambda generation, piece: None)
         self.counts = Counts()
-        self.error: Exception | None = None  # what ended the loop
+        self.error: Exception | None = None  # the exception that ended the loop
         self._engine = engine.Scheduler(limits)
         self._submitted: list[Generation] = []  # not passed to the engine yet
         self._unfinished: dict[int, Generation] = {}  # by `id`, until the last piece is delivered

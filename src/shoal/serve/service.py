@@ -113,7 +113,10 @@ class Settings:
 
 
 def engine_of(source: ModelSource) -> Callable[[], TorchEngine]:
-    """Return a factory of engines with the run's numerics, or this machine's best. Raise DeviceError or ShoalError."""
+    """Return a factory of engines with the run's numerics; without a run, with this machine's best numerics.
+
+    Raise DeviceError or ShoalError.
+    """
     section = source.config.model if source.config else None
     device = section.device if section else "cpu"
     compute_dtype, _ = dtype.pick(section.dtype if section else "auto", device)
@@ -214,7 +217,7 @@ async def _mark_active(request: web.Request, handler: Any) -> web.StreamResponse
 def serve_forever(source: ModelSource, settings: Settings, stop: threading.Event, say: Callable[[str], None]) -> bool:
     """Serve until `stop` is set. Raise the error that ended the server, or OSError if the port is taken.
 
-    Return whether all of the server's threads have ended. If not, one is still in a forward pass; all data is stored.
+    Return whether all of the server's threads have ended. A thread may still be in a forward pass; all data is stored.
     """
     before = set(threading.enumerate())
     service = Service(source, settings, engine_of(source))

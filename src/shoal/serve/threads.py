@@ -25,7 +25,7 @@ from shoal.watch.page.guard import json_body
 WAIT_S = 30.0  # for a slot
 MAX_WAITING = 256  # waiting calls per caller
 RETRY_S = 5
-SMALL_BYTES = 64 << 10  # smaller bodies need no slot: the connection limit bounds their memory
+SMALL_BYTES = 64 << 10  # smaller bodies need no slot, because the connection limit bounds their memory
 
 Result = TypeVar("Result")
 
@@ -34,7 +34,7 @@ class FairSemaphore:
     def __init__(self, count: int, per_caller: int = 1, wait_s: float = WAIT_S) -> None:
         self.count, self.per_caller, self.wait_s = count, per_caller, wait_s
         self._held: Counter[str] = Counter()
-        self._queues: dict[str, deque[asyncio.Future[None]]] = {}  # by caller; the first caller is next
+        self._queues: dict[str, deque[asyncio.Future[None]]] = {}  # by caller; the first caller gets the next slot
 
     async def acquire(self, caller: str) -> None:
         """Wait for a slot; free it with `release`. Raise BusyError."""

@@ -29,7 +29,7 @@ class Estimate:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k from `correct` of n completions: 1 - C(n-c, k) / C(n, k).
+    """Return the unbiased estimate of pass@k from n completions: 1 - C(n - correct, k) / C(n, k).
 
     Chen et al. 2021 (arXiv 2107.03374), equation 1. Raise ValueError if k exceeds n.
 
@@ -42,7 +42,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def wilson(correct: float, n: int) -> Estimate:
-    """Return the share of n independent binary outcomes, with Wilson's score interval (Wilson 1927).
+    """Return `correct` / n for n independent binary outcomes, with Wilson's score interval (Wilson 1927).
 
     `correct` may be a sum of scores between 0 and 1; the interval is then wider than needed.
 
@@ -60,8 +60,8 @@ def mean_over_questions(values: Sequence[float], lowest: float = 0.0) -> Estimat
     """Return the mean of one value per question, each in [lowest, 1], with its interval.
 
     If all values are 0 or 1, the interval is Wilson's; otherwise it is the percentile bootstrap over questions (Efron 1979).
-    The bootstrap of equal values has no spread. Their interval is the mean ± z²/(n + z²), which is the upper limit of
-    Wilson's interval for a share of 0.
+    The bootstrap of equal values has no spread, so equal values get the interval mean ± z²/(n + z²). This half-width is
+    the upper limit of Wilson's interval for a share of 0.
     """
     n = len(values)
     mean = math.fsum(values) / n

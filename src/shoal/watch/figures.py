@@ -41,8 +41,8 @@ REASONS: dict[Reason, str] = {
     Reason.TERMINATION: "Completions stop earlier than the model would have stopped.",
     Reason.DISTRIBUTION: "The tokens are too likely, or too unlikely, to be samples at the stated temperature.",
     Reason.SPECIAL_TOKENS: "The text contains tokens that only templates use and that the seeds do not yield.",
-    Reason.INEXACT: "Within the limits, but not bitwise equal to this exactness class; the machine may be faulty.",
-    Reason.SPENDING: "Over all submissions, the worker exploited the tolerance of the checks; no honest machine does.",
+    Reason.INEXACT: "Within the limits, but not bitwise equal within one exactness class; a machine may be faulty.",
+    Reason.SPENDING: "Over all submissions, the worker exploited the tolerance of the checks; honest machines do not.",
 }
 
 
@@ -121,7 +121,7 @@ def metrics_by_name(metrics: dict[str, float], kind: str, last: str) -> dict[str
 
 
 def useful_share(signal: Signal) -> str:
-    """Return text like `63 % of 40 useful`, counting the groups accepted for the open step; "" if there are none."""
+    """Return text like `63 % of 40 useful` about the groups accepted for the open step; "" if there are none."""
     share = ratio(signal.useful, signal.groups)
     return "" if share is None else f"{percent(share, 0)} of {signal.groups} useful"
 
@@ -161,7 +161,7 @@ def sparkline(values: Sequence[float], cells: int) -> str:
 
 
 def clean(text: str) -> str:
-    """Replace unprintable characters of untrusted text: they could move the cursor or change the writing direction."""
+    """Replace unprintable characters of untrusted text, which could move the cursor or change the writing direction."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -224,7 +224,7 @@ def and_more(hidden: int) -> str:
 
 
 def ellipsize(text: str, cells: int) -> str:
-    """Shorten `text` to `cells` characters by cutting its middle: names differ at their start and end.
+    """Shorten `text` to `cells` characters by cutting its middle, because names differ at their start and end.
 
     >>> ellipsize("words-of-seven-letters-3", 16)
     'words-of…tters-3'
@@ -290,7 +290,7 @@ class SiteRow:
     state: str
     healthy: bool
     loss: float | None = None  # of the last update
-    computed_s: float = 0.0  # this and the fields below: since the site's start
+    computed_s: float = 0.0  # this field and those below count from the site's start
     waited_s: float = 0.0
     synced_s: float = 0.0
     sent_bytes: float = 0.0

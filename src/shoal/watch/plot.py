@@ -20,7 +20,7 @@ COLORS = ("#1f6fb4", "#d1495b", "#edae49")
 def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evaluation], path: Path, title: str) -> None:
     """Draw reward per step and held-out accuracy per version as a PNG of 1200 x 675 pixels at `path`.
 
-    Both share the x axis: version v is the policy after v trained steps. Raise OSError.
+    Both share the x axis, because version v is the policy after v trained steps. Raise OSError.
     """
     # Imported here, because it costs 0.5 s and 60 MB. pyplot is not used, because it keeps global state.
     from matplotlib.figure import Figure
@@ -48,7 +48,7 @@ def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evalua
             }
             values = [accuracies[version] for version in versions]
             axes.plot(versions, values, color=color, linewidth=1, label=f"held-out, {kind}", **style)
-    # Never parse the title as TeX: a run may have any name.
+    # The title is not parsed as TeX, because a run may have any name.
     axes.set_title(clean(title), loc="left", color=INK, parse_math=False)
     axes.set_xlabel("steps trained (= policy version)", color=INK)
     axes.set_ylabel("mean reward per completion; accuracy (0 to 1)", color=INK)
@@ -81,7 +81,7 @@ def write_png(figure: Any, path: Path) -> None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return a centred moving mean over about a tenth of the values, at least three; fewer near both ends."""
+    """Return a centred moving mean. Its window is about a tenth of the values, at least three; shorter at both ends."""
     half = max(len(values) // 20, 1)
     windows = [values[max(index - half, 0) : index + half + 1] for index in range(len(values))]
     return [sum(window) / len(window) for window in windows]

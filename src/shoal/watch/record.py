@@ -133,7 +133,7 @@ class RunRecord:
     def write_state(self, state: RunState) -> None:
         path = self.folder / STATE
         temporary = path.with_suffix(".new")
-        temporary.write_text(state.model_dump_json())  # no fsync: it is rewritten within seconds
+        temporary.write_text(state.model_dump_json())  # no fsync, because the file is rewritten within seconds
         temporary.replace(path)
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class RunRecord:
             self._try(lambda tracker: tracker.log(values, version))
 
     def _track_samples(self, samples: Sequence[WorkerSample]) -> None:
-        """Send the newest few samples in one request, not one per group."""
+        """Send the newest few samples, all in one request."""
         if samples:
             newest = max(sample.policy_version for sample in samples)
             self._try(lambda tracker: tracker.log_samples(samples[-MAX_SAMPLES:], newest))

@@ -49,7 +49,7 @@ class Leg:
     restarts: dict[str, int] = field(default_factory=dict)  # by process
     peak_rss_bytes: dict[str, int] = field(default_factory=dict)  # by process
     peak_together_bytes: int = 0  # of all processes together, shared pages counted once
-    estimated_s: float = 0.0  # estimated before the start; 0: no estimate
+    estimated_s: float = 0.0  # duration estimated before the start; 0: no estimate
     estimated_bytes: float = 0.0
 
 
@@ -172,11 +172,11 @@ def _waste_text(waste: dict[str, Any]) -> str:
 
 
 def _exact(exact: dict[str, int]) -> str:
-    """Return text like `80 submissions, 12.3k tokens equal to the last bit, 0 not`."""
+    """Return text like `80 submissions, 12.3k tokens equal to the last bit, 0 unequal`."""
     if not exact["submissions"] and not exact["mismatched_tokens"]:
-        return "none: numerics are fast, or machines differ, so the limits applied"
+        return "none; the checks allowed small differences, because numerics are fast or machines differ"
     equal, unequal = count(exact["tokens"]), exact["mismatched_tokens"]
-    return f"{exact['submissions']} submissions, {equal} tokens equal to the last bit, {unequal} not"
+    return f"{exact['submissions']} submissions, {equal} tokens equal to the last bit, {unequal} unequal"
 
 
 def _counts(counts: dict[str, int]) -> str:
@@ -192,7 +192,7 @@ def read_legs(folder: Path) -> list[Leg]:
 
 
 def wall_s(folder: Path, now_s: float, *, running: bool) -> float | None:
-    """Return the run's time over all its legs; None if no `shoal run` recorded one."""
+    """Return the run's time over all its legs; None if no leg was recorded."""
     path = folder / LEGS
     if not path.exists():
         return None

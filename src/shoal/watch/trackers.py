@@ -79,7 +79,7 @@ class TensorBoard:
         self.writer.flush()
 
     def log_samples(self, samples: Sequence[WorkerSample], version: int) -> None:
-        """Do nothing: only curves are written."""
+        """Do nothing, because only curves are written."""
 
     def close(self) -> None:
         self.writer.close()

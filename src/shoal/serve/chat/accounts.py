@@ -108,7 +108,8 @@ class Accounts:
     ) -> None:
         self.db, self.clock = db, clock
         self.hasher = hasher or PasswordHasher()
-        self._dummy_hash = self.hasher.hash(secrets.token_hex(16))  # so that an unknown name takes as long to check
+        # Checked for an unknown name, so that the response takes as long as for a known name.
+        self._dummy_hash = self.hasher.hash(secrets.token_hex(16))
         self.hashing = FairThreadPool("passwords", 2)  # each hash takes 64 MiB and 0.1 s of a core
         self._by_address = RateLimit(20, 600, monotonic)
         self._by_name = RateLimit(30, 3600, monotonic)

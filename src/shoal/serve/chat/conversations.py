@@ -143,7 +143,7 @@ class Conversations:
 
 
 class ConversationReader:
-    """Read in a thread with its own database connection: reading megabytes would block the event loop."""
+    """Read in a thread with its own database connection, because reading megabytes would block the event loop."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._conversations, self._threads = Conversations(db), FairThreadPool("reader", 1)

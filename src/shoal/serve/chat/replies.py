@@ -46,7 +46,7 @@ class ReplyForm(BaseModel):
 class ReplyInProgress:
     """One reply in progress. `events` go to the client, and None is the last."""
 
-    lane: int
+    lane: int  # column on the page
     generation: Generation
     messages: Sequence[Any]
     events: asyncio.Queue[dict[str, Any] | None]

@@ -209,7 +209,7 @@ class Chat:
         return web.json_response({"id": self.conversations.create(request[SESSION_KEY].user)})
 
     async def read(self, request: web.Request) -> web.Response:
-        """Return the whole message tree; the page's export uses it too."""
+        """Return the whole message tree; the page's export uses this route too."""
         user, id = request[SESSION_KEY].user, request.match_info["id"]
         text = await self.reader.run(user, lambda stored: json.dumps(stored.read(user, id), ensure_ascii=False))
         return web.Response(text=text, content_type="application/json")

@@ -1,7 +1,7 @@
 """Request schemas of the API: OpenAI's parameters, with size limits.
 
-Invariant: a parameter that could change the reply takes effect or is refused by name. Some clients send neutral values
-of unsupported parameters; those in `NEUTRAL_ONLY` are accepted with that value only.
+Invariant: a parameter that could change the reply takes effect or is refused by name. Some clients send unsupported
+parameters with neutral values. The parameters in `NEUTRAL_ONLY` are accepted with their neutral value only.
 Left out: images, `top_p` and penalties (only samples from the full distribution can be replayed from a seed), tools,
 structured output.
 """

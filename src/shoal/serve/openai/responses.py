@@ -179,7 +179,7 @@ class ApiResponse:
             if not self.chat and not offsets[index]:
                 text = self._echo(generation) + text
             logprobs = None
-            if generation.request.echo and not offsets[index]:  # slow: it covers the whole prompt
+            if generation.request.echo and not offsets[index]:  # slow, because it covers the whole prompt
                 logprobs = await threads.run(
                     generation.request.caller, partial(self._logprobs, generation, piece.tokens), generation.loaded
                 )

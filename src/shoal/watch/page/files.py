@@ -1,8 +1,8 @@
 """Static files and security headers of every page.
 
 Invariant: only files present at the start are served, by exact name, so no request can reach another file. A page
-runs only scripts that this server sent as files. Text is never markup: `require-trusted-types-for` makes the browser
-refuse `innerHTML` and similar. Browsers revalidate each file and mostly get 304.
+runs only scripts that this server sent as files. Text never becomes markup, because `require-trusted-types-for` makes
+the browser refuse `innerHTML` and similar. Browsers revalidate each file and mostly get 304.
 """
 
 import gzip
@@ -96,9 +96,9 @@ class Files:
 
 
 def secure(application: web.Application, hosts: Collection[str] = ()) -> None:
-    """Add the headers to every response. Refuse requests whose Host header is not in `hosts`, unless that is empty.
+    """Add the headers to every response, and refuse Host headers that are not in `hosts`. An empty `hosts` allows all.
 
-    The Host check protects a server without a login from DNS rebinding: another site may point its own name here.
+    The check protects a server without a login from DNS rebinding: another site may point its own name at this server.
     """
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:

@@ -15,7 +15,7 @@ from shoal.errors import ShoalError
 from shoal.protocol.pace import Rates
 
 BODY_S = 10.0  # time limit for the whole body to arrive
-MAX_KEYS = 50_000
+MAX_KEYS = 50_000  # keys that a rate limit remembers
 STRINGS, CONTAINERS = 50_000, 20_000  # limits of one JSON document
 
 
@@ -39,7 +39,8 @@ def check_same_origin(request: web.Request) -> None:
 async def json_body(request: web.Request, max_bytes: int, within_s: float = BODY_S) -> bytes:
     """Read the body of a JSON request. Raise HttpError.
 
-    The content type matters: browsers send JSON across sites only after a CORS preflight, which this server never allows.
+    The content type is checked, because browsers send JSON to another site only after a CORS preflight. This server
+    never allows a preflight.
     """
     if request.content_type != "application/json":
         raise HttpError(415, "send JSON with Content-Type: application/json")
@@ -60,9 +61,9 @@ async def json_body(request: web.Request, max_bytes: int, within_s: float = BODY
 
 
 def json_size_error(data: bytes | bytearray) -> str:
-    """Return why this JSON would need too much memory to parse, or "". This takes milliseconds.
+    """Return why this JSON would need too much memory to parse, or "". The check takes milliseconds.
 
-    A parser allocates an object per string and list, and an error per unknown field: gigabytes for a few MiB.
+    A parser allocates an object per string and list, and an error per unknown field. A few MiB can take gigabytes.
     """
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # leaves only the quotes that delimit strings
     if unescaped.count(b'"') > 2 * STRINGS:

@@ -131,7 +131,7 @@ def _site(site: SiteRow) -> dict[str, Any]:
 
 
 def _round_s(seconds: float | None, grain_s: float) -> float | None:
-    """Round, so that the response does not change only because time passes."""
+    """Round, so that the response does not change every second."""
     return None if seconds is None else round(round(seconds / grain_s) * grain_s, 1)
 
 

@@ -2,7 +2,7 @@
 
 Invariant: the file opens from disk and makes no network request. Its content security policy allows only its own scripts
 and styles, by digest. All text of the run is embedded as data. The file contains no key, address or invite.
-Left out: live updates.
+Left out: live updates of an open report.
 """
 
 import base64
@@ -65,7 +65,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def bundle() -> str:
-    """Bundle all modules into one, each in its own function: browsers do not load modules from disk."""
+    """Bundle all modules into one, each in its own function, because browsers do not load modules from disk."""
     modules: dict[str, str] = {}
 
     def add(name: str) -> None:

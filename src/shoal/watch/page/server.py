@@ -52,7 +52,7 @@ class Dashboard:
         self._pending: dict[str, asyncio.Task[File]] = {}
 
     def app(self, hosts: tuple[str, ...] = LOOPBACK) -> web.Application:
-        """Build the application. It accepts only the Host headers in `hosts`, or any if that is empty."""
+        """Build the application. It accepts only the Host headers in `hosts`, or any if `hosts` is empty."""
         application = web.Application(client_max_size=1024)
         secure(application, hosts)
         application.router.add_get("/", self._page)

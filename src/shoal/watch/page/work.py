@@ -1,7 +1,7 @@
 """Views of `work.jsonl`: a timeline of the nodes, the outcomes of submissions, and the reasons of rejections.
 
-The timeline is the paper's figure of asynchrony (INTELLECT-2, section 2): workers generate with one version while the
-learner trains the next.
+The timeline follows a figure in section 2 of the INTELLECT-2 paper. It shows that workers generate with one version
+while the learner trains the next.
 Invariant: every bar comes from times that the coordinator recorded, with two exceptions. The learner reports when a step
 ended and how long it computed and waited; the nodes report how long downloads took. A validator that has claimed several
 submissions is shown checking only the one it judges next.
@@ -165,7 +165,7 @@ def _submission_fields(line: Line) -> Bar:
 
 
 def _make_sequential(checks: list[Bar]) -> None:
-    """Start each bar where the previous one ended: a validator claims several submissions and judges them in turn."""
+    """Start each bar where the previous bar ended. A validator claims several submissions and judges them in turn."""
     checks.sort(key=lambda bar: float(bar["to_s"]))
     for earlier, bar in pairwise(checks):
         bar["from_s"] = min(max(bar["from_s"], earlier["to_s"]), bar["to_s"])

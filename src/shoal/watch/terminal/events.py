@@ -170,7 +170,7 @@ class Events:
         share = useful_share(status.signal) or "no group accepted yet"
         yield (
             f"progress: step {status.step + 1} of {status.steps}: {status.have} of {status.need} groups accepted, "
-            f"{share}, expected in {duration(left_s)}"
+            f"{share}, the rest expected in {duration(left_s)}"
         )
 
 

@@ -80,7 +80,10 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Show the state until the run finishes. Raise UnreachableError, at once if the first request fails."""
+    """Show the state until the run finishes.
+
+    Raise UnreachableError after PATIENCE_S; if the first request fails, raise it at once.
+    """
     status, seen_s, away = run.refresh(), clock(), False
     with LiveView(console) as view:
         view.update(status, run.history, run.wall_s(status))

@@ -1,4 +1,4 @@
-"""Progress of long commands: a bar for downloads; for others, a line with the ETA every ten seconds.
+"""Progress of long commands: a bar for a download, and a line with the ETA every ten seconds for other commands.
 
 Invariant: the ETA is extrapolated from this process's work alone. `shoal fetch` draws its bar on standard error and prints
 the paths of fetched versions on standard output.
@@ -20,7 +20,7 @@ EVERY_S = 10.0
 
 
 class CommandProgress:
-    """Report progress. Call it with the number of items done, first with the number done before this process began."""
+    """Report progress. Call it with the number of items done; before the first item, with the number done earlier."""
 
     def __init__(self, console: Console, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.what, self.total, self.clock = console, what, total, clock

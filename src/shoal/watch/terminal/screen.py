@@ -1,8 +1,8 @@
 """The whole run on one screen: progress, training, nodes, verdicts.
 
-Invariant: no line is wider than the console, whatever a node reports, and progress, training and verdicts are shown on any
-terminal of at least 80x24. Nodes with a problem have priority; a line counts the nodes that do not fit. The table of
-sites needs a taller terminal.
+Invariant: whatever a node reports, no line is wider than the console. A terminal of 80x24 or more shows progress,
+training and verdicts. Nodes with a problem have priority; a line counts the nodes that do not fit. The table of sites
+needs a taller terminal.
 Left out: scrolling, and the weights tree, which the dashboard shows.
 """
 
@@ -51,7 +51,7 @@ from shoal.watch.figures import (
     verdict_totals,
 )
 
-MAX_WIDTH = 120  # wider only adds gaps between columns
+MAX_WIDTH = 120  # a wider screen would only have wider gaps between columns
 FRAME = 3  # lines that a panel adds to its table's rows: two borders and the headings
 WIDE = 110  # from this width on, headings are not abbreviated
 NARROW = 90  # below this width, role and memory are dropped

@@ -16,7 +16,7 @@ const FOLLOW_PX = 80; // within this distance of the end, the view follows new t
 const MODELS_EVERY_MS = 10_000;
 const SAVE_TRIES = 20, SAVE_EVERY_MS = 150;
 
-let conversation = NEW; // the open one
+let conversation = NEW; // the open conversation
 let models, side, field, thread, title, exportButton;
 let writing = null; // { abort, lanes: [{ text, element }] }
 

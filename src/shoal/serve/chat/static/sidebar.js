@@ -1,4 +1,4 @@
-// The list of conversations: new, search, open, delete; the user's name, theme, log out.
+// The sidebar: the list of conversations with its controls, the user's name, the theme, and the logout.
 
 import { h, icon } from "./dom.js";
 import { byDay } from "./tree.js";

@@ -29,7 +29,7 @@ export class About {
     const facts = [[`${overview.trained} of ${overview.steps}`, "steps"], [duration(overview.elapsed_s), "elapsed"], [count(overview.tokens), "tokens generated"], [count(overview.tokens_trained), "tokens trained"], [percent(overview.busy, 0), "learner busy"], [count(overview.exact.tokens), "exact tokens"], [bytes(memory), "memory, all processes"], [`${overview.loss} on ${overview.sources.join(", ")}`, overview.model]];
     replace(this.facts, facts.map(([value, label]) => h("div", {}, h("b", {}, value), h("span", {}, label))));
     replace(this.samples, samples.length ? samples.map(sampleCard) : h("p", { class: "muted" }, "No samples were recorded."));
-    replace(this.audit, audit === null ? h("p", { class: "muted" }, "This run was not audited yet. ", h("code", {}, "shoal audit FOLDER > FOLDER/audit.txt"), " checks its ledger, files and steps again.") : h("pre", { class: "text" }, audit));
+    replace(this.audit, audit === null ? h("p", { class: "muted" }, "This run has not been audited yet. ", h("code", {}, "shoal audit FOLDER > FOLDER/audit.txt"), " checks its ledger, files and steps again.") : h("pre", { class: "text" }, audit));
     replace(this.config, config);
   }
 }

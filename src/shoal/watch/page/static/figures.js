@@ -44,7 +44,7 @@ export function duration(seconds) {
   return `${Math.floor(whole / 86400)}d ${two((whole % 86400) / 3600)}h`;
 }
 
-// Shorten a text to `max` characters by cutting its middle: names differ at their start and end.
+// Shorten a text to `max` characters by cutting its middle, because names differ at their start and end.
 export function ellipsize(text, max) {
   const end = Math.floor((max - 1) / 2);
   return text.length <= max ? text : `${text.slice(0, max - 1 - end)}…${text.slice(text.length - end)}`;
@@ -138,7 +138,7 @@ export function bandPath(xs, low, high, x, y) {
   return `M${upper.join("L")}L${lower.join("L")}Z`;
 }
 
-// A centred moving mean over about a tenth of the values, at least three, as in `shoal.watch.plot`.
+// The centred moving mean of `shoal.watch.plot`: its window is about a tenth of the values, at least three.
 export function smooth(values) {
   const half = Math.max(Math.floor(values.length / 20), 1);
   return values.map((_, index) => {

@@ -87,7 +87,7 @@ export class Nodes {
   }
 }
 
-// Order values; unknown ones come last in ascending order.
+// Order two values. Unknown values come last in ascending order.
 function compare(a, b) {
   if (a === null || a === undefined) return 1;
   if (b === null || b === undefined) return -1;

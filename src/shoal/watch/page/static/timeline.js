@@ -1,5 +1,5 @@
 // The activity of each node over time, one lane for each node. The number in a bar is its policy version.
-// A download is a bar in a relay's lane, and a thin bar below the work of other nodes.
+// A download is a full bar in the lane of a relay, and a thin bar below the work in the lane of another node.
 
 import { h, replace, svg } from "./dom.js";
 import { brief, bytes, clock, duration, linear } from "./figures.js";
@@ -19,7 +19,7 @@ export class Timeline {
     this.span_s = 60;
     this.end_s = null; // null: now
     this.plot = h("div", { class: "plot time", tabindex: "0", role: "region", "aria-label": "Timeline; left and right arrows move, plus and minus change the span", onkeydown: (event) => this.key(event) });
-    this.caption = h("p", { class: "muted", role: "status" }, "Select a bar to read what it shows.");
+    this.caption = h("p", { class: "muted", role: "status" }, "Select a bar to read its description.");
     this.spanButtons = SPANS_S.map((span_s) => h("button", { type: "button", class: "quiet", onclick: () => this.zoom(span_s) }, duration(span_s)));
     const move = (text, share, label) => h("button", { type: "button", class: "quiet", "aria-label": label, onclick: () => this.move(share) }, text);
     this.root = h("div", { class: "page" }, h("h1", { class: "visually-hidden" }, "Timeline"), h("section", { class: "card" },
