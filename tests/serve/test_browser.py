@@ -123,7 +123,7 @@ def test_text_of_a_model_never_runs_as_code(browser: Any, run: Running) -> None:
         == 0
     )
     assert visit.page.locator("a[href^=javascript]").count() == 0
-    sync_api.expect(reply.locator("math")).to_have_count(2)  # both are rendered; the second has lost its link
+    sync_api.expect(reply.locator("math")).to_have_count(2)  # both formulas, the second without its link
     visit.close()
 
 

@@ -38,7 +38,7 @@ def reply_of(loaded: LoadedModel, **params: Any) -> proof.Reply:
 
 @pytest.fixture(scope="module")
 def reply(tiny: LoadedModel) -> proof.Reply:
-    """A reply longer than one chunk of proofs, so that it can be cut after the first."""
+    """A reply longer than one chunk of proofs, so that it can be cut after its first chunk."""
     reply = next(reply for seed in range(100) if len((reply := reply_of(tiny, seed=seed)).tokens) > 40)
     assert proof.verify(reply, tiny).passed
     return reply

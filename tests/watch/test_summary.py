@@ -136,7 +136,7 @@ def test_a_run_without_results_reports_nulls(tmp_path: Path) -> None:
     assert "– → –" in shown_text(summary)
 
 
-def test_a_final_evaluation_at_version_0_is_not_used_as_the_one_before_training(tmp_path: Path) -> None:
+def test_a_final_evaluation_at_version_0_is_not_taken_as_the_evaluation_before_training(tmp_path: Path) -> None:
     summary = report(tmp_path, status(evaluations=[evaluation(0, 0.2, 0.1, final=True)]))
     assert summary["heldout_before"] is None
     assert summary["heldout_after"] == {"greedy": 0.2, "sampled": 0.1, "n": 256}

@@ -110,7 +110,7 @@ class Detokenizer:
 
 
 def detokenize(detokenizer: Detokenizer, tokens: Sequence[int], check: Callable[[], None] = lambda: None) -> str:
-    """Return the text of these tokens, up to where the completion ends. `check` is called per token and may raise."""
+    """Return the text of these tokens, up to the end of the completion. `check` is called per token and may raise."""
     parts = []
     for token in tokens:
         check()

@@ -15,7 +15,7 @@ Message = Mapping[str, Any]  # role and content
 
 
 def encode(loaded: LoadedModel, messages: Sequence[Message]) -> tuple[int, ...]:
-    """Return the prompt's tokens, up to where the assistant's turn begins. Raise PromptError.
+    """Return the prompt's tokens, up to the start of the assistant's turn. Raise PromptError.
 
     Do not call this in the event loop: tokenizing megabytes takes seconds. Text that cannot fit is refused first.
     """
@@ -44,7 +44,10 @@ def check_length(loaded: LoadedModel, count: int) -> None:
 
 
 def as_trained(config: Config, messages: Sequence[Message], target: int) -> list[Message]:
-    """Add the run's system prompt, wrap user messages in its template, and add the target length to the last."""
+    """Format messages as in training, with the run's system prompt and with its template around user messages.
+
+    Append the target length to the last user message.
+    """
     section = config.tasks
     rendered: list[Message] = []
     if section.system and not any(message["role"] == "system" for message in messages):

@@ -223,7 +223,9 @@ def _check_text(reply: Reply, loaded: LoadedModel, check: Callable[[], None]) ->
     if decoder.stopped is not None and finish == "stop":
         detail = f"it was cut before {decoder.stopped!r}, one of its stop strings"
     if not fits:
-        detail = f"the file says {reply.finish!r} after {len(reply.tokens)} tokens; after {decoder.count}, {detail}"
+        detail = (
+            f"the file says {reply.finish!r} after {len(reply.tokens)} tokens; after {decoder.count} tokens, {detail}"
+        )
     return text, ReplyFinding("Does the reply end where the file says?", fits, detail)
 
 

@@ -3,8 +3,8 @@
     add new requests -> one step of the engine's scheduler (`engine/scheduler`) -> deliver the pieces
 
 The scheduler runs in its own thread. Requests come from the event loop, and pieces return to the loop once per step.
-Invariant: no queue grows without bound. At most `limits.waiting` completions wait. Further requests are refused and told
-when to retry.
+Invariant: no queue grows without bound. At most `limits.waiting` completions wait. Further requests are refused, with
+a time to retry.
 """
 
 import math
@@ -97,7 +97,7 @@ class ServeScheduler:
             self._changed.notify()
 
     def check_caller(self, caller: str, count: int) -> None:
-        """Raise BusyError if `count` more completions exceed the caller's quota."""
+        """Raise BusyError if `count` more completions would exceed the caller's quota."""
         if self._callers[caller] + count > self.limits.per_caller:
             self.counts.refused += count
             raise BusyError(f"at most {self.limits.per_caller} completions of one caller at a time", self._retry_s())

@@ -41,7 +41,9 @@ REASONS: dict[Reason, str] = {
     Reason.TERMINATION: "Completions stop earlier than the model would have stopped.",
     Reason.DISTRIBUTION: "The tokens are too likely, or too unlikely, to be samples at the stated temperature.",
     Reason.SPECIAL_TOKENS: "The text contains tokens that only templates use and that the seeds do not yield.",
-    Reason.INEXACT: "Within the limits, but not bitwise equal within one exactness class; a machine may be faulty.",
+    Reason.INEXACT: (
+        "Within the limits, but not bitwise equal, although the machines are in one exactness class; one may be faulty."
+    ),
     Reason.SPENDING: "Over all submissions, the worker exploited the tolerance of the checks; honest machines do not.",
 }
 

@@ -1,4 +1,4 @@
-"""The page during a real run with a cheating worker. It shows the slashing and every step, even after kills."""
+"""The page during a real run with a cheating worker. It shows the slashing and every step, even after processes die."""
 
 import os
 import re

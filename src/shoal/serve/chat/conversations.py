@@ -41,7 +41,7 @@ class Conversations:
         return id
 
     def check_quota(self, user: int, size_bytes: int = ROW_BYTES) -> None:
-        """Raise HttpError if `size_bytes` more exceed the user's quota."""
+        """Raise HttpError if another `size_bytes` would exceed the user's quota."""
         check_disk_space(self.db)
         used = self.db.execute("SELECT sum(size_bytes) FROM conversation WHERE user = ?", (user,)).fetchone()[0] or 0
         if used + size_bytes > USER_BYTES:

@@ -103,7 +103,7 @@ def text_logprobs(
 
 
 def _top_by_text(text_of: TokenText, token: TokenLogprobs) -> dict[str, float]:
-    """Map the texts of the top tokens and the sampled one to logprobs. Among equal texts the likeliest token wins."""
+    """Map the texts of the top tokens and the sampled token to logprobs. Among equal texts the likeliest token wins."""
     by_text: dict[str, float] = {}
     for id, value in (*token.top, (token.token, token.logprob)):
         by_text.setdefault(text_of(id), value)

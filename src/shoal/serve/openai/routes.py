@@ -89,7 +89,7 @@ def _digest(key: str) -> bytes:
 
 BODY_BYTES = 4 << 20
 DEFAULT_TOKENS = 1024  # for a chat request without a limit; less if the context has less room
-MAX_LOGPROBS = 1 << 17  # in one response that is not streamed: tens of MiB
+MAX_LOGPROBS = 1 << 17  # held in memory for one response; this many take tens of MiB
 SEEDS = 1 << 63  # negative seeds wrap around
 CALLER = web.RequestKey("caller", str)
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]

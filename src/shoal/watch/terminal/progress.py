@@ -20,7 +20,7 @@ EVERY_S = 10.0
 
 
 class CommandProgress:
-    """Report progress. Call it with the number of items done; before the first item, with the number done earlier."""
+    """Report progress. Call it with the number of items done; the first call passes those done by earlier processes."""
 
     def __init__(self, console: Console, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.what, self.total, self.clock = console, what, total, clock
