@@ -2,16 +2,19 @@
 
 import asyncio
 import random
+import sys
 import time
 from collections import Counter
 
 import pytest
 from aiohttp import web
+from blake3 import blake3
 
 from shoal.shardcast import FetchError
 from shoal.shardcast.fetch import BadData, NotHeld, SourceError
 from shoal.shardcast.fetch.download import Sources
-from shoal.shardcast.fetch.source import Incoming, Standing
+from shoal.shardcast.fetch.source import WAKE_BYTES, Incoming, Standing
+from shoal.shardcast.manifest import ShardEntry
 
 from . import virtual
 from .support import (
@@ -452,6 +455,33 @@ async def test_each_request_gets_a_new_token():
         for _ in range(2):
             await sources.sources[0].listing()
     assert seen == ["Bearer one", "Bearer two"]
+
+
+# Reading
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux wakes a reader after a number of bytes")
+async def test_a_body_that_arrives_slowly_is_read_in_large_pieces():
+    data, sizes = random.Random(0).randbytes(200_000), []
+
+    async def drip(request):
+        response = web.StreamResponse(headers={"Content-Length": str(len(data))})
+        await response.prepare(request)
+        for at in range(0, len(data), 1_000):
+            await response.write(data[at : at + 1_000])
+            await asyncio.sleep(0.001)
+        return response
+
+    class Sizes(Memory):
+        def write(self, offset_bytes: int, data: bytes) -> None:
+            super().write(offset_bytes, data)
+            sizes.append(len(data))
+
+    async with answering(drip) as url, Sources.open(access(), [url]) as sources:
+        for _ in range(2):  # the second time over the same connection
+            incoming = Incoming(ShardEntry(0, len(data), blake3(data).hexdigest()), Sizes())
+            await sources.shard(7, "full", incoming, deadline_s=time.monotonic() + 60)
+    assert len(sizes) <= 2 * (len(data) // WAKE_BYTES + 3)
 
 
 # Changing the set of servers

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from socket import SO_RCVLOWAT, SOL_SOCKET
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -174,7 +176,7 @@ class Access:
 
 LARGE_BYTES = 256 << 10  # larger manifests are parsed in a thread
 READ_BUFFER_BYTES, SMALL_BUFFER_BYTES = 2 << 20, 64 << 10  # for a shard, for an answer
-LEAST_SENT_BYTES = 32 << 10  # a server must send at least this much of a shard within each idle timeout
+WAKE_BYTES = 32 << 10  # a shard is read in pieces of this size; a server must send one within each idle timeout
 LONGEST_RETRY_AFTER_S = 30.0
 
 Offer = tuple[SignedManifest, Manifest]
@@ -271,16 +273,18 @@ class Source:
                 incoming.restart()  # the server ignores ranges and sends all of it
             incoming.senders.add(self.url)
             since_s, since_bytes = time.monotonic(), incoming.arrived_bytes
-            async for chunk in response.content.iter_any():
-                self.received_bytes += len(chunk)
-                if incoming.size_bytes + len(chunk) > shard.size_bytes:
-                    incoming.restart()
-                    raise BadData(self.url, f"{what} is longer than its {shard.size_bytes} bytes")
-                incoming.take(chunk)
-                if (took_s := time.monotonic() - since_s) >= self.access.limits.idle_timeout_s:
-                    if (sent_bytes := incoming.arrived_bytes - since_bytes) < LEAST_SENT_BYTES:
-                        raise SourceError(self.url, f"sent {sent_bytes} bytes of {what} in {took_s:.0f} s")
-                    since_s, since_bytes = time.monotonic(), incoming.arrived_bytes
+            with _read_in_pieces(response) as expect:
+                async for chunk in response.content.iter_any():
+                    self.received_bytes += len(chunk)
+                    if incoming.size_bytes + len(chunk) > shard.size_bytes:
+                        incoming.restart()
+                        raise BadData(self.url, f"{what} is longer than its {shard.size_bytes} bytes")
+                    incoming.take(chunk)
+                    expect(shard.size_bytes - incoming.size_bytes)
+                    if (took_s := time.monotonic() - since_s) >= self.access.limits.idle_timeout_s:
+                        if (sent_bytes := incoming.arrived_bytes - since_bytes) < WAKE_BYTES:
+                            raise SourceError(self.url, f"sent {sent_bytes} bytes of {what} in {took_s:.0f} s")
+                        since_s, since_bytes = time.monotonic(), incoming.arrived_bytes
         if incoming.size_bytes != shard.size_bytes:  # although the response is complete
             raise BadData(self.url, f"{what} ended after {incoming.size_bytes} of {shard.size_bytes} bytes")
         if not incoming.matches():
@@ -350,6 +354,26 @@ class Source:
 
     def _through(self) -> str:
         return f" through the proxy {self.proxy.shown}, which the environment names" if self.proxy else ""
+
+
+@contextmanager
+def _read_in_pieces(response: aiohttp.ClientResponse) -> Iterator[Callable[[int], None]]:
+    """Let the kernel wake this process once per WAKE_BYTES of the body instead of once per packet.
+
+    On a slow link, waking up is most of the CPU time. Yield a function to call with the number of bytes still expected.
+    """
+    connection = response.connection  # None: the whole body has arrived
+    socket = connection and connection.transport and connection.transport.get_extra_info("socket")
+
+    def expect(size_bytes: int) -> None:
+        if socket and sys.platform == "linux":
+            with suppress(OSError):  # already closed
+                socket.setsockopt(SOL_SOCKET, SO_RCVLOWAT, max(1, min(size_bytes, WAKE_BYTES)))
+
+    try:
+        yield expect
+    finally:
+        expect(0)
 
 
 def _continues(response: aiohttp.ClientResponse, offset_bytes: int) -> bool:
