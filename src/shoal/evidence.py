@@ -1,4 +1,4 @@
-"""Sequential tests by betting. Pure mathematics: it knows nothing of pools, workers or tokens.
+"""Sequential tests by betting: pure mathematics, independent of pools and tokens.
 
 An e-value is the payoff of a bet against the honest hypothesis for one observation. Each function returns the logarithm
 of an e-value, in nats. It bets that:

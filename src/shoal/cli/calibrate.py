@@ -8,7 +8,7 @@ The limits apply outside a validator's exactness class, so they are measured wit
 tolerance is zero.
 
     limits.toml     [validator] limits and [evidence] bounds, for `--with`
-    measured.json   every submission's figures, by condition; and the figures behind the bounds, by pair of dtypes
+    measured.json   the figures of every submission, by condition; the figures behind the bounds, by pair of dtypes
 
 Each engine of `workers.engines` is measured. vLLM's limits go to `[validator.limits."vllm/DEVICE"]`.
 

@@ -1,6 +1,6 @@
 """Run the origin or a relay in a pool: listen, join with that address, serve the run's nodes, and refuse evicted ones.
 
-Invariant: the origin announces a version to the coordinator only when it can serve all of it.
+Invariant: the origin announces a version to the coordinator only once it can serve the whole version.
 """
 
 import asyncio

@@ -16,8 +16,8 @@ K = P(P+1)/2 + G (L P + L(L+1)/2) pairs of them. As in `learner/report`, after P
 `measure` measures a CPU's peak speed in a matrix product, and its memory bandwidth. Each kind of work reaches a share of
 the peak, known from committed measurements of SmolLM2 on two machines with two cores, X (Intel, with AMX) and E (AMD):
 
-    dense       0.40 X (`exact_speed.json`, 16 tokens), 0.47 E (`learner_alone.json`, 512 against 4,096 tokens): products at
-                0.9 of the peak, plus work around them, whose time does not depend on the peak
+    dense       0.40 X (`exact_speed.json`, 16 tokens), 0.47 E (`learner_alone.json`, at 512 and at 4,096 tokens): products
+                at 0.9 of the peak, plus work around them, whose time does not depend on the peak
     attention   at 200 tokens 0.045 X (`exact_speed.json`) and 0.05 E (`trl-completions.json`): float32 scores, and a
                 backward pass that is slow over short segments
     decode      0.09 X (`exact_speed.json`, two threads), 0.34 E (`validation_speed.json`, of one thread's peak): mostly
