@@ -185,7 +185,7 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
     check_apart(arguments.path, arguments.store, arguments.key_file)  # before a key is created
     store = _store(arguments)
     origin = Origin(store, Identity.load_or_create(arguments.key_file).private_key, run=SHARDCAST)
-    asyncio.run(serve_origin(arguments.path, origin, arguments.listen or LOOPBACK, stop, _say))
+    asyncio.run(serve_origin(arguments.path, origin, arguments.listen or LOOPBACK, stop, _print_event))
 
 
 def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
@@ -193,7 +193,7 @@ def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.shardcast.alone import serve_relay
 
     relay = Relay(arguments.upstream, _store(arguments), Access(_public_key(arguments), SHARDCAST))
-    asyncio.run(serve_relay(relay, arguments.listen or LOOPBACK, stop, _say))
+    asyncio.run(serve_relay(relay, arguments.listen or LOOPBACK, stop, _print_event))
 
 
 def run_fetch(arguments: argparse.Namespace) -> None:
@@ -211,7 +211,7 @@ def run_fetch(arguments: argparse.Namespace) -> None:
         say(str(folder))
 
 
-def _say(event: dict[str, object]) -> None:
+def _print_event(event: dict[str, object]) -> None:
     say(json.dumps(event))
 
 

@@ -104,7 +104,7 @@ def run_sft(arguments: argparse.Namespace) -> None:
     from shoal.model.load import load_tokenizer
 
     ranks, config, picked = start_ranks(config)
-    out = _out(arguments, ranks)
+    out = _output_folder(arguments, ranks)
     folder = model_folder(config.model.name)
     data = from_leader(ranks, lambda: load_data(load_tokenizer(folder), folder, config), Data.to_bytes, Data.from_bytes)
     policy = open_policy(folder, config, picked, ranks)
@@ -129,7 +129,7 @@ def run_pretrain(arguments: argparse.Namespace) -> None:
     from shoal.learner.ranks import start_ranks
 
     ranks, config, picked = start_ranks(config)
-    out, invite = _out(arguments, ranks), read_invite(arguments.join) if arguments.join else None
+    out, invite = _output_folder(arguments, ranks), read_invite(arguments.join) if arguments.join else None
     model = _pretraining(config, ranks, picked, out, invite, stop).run(stop)
     ranks.stop()
     if not ranks.leads:
@@ -139,7 +139,7 @@ def run_pretrain(arguments: argparse.Namespace) -> None:
     say(f"{model}")
 
 
-def _out(arguments: argparse.Namespace, ranks: Ranks) -> Path:
+def _output_folder(arguments: argparse.Namespace, ranks: Ranks) -> Path:
     """Return the leader's output folder, on every rank."""
     from shoal.learner.ranks import from_leader
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.cli.audit.run import BrokenError, first_of
+from shoal.cli.audit.run import BrokenError, first_three
 from shoal.config import Config
 from shoal.evidence import ALPHA
 from shoal.ledger.chain import Entry
@@ -118,7 +118,7 @@ class Pay:
         """Check the state after the last entry. Raise BrokenError."""
         self._check_required()
         if self.state.has_ended and (unsettled := self._unsettled(self.state.accepted.values())):
-            why = f"ends the ledger of a finished run, but {first_of(unsettled)} is neither paid nor forfeited"
+            why = f"ends the ledger of a finished run, but {first_three(unsettled)} is neither paid nor forfeited"
             raise BrokenError(self._link, why)
 
     def _check_required(self) -> None:
@@ -149,7 +149,7 @@ class Pay:
         if worker in self.state.slashed:
             return ""
         overdue = self._unsettled(self._work.get(worker, [])) & self._covered(worker)
-        return f"does not pay {first_of(overdue)}, which later checks cover" if overdue else ""
+        return f"does not pay {first_three(overdue)}, which later checks cover" if overdue else ""
 
     # --- punishments -------------------------------------------------------------------------------------------------
 
@@ -182,12 +182,12 @@ class Pay:
 
     def credited(self, body: dict[str, Any]) -> None:
         if lost := self._lost.intersection(body["submissions"]):
-            raise ValueError(f"pays {first_of(lost)}, which its worker lost when it was slashed or dismissed")
+            raise ValueError(f"pays {first_three(lost)}, which its worker lost when it was slashed or dismissed")
         self._settle(body, "credited")
         if self.state.has_ended:
             return  # everything unsettled is paid
         if early := set(body["submissions"]) - self._covered(body["worker"]):
-            raise ValueError(f"pays {first_of(early)} before later checks cover it")
+            raise ValueError(f"pays {first_three(early)} before later checks cover it")
 
     def forfeited(self, body: dict[str, Any]) -> None:
         if body["worker"] not in self.state.slashed and not self._lost.issuperset(body["submissions"]):

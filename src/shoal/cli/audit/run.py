@@ -136,7 +136,7 @@ def checking(link: str) -> Iterator[None]:
         raise BrokenError(link, f"{error}" or type(error).__name__) from error
 
 
-def first_of(values: Iterable[str]) -> str:
+def first_three(values: Iterable[str]) -> str:
     """Return at most three of these texts, for a message."""
     return ", ".join(sorted(values)[:3])
 
@@ -184,7 +184,7 @@ def check_heads(run: AuditedRun, known: Sequence[str]) -> list[Head]:
                 head = open_head(Signed.model_validate_json(str(body["head"])), str(body["validator"]))
                 if head.seq >= entry.seq:
                     raise BrokenError(link, f"co-signs entry {head.seq}, which comes later")
-                _check(run, head, "its validator")
+                _check_head(run, head, "its validator")
                 heads.append(head)
     for path in sorted(run.folder.glob(HEADS)):
         link = str(path.relative_to(run.folder))
@@ -192,10 +192,10 @@ def check_heads(run: AuditedRun, known: Sequence[str]) -> list[Head]:
             signed = Signed.model_validate_json(path.read_bytes())
             if signed.key not in run.keys.get("validator", set()):
                 raise BrokenError(link, "signed by no validator of this run")
-            _check(run, open_head(signed, signed.key), link)
+            _check_head(run, open_head(signed, signed.key), link)
     for text in known:
         with checking(f"head {text[:20]}"):
-            _check(run, Head.parse(text, run.run), "you")
+            _check_head(run, Head.parse(text, run.run), "you")
     return heads
 
 
@@ -229,7 +229,7 @@ def check_end(run: AuditedRun, *, unsealed: bool) -> bool:
     return True
 
 
-def _check(run: AuditedRun, head: Head, whose: str) -> None:
+def _check_head(run: AuditedRun, head: Head, whose: str) -> None:
     if head.run != run.run:
         raise LedgerError(f"the head belongs to the run {head.run[:60]}, not to this run")
     check_contains(run.chain, head, whose)

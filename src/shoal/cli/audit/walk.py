@@ -43,7 +43,7 @@ class Walk:
         self.pay = Pay(self.state)
         self.book = Book()  # the accounts in this ledger
         self._quarantine: Quarantine | None = None
-        self._check: dict[str, Callable[[dict[str, Any]], None]] = {
+        self._checks: dict[str, Callable[[dict[str, Any]], None]] = {
             "started": self.started,
             "registered": self.registered,
             "policy": self.policy,
@@ -62,10 +62,10 @@ class Walk:
         try:
             for entry, body in zip(self.run.chain, self.run.bodies, strict=True):
                 with checking(f"ledger entry {entry.seq}"):
-                    if entry.kind not in (*self._check, *EVENTS, *ELSEWHERE):
+                    if entry.kind not in (*self._checks, *EVENTS, *ELSEWHERE):
                         raise ValueError(f"has an unknown kind, {entry.kind}")
                     self.pay.begin(entry)
-                    if check := self._check.get(entry.kind):
+                    if check := self._checks.get(entry.kind):
                         check(body)
                     if event := read_event(entry):
                         self.book.apply(event, entry.time_s)

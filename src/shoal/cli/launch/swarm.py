@@ -229,7 +229,7 @@ class Swarm:
                 if status is not None:
                     self.status = status
                     self.view.update(status, self.pool.history, self._wall_s())
-                    if status.state == "finished" and self._trained() is not None and self._may_end(status):
+                    if status.state == "finished" and self._trained_model() is not None and self._may_end(status):
                         return
                 if self.peaks.measure(self.children.pids() | {"shoal run": os.getpid()}):
                     self._save_leg()
@@ -268,7 +268,7 @@ class Swarm:
 
     # --- ending ------------------------------------------------------------------------------------------------------
 
-    def _trained(self) -> Path | None:
+    def _trained_model(self) -> Path | None:
         """Return the folder of the trained model; None until a learner, or one of its sites, has written it and ended."""
         names = [member.name for member in self.members if member.role == "learner"]
         return next((self.out / name / MODEL for name in names if self.children.has_ended(name)), None)
@@ -286,7 +286,7 @@ class Swarm:
     def _finish(self) -> None:
         """Copy the trained model, write the report, print the summary, and remove the caches."""
         assert self.status is not None
-        trained = self._trained()
+        trained = self._trained_model()
         assert trained is not None
         shutil.rmtree(self.out / MODEL, ignore_errors=True)  # a run that was resumed with more steps has one already
         copy_tree(trained, self.out / MODEL)
