@@ -4,7 +4,7 @@
     python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.process JOBS.json
 
 JOBS.json holds a list of jobs. Each job is a run in its own folder, with the fields "model", "out", "files",
-"validator", "steps", "dtype", "changed" and "die". The reports that it posts are written to OUT/reports.json. With
+"validator", "steps", "dtype", "changed" and "die". The run's reports are written to OUT/reports.json. With
 "die": {"updating": n} or {"checkpointing": n}, the process sends itself SIGKILL after n updates or checkpoints. A job
 with "site", the path of an invite, runs at one of several sites.
 A job with the fields "check", "model", "out" and "settings" runs a check of `sharding` instead.

@@ -4,9 +4,9 @@ The gradient of a single row is the same on every rank, in both dtypes. Only the
 added in float32 may differ, which changes each sum by a relative 1e-7. Over a few updates, losses and norms differ by
 1e-4. A weight moves by lr * m / sqrt(v), whatever the size of the gradient. So if a gradient is only rounding error,
 its weight may move either way, by at most 2 * lr per update. A master halfway between two bf16 numbers may be
-rounded to either, and they are one bf16 step apart (2**-8 of the weight). So each published weight must lie within lr +
-one step, and all but one in a thousand must be equal bit for bit. In bfloat16 this holds for only two updates, because
-one different weight changes the rounding of the next forward pass.
+rounded to either, and these are one bf16 step apart (2**-8 of the weight). So a published weight may differ between two
+runs by at most lr plus one step, and all but one weight in a thousand must be equal bit for bit. In bfloat16 this holds
+for only two updates, because one different weight changes the rounding of the next forward pass.
 """
 
 import json

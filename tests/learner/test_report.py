@@ -101,7 +101,7 @@ def test_environment_tokens_count_only_towards_the_length_limit():
     assert metrics["completion/turns_mean"] == 1.5
 
 
-def test_policy_sums_become_means_per_token_and_norms_means_per_update():
+def test_policy_sums_become_means_per_token_and_norms_become_means_per_update():
     updates = [
         (30, {"policy/entropy": 30.0, "optim/grad_norm": 1.0, "optim/lr": 1e-6}),
         (10, {"policy/entropy": 50.0, "optim/grad_norm": 3.0, "optim/lr": 2e-6}),
@@ -114,7 +114,7 @@ def test_policy_sums_become_means_per_token_and_norms_means_per_update():
     )
 
 
-def test_mfu_covers_only_the_training_and_tokens_per_second_the_whole_step():
+def test_mfu_counts_only_training_time_but_tokens_per_second_counts_the_whole_step():
     figures = speed_metrics(n_tokens=1000, flops=6e12, train_s=20, busy_s=25, waiting_s=25, peak_gflops=600)
     assert figures["perf/mfu"] == pytest.approx(0.5)
     assert figures["perf/tokens_per_s"] == 20

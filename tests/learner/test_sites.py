@@ -191,7 +191,7 @@ def test_every_group_belongs_to_exactly_one_site(count):
     assert [terms.weight(0, name, sites) for name in sites] == sizes, "the meeting weights a site by its groups"
 
 
-def test_only_groups_of_sites_in_the_rounds_average_count():
+def test_only_groups_of_sites_in_the_rounds_average_are_counted():
     groups = make_groups()
     members = [BatchGroup(submission=submission(i), group=0) for i in range(3)]
     named = [type(group)(**vars(group) | {"submission": submission(i)}) for i, group in enumerate(groups)]

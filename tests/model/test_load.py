@@ -80,7 +80,7 @@ def test_saved_weights_are_rounded_to_bfloat16(make_tiny: Any, tokenizer: Any, t
 
 
 def test_loading_and_saving_a_version_again_changes_no_byte(tiny_folder: Path, tmp_path: Path) -> None:
-    """Only the first load changes a file: transformers records it in tokenizer_config.json."""
+    """Only the first copy differs, because transformers adds fields for local folders to tokenizer_config.json."""
     folders = [tiny_folder, tmp_path / "once", tmp_path / "twice"]
     for source, target in pairwise(folders):
         save_model(load_model(source), load_tokenizer(source), target)

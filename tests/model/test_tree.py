@@ -154,7 +154,7 @@ def test_a_change_affects_only_its_own_tree_or_completion(tiny_model: Any) -> No
     before_N = packed_logprobs(tiny_model, [first, *rest])
     for other, changed in (
         (Tree(moved(first.prompt), [moved(a), moved(b), moved(c)]), range(n)),
-        (Tree([moved(first.prompt)[0], *first.prompt[1:]], [a, b, c]), range(n)),  # all its completions
+        (Tree([moved(first.prompt)[0], *first.prompt[1:]], [a, b, c]), range(n)),  # the first token of the prompt
         (Tree(first.prompt, [a, moved(b), c]), range(len(a), len(a) + len(b))),
     ):
         difference_N = (packed_logprobs(tiny_model, [other, *rest]) - before_N).abs()
@@ -273,7 +273,7 @@ MODELS_TOKENS = [10, 11, 15, 16, 20, 21, 22, 30, 32, 34]
 
 
 @torch.no_grad()
-def test_only_the_models_tokens_are_targets_and_the_token_before_predicts_them(tiny_model: Any) -> None:
+def test_only_the_models_tokens_are_targets_and_each_is_predicted_by_the_token_before_it(tiny_model: Any) -> None:
     packed = pack([TURNS])
     assert packed.tokens_T.tolist() == [*PROMPT, *COMPLETIONS[0], *COMPLETIONS[1], *COMPLETIONS[2]]
     assert packed.target_N.tolist() == MODELS_TOKENS

@@ -2,7 +2,7 @@
 
 Invariant: every token that the model wrote is a target exactly once, for any row length. Environment tokens go through
 the forward pass but are never targets, so they have no loss.
-Advantages: GRPO (arXiv 2402.03300), or Dr. GRPO (arXiv 2503.20783), which does not divide by the std.
+Advantages: GRPO (arXiv 2402.03300), or Dr. GRPO (arXiv 2503.20783), which does not divide by the rewards' std.
 """
 
 import math
@@ -21,7 +21,7 @@ from shoal.model.tree import Pack, Tree, pack, split_lengths
 from shoal.tasks.budget import rewards_differ
 
 K = TypeVar("K", bound=AnyGroup)
-STD_EPSILON = 1e-6  # added to a group's std
+STD_EPSILON = 1e-6  # added to a group's std, which may be 0
 
 
 def group_advantages(rewards_G: Tensor, *, normalize_std: bool) -> Tensor:

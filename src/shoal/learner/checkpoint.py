@@ -1,11 +1,11 @@
 """Save and restore the learner: fp32 masters, optimizer state, counters, random state, and the submissions trained on.
 
-torch.distributed.checkpoint (DCP) writes safetensors files in the background. Each rank writes its own shards. The live
-tensors are not copied. Meanwhile the learner may wait for a batch and compute gradients, but its next optimizer step
-waits until the checkpoint is written. A checkpoint can be restored with any number of ranks.
+torch.distributed.checkpoint (DCP) writes safetensors files in the background. Each rank writes its own shards.
+DCP reads the live tensors, not copies. While it writes, the learner may wait for a batch and compute gradients, but its
+next optimizer step waits until the checkpoint is written. A checkpoint can be restored with any number of ranks.
 Invariant: writing a checkpoint does not change training. A checkpoint folder appears whole (temporary name, fsync, rename)
-or not at all, and a damaged one is refused. Nothing is unpickled: unlike DCP's default format, its Hugging Face format
-contains no pickle.
+or not at all. A damaged checkpoint is refused. Nothing is unpickled, because DCP's Hugging Face format contains no
+pickle.
 Source of the format: ByteCheckpoint (arXiv 2407.20143).
 """
 
@@ -36,9 +36,9 @@ from shoal.learner.ranks import from_leader
 PROGRESS = "progress.json"
 FILES = "files.json"  # BLAKE3 of every other file
 RNG = "rng_state"  # state of torch's CPU generator
-STEP = "step"  # AdamW's key in a master's optimizer state
-STEPS = "steps"  # AdamW's update count for each master; updates without a gradient do not count
-FILE_BYTES = 24 << 20  # largest file; DCP copies a whole file in memory to write it, and small copies reuse memory
+STEP = "step"  # the key of AdamW's update count in a master's optimizer state
+STEPS = "steps"  # the update counts of all masters; updates without a gradient do not count
+FILE_BYTES = 24 << 20  # largest file. DCP writes each file from a copy in memory. The memory of small copies is reused
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
@@ -112,7 +112,8 @@ class Checkpoints:
         )
         assert isinstance(future, Future)
         progress.updates = self.policy.updates
-        self._writing = (future, replace(progress, trained=[*progress.trained]))  # a copy: the caller keeps changing it
+        copy = replace(progress, trained=[*progress.trained])  # the caller keeps changing `progress`
+        self._writing = (future, copy)
 
     def finish(self) -> None:
         """Wait for the checkpoint being written, if any, and commit it. Raise OSError if writing failed."""
@@ -177,7 +178,7 @@ class Checkpoints:
         return tensors
 
     def _optimizer_state(self, master: Tensor) -> dict[str, Tensor]:
-        """Return the live optimizer state of one master. Initialise it as AdamW would if the master has no update yet."""
+        """Return the live optimizer state of one master. If it has no update yet, initialise it as AdamW would."""
         state: dict[str, Tensor] = self.policy.optimizer.state[master]
         if not state:
             state[STEP] = torch.zeros((), device=master.device)

@@ -34,7 +34,7 @@ from shoal.store.columns import Columns, RolloutFileError
 from shoal.store.rollouts import Header, accepted_columns
 from shoal.tasks.derive import max_rollouts
 
-HIGHEST_LOGPROB = 1e-3
+HIGHEST_LOGPROB = 1e-3  # nats; above 0, to allow for rounding
 LARGEST_REWARD = 1e6
 LONGEST_PROMPT = 1 << 17  # tokens; limits the memory that reading an accepted file may take
 

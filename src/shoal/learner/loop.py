@@ -1,4 +1,4 @@
-"""The learner's loop: wait for a batch, train, publish, checkpoint, report. It waits for no particular worker or relay.
+"""The learner's loop: wait for a batch, train, publish, checkpoint, report. It never waits for one worker or relay.
 
 Publishing writes `versions/vN`. The origin (`cli/origin_and_relay`) watches that folder and serves new versions.
 Workers download them through relays (`worker/loop`), and generate with their older version until then.
@@ -137,7 +137,7 @@ class Learner:
         commit_folder(temporary, self.folder / name)
 
     def checkpoint(self, progress: LearnerProgress) -> None:
-        """Start writing a checkpoint if one is due: every few steps, and after the last."""
+        """Start writing a checkpoint if one is due: every few steps, and after the last step."""
         if progress.step % self.checkpoints.every == 0 or progress.step == self.config.run.steps:
             self.checkpoints.begin(progress)
 
@@ -155,7 +155,7 @@ class Learner:
         busy_s: float,
         waiting_s: float,
     ) -> None:
-        """Report the last step's metrics and record. `before`: digest of the weights that the step started with."""
+        """Report the step that just ended. `before`: digest of the weights that it started with."""
         if self.node is None:
             return
         step = progress.step - 1
@@ -183,7 +183,7 @@ class Learner:
     def post(
         self, node: Node, progress: LearnerProgress, before: str, fetched: Fetched, figures: dict[str, float]
     ) -> None:
-        """Post the last step's metrics and its signed record."""
+        """Post the metrics and the signed record of the step that just ended."""
         step, trained = progress.step - 1, [group.submission for group in fetched.groups]
         record = report.signed_record(node, step, fetched, before, progress.version_digest, self.policy)
         metrics = report.finite(figures)

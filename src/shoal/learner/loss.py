@@ -8,7 +8,7 @@ ranks add up. w_t is 1, or 1 / length of the rollout for gspo, which averages ov
 KL is the k3 estimator exp(d) - d - 1 with d = reference - logp, with gradient (Schulman 2020).
 
 Invariant: for finite logprobs, however far apart, loss and gradient contain no NaN, and the reported sums are finite.
-Left out: a proximal policy between the sampling policy and the current one. The ratio here compares those two directly.
+Left out: a proximal policy. The ratio compares the current policy directly with the sampling policy.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from shoal.config.recipe import LossKind, LossSection
 
-MAX_LOG_RATIO = 80.0  # far beyond any delta; exp(89) is inf in float32, with a NaN gradient even if clipped
-MAX_LOG_REFERENCE = 8.0  # k3 is linear beyond this; its slope times the default beta is 3, below delta
+# Far beyond the log of any delta. In float32, exp(89) is inf, and its gradient is NaN even where J is clipped.
+MAX_LOG_RATIO = 80.0
+MAX_LOG_REFERENCE = 8.0  # k3 is linear beyond this. The slope times the default beta is 3, which is less than delta
 
 
 class Surrogate(NamedTuple):
@@ -142,7 +143,7 @@ def gspo(
     """J = min( min(s, delta) * A, clip(s, 1-epsilon, 1+epsilon_high) * A ), s = exp(mean over the rollout of log r).
 
     Source: GSPO (arXiv 2507.18071, equations 5 to 7). Every token of a rollout has the rollout's J. delta is not in the
-    paper. It bounds the same case as in `grpo` (A < 0, large s). s reaches it only if a whole rollout became likelier.
+    paper. It bounds the same case as in `grpo` (A < 0, large s). s reaches delta only if a whole rollout got likelier.
     """
     index_N, length_R = _rollouts(rollout_N)
     drift_N = logp_N - behaviour_N
@@ -168,7 +169,7 @@ def dppo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: Los
 
     M = 0 if A > 0 and pi - mu > epsilon, or A < 0 and pi - mu < -epsilon; otherwise 1. So a token is dropped once it
     has moved far enough in the direction of its advantage. |pi - mu| is the total variation between the two policies if
-    all other tokens are merged into one ("binary TV"). It lets a rare token change by a large factor, and a common one
+    all other tokens are merged into one ("binary TV"). M lets a rare token change by a large factor, and a common token
     only by a small factor. Source: DPPO (arXiv 2602.04879, equations 11 to 13). The paper's J = M * r * A has the same
     gradient as long as r < delta.
     The mask leaves a large r with A < 0 unbounded, as PPO's clip does; delta bounds it, as in the authors' code.

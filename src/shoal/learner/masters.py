@@ -1,13 +1,14 @@
-"""The trained weights: fp32 masters, and the model's own weights, which are the masters rounded to bf16, as published.
+"""The trained weights: fp32 masters, and the model's own weights, which are the masters rounded to bf16.
 
-The optimizer updates the masters; the model computes with the rounded weights, as the workers do. With several ranks
-and bf16 compute, FSDP's fp32 shards are the masters themselves: FSDP casts them to bf16 when it gathers them.
+The optimizer updates the masters. The learner publishes the rounded weights and computes with them, as the workers do.
+With several ranks and bf16 compute, FSDP's fp32 shards are the masters themselves. FSDP casts them to bf16 when it
+gathers them.
 With `learner.lora` (LoRA, arXiv 2106.09685; `model/adapters`) low-rank adapters are trained instead of the weights. A
 published version holds the base weights, which never change, and the adapters in bf16. Workers and validators apply the
 adapters as the learner does, so all compute the same policy, and only adapters are transferred. After the last step the
 adapters are merged into the base weights, and also written for peft.
-Invariant: the learner computes with exactly the weights that it publishes. Nothing here changes a weight that is itself
-a master.
+Invariant: the learner computes with exactly the weights that it publishes. If a weight is its own master, no function
+here changes it.
 """
 
 import json
@@ -98,7 +99,7 @@ def collect(weights: Tensors, masters: Tensors) -> None:
 
 
 def collect_early(weights: Tensors, masters: Tensors) -> None:
-    """Move each weight's gradient to its master as soon as it is complete, so that few are in memory at once."""
+    """Move each weight's gradient to its master when the backward pass completes that gradient, to save memory."""
     for name, weight in weights.items():
         if masters[name] is not weight:
             weight.register_post_accumulate_grad_hook(partial(_add, masters[name]))  # type: ignore[no-untyped-call]

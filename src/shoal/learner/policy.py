@@ -2,7 +2,8 @@
 
 The optimizer updates fp32 masters. The model holds the masters rounded to bf16, as published, in this machine's compute
 dtype. So gradients are computed at exactly the weights that workers sample with. At RL learning rates an update is
-smaller than a bf16 step, so gradients at the masters would belong to a policy that no worker samples from.
+smaller than the distance between two bf16 numbers. So gradients at the masters would belong to a policy that no worker
+samples from.
 The learning rate of update u = 0, 1, ... is lr (u + 1) / W during the warm-up of W updates, and then lr.
 
 Invariant: between updates the model equals the rounded masters. An update happens on all ranks or not at all.
@@ -98,7 +99,7 @@ class Policy:
         return prepare(scorer, self.ranks, self.sharded, self.compute, self.stored)
 
     def update(self, own: Iterable[MicroBatch | None], denominator: float) -> dict[str, float]:
-        """Make one optimizer step of the RL loss. `own`: this rank's micro-batches, None for a turn in which it idles.
+        """Make one optimizer step of the RL loss. `own`: this rank's micro-batches; None while it idles.
 
         Return and raise as `apply` does.
         """
@@ -244,7 +245,7 @@ class Policy:
             return self.logprobs(IDLE if micro is None else micro.pack)[0].cpu()
 
     def _idle(self) -> Tensor:
-        """Compute a loss of 0 with the same collective calls, on a rank that has no micro-batch left."""
+        """Compute a loss of 0 with the collective calls of a real loss, on a rank that has no micro-batch left."""
         self._reference_logprobs(IDLE)
         return self.logprobs(IDLE)[0].sum() * 0.0
 

@@ -44,7 +44,7 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.checkpoint_group = checkpoint_group  # separate: checkpoints are written while gradients are reduced
-        self.waiting_group = waiting_group  # carries only the leader's messages: the leader may wait days for a batch
+        self.waiting_group = waiting_group  # for the leader's messages, which other ranks may await for days
 
     @classmethod
     def start(cls, timeout_s: float, leader_timeout_s: float) -> "Ranks":

@@ -38,7 +38,7 @@ from shoal.protocol.node import Node
 if TYPE_CHECKING:
     from shoal.learner.policy import Policy
 
-PER_TOKEN = "policy/"
+PER_TOKEN = "policy/"  # prefix of the sums that become means per token
 LAST = "optim/lr"  # taken from a step's last update, not averaged
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def update_metrics(updates: Sequence[tuple[int, Mapping[str, float]]]) -> dict[s
 def speed_metrics(
     *, n_tokens: int, flops: float, train_s: float, busy_s: float, waiting_s: float, peak_gflops: float
 ) -> dict[str, float]:
-    """Return the step's speed. `train_s`: the part of `busy_s` spent in updates. `peak_gflops`: of a matrix product.
+    """Return the step's speed. `train_s`: the part of `busy_s` in updates. `peak_gflops`: speed of a matrix product.
 
     Tokens per second count the whole step, waiting included. MFU counts `train_s` only.
     """
@@ -152,7 +152,7 @@ def speed_metrics(
 
 def memory_metrics(device: str) -> dict[str, float]:
     """Return the peak memory of this process; on CUDA also the peak memory of tensors on `device`."""
-    unit_bytes = 1 if sys.platform == "darwin" else 1024  # getrusage(2) of macOS counts bytes, Linux's KiB
+    unit_bytes = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts bytes on macOS, and KiB on Linux
     metrics = {"memory/rss_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes)}
     if device.startswith("cuda"):
         metrics["memory/device_peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
@@ -166,7 +166,7 @@ def sync_metrics(version: Path, seconds: float) -> dict[str, float]:
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float]:
-    """Drop metrics that are not finite, which the coordinator would refuse. Log each."""
+    """Drop metrics that are not finite, which the coordinator would refuse, and log each of them."""
     for name, value in figures.items():
         if not math.isfinite(value):
             log.error("metric %s is %s and is left out", name, value)

@@ -72,7 +72,7 @@ class PolicySite:
         return round, accepted
 
     def deal(self, stop: threading.Event) -> list[str]:
-        """Return the sites that share the open round, including this site. Raise RoundClosedError if it is too late."""
+        """Return the sites that share this site's round, itself included. Raise RoundClosedError if the round is over."""
         started_s = time.monotonic()
 
         def ask(leader: Participant) -> list[str]:
@@ -201,7 +201,7 @@ class SiteLearner(Learner):
         return result
 
     def report_again(self, progress: LearnerProgress) -> None:
-        """Report the last step if no site has: all sites that trained it may have died right after it."""
+        """Report the newest step if no site has reported it. This happens if all sites die right after training it."""
         step = progress.step - 1
         if self.node is None or self.place.leader is None:
             return
@@ -273,7 +273,7 @@ def _id(group: Group) -> tuple[str, int]:
 
 
 def about_of(settings: SitesSection, policy: Policy) -> dict[str, str]:
-    """Return what must be equal at all sites besides the data: the trained parameters and the outer optimizer."""
+    """Return what all sites must have in common apart from the data: trained parameters and the outer optimizer."""
     shapes = {name: list(master.shape) for name, master in sorted(policy.masters.items())}
     result = {"trained parameters": sha256(json.dumps(shapes).encode()).hexdigest()}
     keys = ("kind", "lr", "momentum")

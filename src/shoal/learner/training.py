@@ -64,7 +64,7 @@ class Training(ABC):
 
     @abstractmethod
     def keep(self, *, last: bool) -> None:
-        """Measure the held-out loss and write a checkpoint if they are due: every few steps, and after the last."""
+        """Measure the held-out loss and write a checkpoint if these are due: every few steps and at the end."""
 
     @abstractmethod
     def pause(self) -> None:
@@ -143,5 +143,5 @@ def claim(folder: Path, about: Mapping[str, str], differs: str = "") -> None:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Drop the lines of later steps, which will be repeated, and an incomplete last line."""
+    """Drop the lines of steps after `step`, which will be repeated, and an incomplete last line."""
     keep_lines(path, lambda line: step > 0 and line["step"] <= step)

@@ -2,9 +2,9 @@
 
     share      of n updates, update i trains on groups i, i + n, ...
     rows       planned from lengths alone, so every rank plans the same rows
-    deal       FSDP gathers each block for all ranks at once, so in a turn every rank computes one row, and the turn lasts
-               as long as its costliest row. Rows are dealt by cost, costliest first (a single rank keeps their order). Only
-               the leader has tokens and logprobs; it sends each rank those of the rank's rows: 8 bytes per token
+    deal       FSDP gathers each block for all ranks at once. So in each turn every rank computes one row. A turn lasts
+               as long as its costliest row. Rows are dealt costliest first (a single rank keeps their order). Only the
+               leader has tokens and logprobs. It sends each rank the contents of its own rows, 8 bytes per token
     behaviour  logprobs that no validator checked are recomputed by the policy before the step's first update
     update     a rank packs and computes one row at a time; the denominator counts the tokens of all ranks
 
@@ -30,7 +30,7 @@ class OwnRow:
     """This rank's row in one turn, in which every rank computes one row."""
 
     row: Row | None  # None: the rank idles
-    contents: Contents | None  # None: this rank has the groups, so `row` can make them
+    contents: Contents | None  # None: this rank has the groups, so `row` can make its contents
     checked: bool  # whether a validator checked the behaviour logprobs of all ranks' rows in this turn
 
     def packed(self, *, normalize_std: bool) -> MicroBatch | None:
@@ -135,7 +135,7 @@ def encode(contents: Sequence[Contents]) -> bytes:
 
 
 def decode(data: bytes, rows: Sequence[Row]) -> list[Contents]:
-    """Decode the contents of these rows that `encode` encoded. Raise ValueError if the sizes differ."""
+    """Decode the contents of these rows, which `encode` encoded. Raise ValueError if the sizes differ."""
     result, at = [], 0
     for row in rows:
         tokens_T = np.frombuffer(data, np.int32, row.n_tokens, at)

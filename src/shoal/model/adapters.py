@@ -81,7 +81,7 @@ def attach_(model: Any, section: Adapters, *, exact: bool) -> None:
     if not attached:
         linear = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
         raise ShoalError(
-            f"none of {', '.join(section.targets)} is a linear layer of {type(model).__name__}, which has {sorted(linear)}: "
+            f"none of {', '.join(section.targets)} is a linear layer of {type(model).__name__} with {sorted(linear)}: "
             "remove learner.lora to train all weights"
         )
     setattr(model.config, FIELD, asdict(section))

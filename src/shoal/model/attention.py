@@ -5,14 +5,14 @@ If prompts share a prefix, it is in the row once, before all trees, and is calle
 Three kernels compute the same result; the device decides which one runs:
 
     cascade  CPU. Root, prompts and completions attend causally to themselves, batched by length. Then the completions of a
-             tree attend to its prompt, and all trees to the root, whose keys are read once for all of them. Each query's
-             results are merged by their log-sum-exps. No masked score is computed.
+             tree attend to its prompt, and all trees attend to the root. The root's keys are read once for all trees.
+             Each query's results are merged by their log-sum-exps. No masked score is computed.
     flex     CUDA. PyTorch's flex_attention with a block mask, compiled. Masked blocks are skipped.
     masked   other devices, and the reference in tests. The mask is dense: the cost grows with the square of the length.
 
 The backward pass of a merged softmax needs no new formula: the flash backward of each part, given the *merged* output and
 log-sum-exp, yields that part's share of the gradients, as in ring attention (Liu et al. 2023, arXiv 2310.01889).
-Registered with transformers as "shoal". Without a layout (decoding with a cache) it calls transformers' SDPA.
+In transformers, `attend` has the name "shoal". Without a layout (decoding with a cache) it calls transformers' SDPA.
 
 Invariant: a token's output depends only on its prompt and its completion, whatever else is in the row.
 """
@@ -92,7 +92,7 @@ class RowLayout:
         self.device = device
         self.kernel = kernel or {"cpu": "cascade", "cuda": "flex"}.get(device.type, "masked")
         self.length = spans[-1].end if spans else 0
-        self.derived: dict[tuple[int, int], Any] = {}  # cache of exact attention, by heads and depth
+        self.derived: dict[tuple[int, int], Any] = {}  # the plans of exact attention, by heads and depth
 
     def to(self, device: torch.device) -> "RowLayout":
         """Move to a device. Recent results are cached, so that policy and reference share masks."""

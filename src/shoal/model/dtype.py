@@ -1,8 +1,8 @@
 """Measure in which dtype this process should compute; set its threads; return freed memory to the system.
 
 The dtype is measured because a CPU's name and vendor do not predict which dtype is faster. Of two 2-core CPUs, one
-reached 170 GFLOP/s in fp32 and 1 in bf16, and the other 190 and 850. `shoal run` writes the result into the resolved
-config.
+reached 170 GFLOP/s in fp32 and 1 in bf16. The other reached 190 in fp32 and 850 in bf16. `shoal run` writes the result
+into the resolved config.
 Left out: fp16 and fp8. *Published* weights are bf16 in any case.
 """
 

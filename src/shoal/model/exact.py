@@ -11,7 +11,7 @@ kernels choose by shape. Here the order is fixed. Queries attend to the keys of 
 Invariant: the result of a row depends only on its query and its visible keys. `numerics.refusal` tests whether this
 machine's float32 products and softmax preserve this.
 The same functions serve prefill of packed trees (validator, learner) and decoding with a cache (engine). The backward pass
-is the cascade's (`attention`), which is not exact. Registered with transformers as "shoal_exact".
+is the cascade's (`attention`), which is not exact. In transformers, `attend` has the name "shoal_exact".
 Left out: devices other than the CPU.
 """
 
@@ -30,10 +30,10 @@ from shoal.model.attention import RowLayout, cascade_backward, restore_index
 NAME = "shoal_exact"
 TILES = (256, 192, 128)  # candidates for the number of keys that one product sums; see `tile`
 KEYS = 16  # a sequence's number of keys is rounded up to a multiple of this
-ROWS = 8  # a product's number of rows is rounded up to a multiple of this, because few rows use other kernels
+ROWS = 8  # the rows of a product are rounded up to a multiple of this, because few rows would use other kernels
 QUERIES = 128  # queries of one sequence that are computed together; keys that none of them sees are left out
 NEAR = 64  # sequences whose numbers of keys differ by less are computed together
-CACHED = 1 << 18  # elements of one tensor in use at once: they fit the CPU's cache
+CACHED = 1 << 18  # elements of one tensor that are used at once; so many fit the CPU's cache
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute softmax attention of one key head in N sequences, with R rows of queries each. All float32.
 
-    The queries are scaled already. R is a multiple of ROWS, and K of KEYS. Every query sees at least one key. Masked
-    keys and values must be finite. Return output_NRD and, if requested, the scores' logsumexp_NR for the backward pass.
+    The queries are scaled already. R is a multiple of ROWS, and K is a multiple of KEYS. Every query sees at least one
+    key. Masked keys and values must be finite. Return output_NRD and, if requested, the scores' logsumexp_NR for the
+    backward pass.
     """
     scores_NRK = torch.bmm(query_NRD, key_NKD.transpose(1, 2))
     mask.apply_(scores_NRK)
@@ -84,7 +85,7 @@ def weighted_sum_(output_NRD: Tensor, weights_NRK: Tensor, value_NKD: Tensor) ->
 
 @cache
 def tile() -> int:
-    """Return the largest number of keys in TILES whose product does not depend on masked keys at the end.
+    """Return the largest of TILES for which a product over that many keys does not depend on masked keys at the end.
 
     Libraries split larger products, in places that depend on the number of keys: above 256 keys with MKL on an Intel
     CPU with AVX-512, above 192 on an AMD CPU. If no element of TILES is small enough, `numerics.refusal` says so.
@@ -108,7 +109,7 @@ def tile() -> int:
 
 @cache
 def min_rows(depth: int) -> int:
-    """Return the multiple to which decoding rounds up a sequence's queries: half of ROWS if the bits stay the same."""
+    """Return the multiple to which decoding rounds up a sequence's queries: ROWS, or half of it if no bit changes."""
     draw = torch.Generator().manual_seed(0)
     query_NRD = torch.randn(4, ROWS, depth, generator=draw)
     few = slice(0, ROWS // 2)
@@ -197,7 +198,7 @@ class QuerySpan:
     """The queries of one root, prompt or completion, as positions in the row of T."""
 
     queries: range
-    before: Sequence[range]  # the positions before them in their sequence; they see those keys, too
+    before: Sequence[range]  # positions before the queries in their sequence; the queries see these keys, too
 
     @property
     def n_before(self) -> int:
@@ -270,7 +271,7 @@ class Plan:
 
 
 def plan(layout: RowLayout, heads: int, depth: int) -> Plan:
-    """Return the layout's plan, built once: every block of the model uses it."""
+    """Return the layout's plan. It is built once, because every block of the model uses it."""
     if (heads, depth) not in layout.derived:
         layout.derived[heads, depth] = Plan(layout, heads, depth)
     result: Plan = layout.derived[heads, depth]

@@ -28,7 +28,7 @@ from shoal.model.support import UnsupportedModelError, check_config, check_logpr
 WEIGHTS = "model.safetensors"
 T = TypeVar("T")
 
-OPENED_FOR = 16  # tensors read before a file is reopened: its mapped pages count as memory until it is closed
+OPENED_FOR = 16  # tensors read before a file is reopened, because its mapped pages use memory until it is closed
 
 
 def load_model(
@@ -52,7 +52,7 @@ def load_model(
 
 
 class Root(nn.Module):
-    """A model whose weights may be sharded. FSDP gathers them only while `forward` runs, so pass it what to compute."""
+    """A model whose weights may be sharded. FSDP gathers them only while `forward` runs `compute`."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def build_model(build: Callable[[str], Any], config: Any, numerics: Numerics) ->
 
 @contextmanager
 def quiet(*, warnings: bool = True) -> Iterator[None]:
-    """Hide transformers' progress bars within the block and, unless `warnings`, its warnings."""
+    """Hide transformers' progress bars within the block. Without `warnings`, also hide its warnings."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     if not warnings:
         transformers_logging.set_verbosity_error()

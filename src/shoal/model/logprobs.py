@@ -12,7 +12,8 @@ With z the logits divided by the temperature, p their softmax and H its entropy:
 
     logits = cap * tanh(scale * (hidden W^T + b) / cap)         Gemma 2, Cohere, Granite and others
 
-Without scale and cap, logits are the head's output, unchanged; otherwise float32. `support` finds scale and cap at load.
+Without scale and cap, logits are the head's output, unchanged. Otherwise they are float32. `support` finds scale and
+cap when a model is loaded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +76,7 @@ class Likelihoods(NamedTuple):
 
 
 def likelihoods(scaled_NV: Tensor) -> Likelihoods:
-    """Compute likelihoods in float32. A single row is duplicated: alone, PyTorch would sum it in another order."""
+    """Compute likelihoods in float32. A single row is duplicated, because PyTorch sums a row alone in another order."""
     top_N1 = scaled_NV.amax(-1, keepdim=True)
     each_NV = (scaled_NV - top_N1).exp_()
     single = len(each_NV) == 1
@@ -125,7 +126,7 @@ def chosen_loss(
     Each slice's gradients are computed while its logits exist, so logits are neither kept nor recomputed. The loss of a
     token must therefore not depend on another slice's logprobs.
     """
-    if not torch.is_grad_enabled():  # an autograd Function cannot see this, and would compute gradients
+    if not torch.is_grad_enabled():  # an autograd Function does not see this setting, and would compute gradients
         hidden_NH, head_VH = hidden_NH.detach(), head_VH.detach()
         bias_V = None if bias_V is None else bias_V.detach()
     loss: Tensor = _ChosenLoss.apply(hidden_NH, head_VH, bias_V, target_N, how, loss_of)  # type: ignore[no-untyped-call]

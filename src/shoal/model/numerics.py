@@ -34,7 +34,10 @@ def of(model: Any) -> Numerics:
 
 
 def pick(wanted: str, dtype: DtypeName, device: str) -> Numerics:
-    """Return the numerics to load a model with. "auto" is exact where possible. Elsewhere "exact" raises ShoalError."""
+    """Return the numerics to load a model with. "auto" is exact where possible, and fast elsewhere.
+
+    Raise ShoalError if `wanted` is "exact" and this machine cannot compute exactly.
+    """
     if wanted == "fast":
         return "fast"
     why = refusal(dtype, device)

@@ -4,8 +4,8 @@ A product's bits depend on the order of the sum over its depth, and libraries ch
 splits the depth of some bf16 products in two, and MKL uses other float32 kernels for few rows. Small products are not
 split, so the reference here is a product of UNIT rows and the narrowest of COLUMNS on one thread. A larger product is
 computed in the first way that gives the reference's bits: as a whole, in wide columns, or transposed (weights times
-rows, for which no library rearranges the weights). If no way gives them, the rows are halved. `_way` measures this once
-per process, shape, dtype and number of threads.
+rows: libraries rearrange bf16 weights only as the second factor). If no way gives these bits, the rows are halved.
+`_way` finds the way by measuring, once per process, shape, dtype and number of threads.
 
 The measurement's data reveals every difference in order: the terms of each sum cancel in pairs, at random places, so that
 only rounding errors remain.
@@ -145,12 +145,12 @@ def ways(rows: int, width: int, dtype: torch.dtype) -> list[Way]:
     """Return the ways to try, fastest first."""
     columns = [c for n, c in enumerate(COLUMNS) if n == 0 or c < width]
     result: list[Way] = [partial(_in_columns, columns=c) for c in columns]
-    if dtype == torch.bfloat16:  # libraries do not rearrange float32 weights
+    if dtype == torch.bfloat16:  # transposing float32 weights saves nothing: libraries do not rearrange them
         result.insert(0 if rows <= FEW else min(3, len(result)), partial(_transposed, columns=COLUMNS[0]))
     return result
 
 
-@lru_cache(maxsize=8)  # shapes of one model
+@lru_cache(maxsize=8)  # enough for the shapes of one model
 def _reference(depth: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return cancelling rows and weights, and their product in UNIT rows and the narrowest columns, on one thread."""
     x_DK, weight_CK = cancelling(DISTINCT, columns, depth, dtype)

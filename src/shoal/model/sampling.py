@@ -51,7 +51,8 @@ def position_keys(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
 def gumbel(keys: np.ndarray, ids: np.ndarray) -> Tensor:
     """Return standard Gumbel noise, one float32 for each pair of a key and a token id, broadcast together, on the CPU.
 
-    It is in [-2.9, LARGEST_NOISE]: uniforms have 23 bits, so a token of probability below about 6e-8 is never sampled.
+    It is in [-2.9, LARGEST_NOISE], because uniforms have 23 bits. So a token of probability below about 6e-8 is never
+    sampled.
     """
     bits = ids.astype(np.uint32) * np.uint32(0x9E3779B1)  # 2**32 / golden ratio
     bits = _fmix32_(_fmix32_(bits + keys.astype(np.uint32)) ^ (keys >> np.uint64(32)).astype(np.uint32))
@@ -92,7 +93,7 @@ def replay_margins(scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], po
     """Return how far each claimed token is from the token that the seed yields: margins_N, float32, >= 0, in nats.
 
     The margin is 0 if the token is the argmax of scaled_NV (logits / temperature) plus its noise. Otherwise it is the
-    amount by which the best token's score exceeds its own. An honest token has a margin only because of numerics.
+    amount by which the best token's score exceeds the claimed token's. Only numerics give an honest token a margin.
     """
     return _outscore(scaled_NV.float(), tokens_N, seeds, positions)[0]
 

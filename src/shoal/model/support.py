@@ -1,8 +1,9 @@
 """Refuse, at load, models whose logprobs in packed rows differ from those of plain transformers.
 
 Shoal packs the completions of several prompts into one row (`tree`) and keeps them apart by its own attention
-(`attention`). Models that pass state between positions in another way bypass it: linear attention, state spaces,
-convolutions, their own position biases, attention sinks and windows. They would train without an error, but wrongly.
+(`attention`). Some models pass state between positions in another way, which bypasses this attention: linear attention,
+state spaces, convolutions, their own position biases, attention sinks, windows. Such models would train without an
+error, but wrongly.
 
     check_config      refuse config fields that act only on long sequences, which a short comparison would miss
     check_logprobs_   refuse models that differ from transformers' eager attention, one sequence per row; record the scaling
@@ -12,8 +13,8 @@ Tolerance. The comparison runs in float32 whatever dtype the model computes in, 
 SmolLM2-135M differs by 6e-6 nats per token in float32 and by 0.08 in bfloat16 (means over 65 tokens, three draws), and
 trained models that Shoal computes wrongly differ by 0.1 to 5. Among the causal architectures of transformers 5.23 with
 random weights, correctly computed models have means up to 5e-7, and wrongly computed models have means from 1e-2. The
-tolerance lies between those: it is 150 times the mean of SmolLM2. The mean is compared, not the maximum, because in a
-mixture of experts, rounding may send a single token to another expert.
+tolerance lies between 5e-7 and 1e-2, and is 150 times the mean of SmolLM2. The mean is compared, not the maximum,
+because in a mixture of experts, rounding may send a single token to another expert.
 """
 
 import re

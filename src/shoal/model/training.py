@@ -1,6 +1,6 @@
 """The learner's side of a model: scoring packed completions, and loading the model in shards.
 
-A forward pass uses the model's weights only inside `Scorer.forward`, as FSDP requires. Its activations can be recomputed.
+A forward pass uses the model's weights only inside `Scorer.forward`, as FSDP requires. Activations can be recomputed.
 When a model is loaded in shards, no rank ever holds all of the weights, or reads more than its own part of the files:
 
     1. build the model on the meta device, without weights; buffers such as rotary tables are computed, not read
@@ -9,8 +9,8 @@ When a model is loaded in shards, no rank ever holds all of the weights, or read
 
 The model is loaded twice: in float32 to compare it with plain transformers (`support.check_logprobs_`), then for training.
 Invariant: weights, buffers and random state are the same as after loading the whole model and then sharding it.
-Left out: files that name tensors differently from transformers (stacked experts, quantised weights). `Weights.why_not`
-returns the reason, and every rank loads the whole model.
+Left out: quantised weights, and files that name tensors differently from transformers (stacked experts). For these,
+`Weights.why_not` returns the reason, and every rank loads the whole model.
 """
 
 import gc
@@ -128,7 +128,7 @@ class Sharded:
 
 
 def open_sharded(folder: Path, device: str, numerics: Numerics, shard: Shard_) -> Sharded | str:
-    """Return a loader of the folder's model in shards, or the reason why there is none. All ranks must call it.
+    """Return a loader that loads the folder's model in shards, or the reason why there is none. All ranks must call it.
 
     Raise UnsupportedModelError, as `load_model` does.
     """

@@ -4,7 +4,7 @@
 
 Turns alternate. The first and the last are the model's, so there is an even number of lengths; [] is a single turn.
 Only the model's tokens have logprobs, hidden states, proofs and a loss.
-Invariant: the other functions require turns that `fit`; `store/rollouts` checks those of rollout files.
+Invariant: all functions but `fit` require turns that `fit` accepts. `store/rollouts` checks the turns in rollout files.
 Nothing here imports torch. Left out: what the environment writes (`tasks/environments`).
 """
 

@@ -52,7 +52,7 @@ def newest(out: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(config, tmp_path, stop_after, monkeypatch, capsys):
-    """After a kill, training resumes from the newest complete checkpoint; after a stop, from where it stopped."""
+    """After a kill, training resumes from the newest complete checkpoint. After a stop, it resumes where it stopped."""
     assert train(config, tmp_path / "whole") == DONE
     assert capsys.readouterr().out == f"{tmp_path / 'whole' / 'model'}\n"
     load_model(tmp_path / "whole" / "model")

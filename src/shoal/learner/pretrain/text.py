@@ -31,14 +31,14 @@ from shoal.tasks.sources.rows import read_rows
 
 PIECE_BYTES = 16 << 10
 SHARE = 256  # documents in a share; one site reads a whole share
-HEAD_BYTES = 64 << 10  # how much of each file's beginning the fingerprint covers
+HEAD_BYTES = 64 << 10  # the fingerprint covers this many bytes at the start of each file
 JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")  # ORGANISATION/NAME:PATTERN
 SUFFIXES = (*JSON, ".parquet", ".txt")
 
 
 class EndError(Exception):
-    """There is no document with this number. `count`: how many there are."""
+    """There is no document with this number. `count`: the number of documents."""
 
     def __init__(self, count: int) -> None:
         super().__init__(f"{count} documents")

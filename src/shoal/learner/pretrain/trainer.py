@@ -202,7 +202,7 @@ def text_policy(folder: Path, config: Config, dtype: DtypeName, ranks: Ranks | N
 
 
 def about(config: Config, folder: Path, corpus: Corpus | None, *, sites: bool) -> dict[str, str]:
-    """Return the settings that determine the result, by name. `folder`: the model's. Without a corpus, omit the data."""
+    """Return the settings that determine the result. `folder` holds the model. Without a corpus, omit the data."""
     result = about_model(folder) | {"run.seed": str(config.run.seed)}
     if corpus is not None:
         result["data"] = corpus.fingerprint()
@@ -218,8 +218,8 @@ def about(config: Config, folder: Path, corpus: Corpus | None, *, sites: bool) -
 class TextSite(PolicySite):
     """A policy pretrained at one of several sites.
 
-    Invariant: no sequence of an accepted offer is trained again, because the place after each offer is written to disk
-    before the offer is sent.
+    Invariant: no sequence of an accepted offer is trained on again, because the place in the data is written to disk
+    before each offer is sent.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class TextSite(PolicySite):
         return (self.round + 1) * self.inner_steps
 
     def begin(self, about: dict[str, str], progress: LearnerProgress) -> None:
-        """Enter the meeting, and set `progress` to where training continues. Raise MeetingError."""
+        """Enter the meeting, and set `progress` to the point from which to continue. Raise MeetingError."""
         places = self._saved_places()
         placed = progress.place is not None or bool(places)
         why = "the site comes back" if placed else "the site joins"

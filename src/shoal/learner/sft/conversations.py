@@ -15,9 +15,9 @@ turn. To locate the spans, the model's chat template is applied to prefixes of t
     trained                                                                                        Yo<|im_end|>
 
 Invariant: every row gives a conversation, or an error that names its file and row. The tokens before a trained token are
-those that generation would see. It is an error if the tokens of a prefix are not a prefix of the whole conversation's tokens
-(the template rewrites earlier turns, or tokens merge across the boundary), unless the template marks the assistant's text
-with {% generation %}.
+the tokens that generation would see. If the template marks the assistant's text with {% generation %}, the marks give
+the spans. Otherwise it is an error if the whole conversation does not begin with the tokens of each prefix: then the
+template rewrites earlier turns, or tokens merge across the boundary.
 Left out: images and audio; other field names ("from", "value"); text without a chat template; per-message weights.
 """
 

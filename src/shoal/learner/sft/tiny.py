@@ -31,7 +31,7 @@ TINY_TASKS = TaskSection(
     heldout=512,
 )
 BATCH, LR = 128, 1e-3
-UNTIL_LOSS, MAX_STEPS = 0.55, 600  # nats per token, smoothed: about 40 % greedy accuracy
+UNTIL_LOSS, MAX_STEPS = 0.55, 600  # smoothed, in nats per token; gives about 40 % greedy accuracy
 
 log = logging.getLogger(__name__)
 

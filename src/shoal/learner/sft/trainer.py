@@ -2,9 +2,9 @@
 
 It shares the policy, packing and checkpoints with reinforcement learning. The loss of an update is the mean over the trained
 tokens of all its micro-batches.
-Invariant: the conversations of an update are a pure function of seed, epoch and data, and every conversation that fits
-appears once per epoch. So the count of finished updates is the position in the data, and a resumed run equals an
-uninterrupted one (bitwise on the CPU).
+Invariant: the conversations of an update are a pure function of seed, epoch and data. Every conversation of at most
+`sft.max_tokens` appears once per epoch. So the count of finished updates is the position in the data, and a resumed run
+equals an uninterrupted one (bitwise on the CPU).
 Under torchrun every rank runs this loop and computes its share of each update's micro-batches; the leader writes the files.
 Left out: learning-rate decay, LoRA, data sets that do not fit in memory (at four bytes per token).
 """
