@@ -56,7 +56,7 @@ def test_flops_equal_those_that_pytorch_counts(kv_heads):
     with FlopCounterMode(display=False) as counter:
         model(torch.ones(1, length + 1, dtype=torch.long)).logits.sum().backward()
     shape = shape_of(model)
-    # Eager attention computes all T x T pairs, and the head all T positions. The formula counts only those needed.
+    # Eager attention computes all T x T pairs, and the head computes all T positions. The formula omits unneeded ones.
     full = (length + 1) ** 2
     needed = (length + 1) * (length + 2) / 2
     waste = 3 * (4 * shape.layers * shape.width * (full - needed) + 2 * shape.head)

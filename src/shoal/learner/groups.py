@@ -103,7 +103,7 @@ class Group:
         return self.outline.n_tokens
 
 
-AnyGroup = Group | Outline  # the leader has Groups, the other ranks Outlines
+AnyGroup = Group | Outline  # the leader has Groups, and the other ranks have Outlines
 
 
 def outline_of(group: AnyGroup) -> Outline:

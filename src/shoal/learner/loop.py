@@ -87,7 +87,7 @@ class Learner:
         return updates.train(self.policy, groups, self.config) | {"perf/train_s": time.monotonic() - started_s}
 
     def skip(self, progress: LearnerProgress, fetched: Fetched) -> dict[str, float]:
-        """Skip a step whose batch has nothing to train on: the next version has the same weights.
+        """Skip a step whose batch has nothing to train on. The next version has the same weights.
 
         Raise ShoalError once MAX_SKIPS steps in a row were skipped.
         """

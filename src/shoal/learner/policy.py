@@ -35,8 +35,8 @@ from shoal.model.numerics import Numerics
 from shoal.model.training import Scorer, recompute_activations
 from shoal.model.tree import Pack, Tree, pack
 
-# For AdamW. The second moment averages over about 100 updates, because the policy changes. There is no weight decay:
-# pulling weights to 0 has no use in an RL run.
+# For AdamW. The second moment averages over about 100 updates, because the policy changes. There is no weight decay,
+# because pulling weights to 0 has no use in an RL run.
 BETAS = (0.9, 0.99)
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Policy:
         betas: tuple[float, float] = BETAS,
         weight_decay: float = 0.0,
     ) -> None:
-        """`seed`: initialise random weights instead of loading those in `folder`. `betas`, `weight_decay`: AdamW's."""
+        """`seed`: initialise random weights instead of loading from `folder`. `betas`, `weight_decay`: for AdamW."""
         self.config = config
         self.device = torch.device(device)
         self.compute = getattr(torch, dtype)

@@ -43,7 +43,7 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, checkpoint_group: Any = None, waiting_group: Any = None) -> None:
         self.rank = rank
         self.size = size
-        self.checkpoint_group = checkpoint_group  # separate: checkpoints are written while gradients are reduced
+        self.checkpoint_group = checkpoint_group  # its own, because checkpoints are written while gradients are reduced
         self.waiting_group = waiting_group  # for the leader's messages, which other ranks may await for days
 
     @classmethod

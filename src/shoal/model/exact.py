@@ -33,7 +33,7 @@ KEYS = 16  # a sequence's number of keys is rounded up to a multiple of this
 ROWS = 8  # the rows of a product are rounded up to a multiple of this, because few rows would use other kernels
 QUERIES = 128  # queries of one sequence that are computed together; keys that none of them sees are left out
 NEAR = 64  # sequences whose numbers of keys differ by less are computed together
-CACHED = 1 << 18  # elements of one tensor that are used at once; so many fit the CPU's cache
+CACHED = 1 << 18  # elements of a tensor that are used at once, few enough for the CPU's cache
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 Numerics = Literal["exact", "fast"]
 
-# The length of a packed row is padded to a multiple of this: kernels compute the remainder of a vector differently.
+# A packed row is padded to a multiple of this length, because kernels compute the remainder of a vector differently.
 ROW_UNIT = products.UNIT
 SHAPES = ((64, 192), (576, 192))  # depths and columns of the products that `refusal` tries
 
