@@ -134,16 +134,16 @@ def same(done: dict[str, Any], setting: Setting) -> bool:
 def read() -> dict[str, Any]:
     if not RESULT.exists():
         return {"runs": []}
-    held: dict[str, Any] = json.loads(RESULT.read_text())
-    if held["size"] != asdict(SIZE):
+    stored: dict[str, Any] = json.loads(RESULT.read_text())
+    if stored["size"] != asdict(SIZE):
         raise SystemExit(f"{RESULT} was measured with another size; move it away first")
-    return held
+    return stored
 
 
 def add(run: dict[str, Any], train_tokens: int) -> None:
     with FileLock(f"{RESULT}.lock"):
-        held = read()
-        held |= {
+        stored = read()
+        stored |= {
             "command": command_line(),
             "commit": commit(),
             "threads": 1,
@@ -154,17 +154,17 @@ def add(run: dict[str, Any], train_tokens: int) -> None:
             "steps_before": BEFORE,
             "train_tokens": train_tokens,
         }
-        if (run["setting"], run["seed"]) not in [(done["setting"], done["seed"]) for done in held["runs"]]:
-            held["runs"].append(run)
-        save(RESULT, held)
+        if (run["setting"], run["seed"]) not in [(done["setting"], done["seed"]) for done in stored["runs"]]:
+            stored["runs"].append(run)
+        save(RESULT, stored)
 
 
 def table() -> None:
     """Print held-out perplexity, mean and standard deviation over seeds, and bytes per site and token."""
-    held = read()
+    stored = read()
     tokens = STEPS * SEQUENCES * SIZE.length
     for setting in GRID:
-        runs = [run for run in held["runs"] if same(run["setting"], setting)]
+        runs = [run for run in stored["runs"] if same(run["setting"], setting)]
         if not runs:
             continue
         result = [run["perplexity"] for run in runs]

@@ -183,7 +183,7 @@ def verdict(run: Run, faults: list[dict[str, Any]]) -> dict[str, Any]:
     if [each["round"] for each in rounds] != list(range(len(rounds))):
         wrong.append("a round is missing or out of order")
     for name, seen in run.seen.items():
-        wrong += [f"{name} differs after round {at}" for at, found in seen.items() if found != rounds[at]["digest"]]
+        wrong += [f"{name} differs after round {at}" for at, result in seen.items() if result != rounds[at]["digest"]]
     killed = [(name, *at) for each in faults for name, at in each.get("killed", {}).items()]
     lost = [0 if steps == INNER_STEPS and name in rounds[at]["kept"] else steps for name, steps, at in killed]
     wrong += [f"{steps} inner steps of a site are lost" for steps in lost if steps > INNER_STEPS]
@@ -208,24 +208,24 @@ def verdict(run: Run, faults: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def picture(found: dict[str, Any], sites: int, path: Path) -> None:
+def picture(result: dict[str, Any], sites: int, path: Path) -> None:
     """Plot loss, faults by kind and the number of sites, over rounds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
     above, middle, below = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 1))
-    above.plot(found["loss_by_round"], color="#bbbbbb", linewidth=0.6, label="training, mean of the sites")
-    heldout = {int(round): loss for round, loss in found["heldout_loss_by_round"].items()}
+    above.plot(result["loss_by_round"], color="#bbbbbb", linewidth=0.6, label="training, mean of the sites")
+    heldout = {int(round): loss for round, loss in result["heldout_loss_by_round"].items()}
     above.plot(*zip(*heldout.items(), strict=True), color="#4477aa", linewidth=1.5, label="held out, after the round")
     above.set_ylabel("loss, nats per token")
     above.legend(frameon=False, fontsize=8, loc="upper right")
     for row, kind in enumerate(KINDS):
-        rounds = [each["round"] for each in found["faults"] if each["kind"] == kind]
+        rounds = [each["round"] for each in result["faults"] if each["kind"] == kind]
         middle.plot(rounds, [row] * len(rounds), "v", color="#cc3311", markersize=5)
     middle.set_yticks(range(len(KINDS)), KINDS, fontsize=8)
     middle.set_ylim(len(KINDS) - 0.5, -0.5)
     middle.grid(axis="y", color="#eeeeee")
-    below.plot(found["kept_by_round"], drawstyle="steps-mid", color="#4477aa", linewidth=0.8)
+    below.plot(result["kept_by_round"], drawstyle="steps-mid", color="#4477aa", linewidth=0.8)
     below.set(xlabel="round (outer step)", ylabel="sites that\ncounted", ylim=(0, sites + 0.5))
     figure.savefig(path)
 
@@ -258,24 +258,24 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="only draw the figure")
     arguments = parser.parse_args()
     if arguments.draw:
-        held = json.loads(arguments.out.read_text())
-        picture(held, held["sites"], arguments.figure)
+        record = json.loads(arguments.out.read_text())
+        picture(record, record["sites"], arguments.figure)
         return
-    held = {"command": command_line(), "machine": describe()}
+    record = {"command": command_line(), "machine": describe()}
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder), arguments.sites)
-        held |= {"sites": arguments.sites, "parameters": run.parameters, "inner_steps": INNER_STEPS, "wait_s": WAIT_S}
+        record |= {"sites": arguments.sites, "parameters": run.parameters, "inner_steps": INNER_STEPS, "wait_s": WAIT_S}
         try:
-            found = churn(run, arguments.minutes, arguments.every, arguments.stop, arguments.seed)
+            result = churn(run, arguments.minutes, arguments.every, arguments.stop, arguments.seed)
         finally:
             for process in run.processes.values():
                 process.kill()
                 process.wait()
-    save(arguments.out, held | found | {"load": os.getloadavg()})
+    save(arguments.out, record | result | {"load": os.getloadavg()})
     if arguments.figure:
-        picture(found, arguments.sites, arguments.figure)
-    print(json.dumps({key: value for key, value in found.items() if not key.endswith("_by_round")}))  # noqa: T201
-    sys.exit(bool(found["wrong"]))
+        picture(result, arguments.sites, arguments.figure)
+    print(json.dumps({key: value for key, value in result.items() if not key.endswith("_by_round")}))  # noqa: T201
+    sys.exit(bool(result["wrong"]))
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def main() -> None:
             finally:
                 for engine in (shoal, other):
                     engine.end()
-    held = {
+    record = {
         "command": command_line().replace(Path(arguments.hivemind).name, "PYTHON"),
         "machine": describe(),
         "parameters": arguments.matrices * SIDE * SIDE,
@@ -163,8 +163,8 @@ def main() -> None:
         "medians": medians(steps),
         "steps": steps,
     }
-    save(arguments.out, held)
-    print(json.dumps(held["medians"], indent=1))  # noqa: T201
+    save(arguments.out, record)
+    print(json.dumps(record["medians"], indent=1))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def main() -> None:
     torch.set_num_threads(1)
     size = Size(steps=arguments.steps, lr=arguments.lr, width=arguments.width)
     data = tokens(size)
-    held: dict[str, Any] = {
+    record: dict[str, Any] = {
         "command": command_line(),
         "commit": commit(),
         "machine": {"cpu": processor(), "python": platform.python_version(), "torch": torch.__version__, "threads": 1},
@@ -103,8 +103,8 @@ def main() -> None:
         for setting in GRID:
             started_s = time.process_time()
             run = {"setting": asdict(setting), "seed": seed} | train(setting, data, seed, size)
-            held["runs"].append(run | {"cpu_s": round(time.process_time() - started_s, 1)})
-            save(arguments.out, held)
+            record["runs"].append(run | {"cpu_s": round(time.process_time() - started_s, 1)})
+            save(arguments.out, record)
             late = run["rounds"][len(run["rounds"]) // 2 :]
             mean = {name: sum(each[name] for each in late) / len(late) for name in ("cosine", "gain")}
             print(f"{setting} seed {seed}: perplexity {run['perplexity']:.2f}, {mean}", flush=True)  # noqa: T201

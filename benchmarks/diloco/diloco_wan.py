@@ -49,13 +49,13 @@ def main() -> None:
     enter(Path("peers"))
 
     command = command_line().removesuffix(f" {INSIDE}")
-    held: dict[str, Any] = {"command": command, "machine": describe(), "load_before": os.getloadavg()}
-    held |= {"tokens_per_step_and_site": TOKENS * BATCH, "parameters": write_model(), "runs": []}
+    record: dict[str, Any] = {"command": command, "machine": describe(), "load_before": os.getloadavg()}
+    record |= {"tokens_per_step_and_site": TOKENS * BATCH, "parameters": write_model(), "runs": []}
     for repeat in range(arguments.repeats):
         for name in arguments.settings:
             result = sites(FOLDER / f"{name}-{repeat}", dict(SETTINGS[name]))
-            held["runs"].append({"name": name, "settings": SETTINGS[name], "repeat": repeat} | result)
-            save(arguments.out, held)
+            record["runs"].append({"name": name, "settings": SETTINGS[name], "repeat": repeat} | result)
+            save(arguments.out, record)
             print(name, json.dumps(result["summary"]), flush=True)  # noqa: T201
 
 

@@ -34,12 +34,18 @@ def main() -> None:
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    rows = [measured(resolve(given.model), lr, given.dtype) for lr in (1e-6, 1e-5, 1e-4)]
-    result = {"machine": describe(), "model": given.model, "dtype": given.dtype, "updates": UPDATES, "rows": rows}
+    arguments = parser.parse_args()
+    rows = [measured(resolve(arguments.model), lr, arguments.dtype) for lr in (1e-6, 1e-5, 1e-4)]
+    result = {
+        "machine": describe(),
+        "model": arguments.model,
+        "dtype": arguments.dtype,
+        "updates": UPDATES,
+        "rows": rows,
+    }
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
-    if given.out:
-        save(given.out, result)
+    if arguments.out:
+        save(arguments.out, result)
 
 
 def measured(folder: Path, lr: float, dtype: str) -> dict[str, float]:

@@ -23,7 +23,7 @@ from typing import Any
 RESULT = Path(__file__).parents[1] / "results" / "sdk_table.json"
 FEATURES = ["chat", "stream", "seed", "logprobs", "stop", "list", "error"]
 MODEL = "model"
-SAYS = [{"role": "user", "content": "What is the capital of France?"}]
+MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 Checks = dict[str, Callable[[], bool]]
 
 
@@ -33,7 +33,7 @@ def with_openai(url: str) -> Checks:
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
 
     def chat(**more: Any) -> Any:
-        return client.chat.completions.create(model=MODEL, messages=SAYS, **({"max_tokens": 16, "seed": 1} | more))
+        return client.chat.completions.create(model=MODEL, messages=MESSAGES, **({"max_tokens": 16, "seed": 1} | more))
 
     def text(**more: Any) -> str:
         return chat(**more).choices[0].message.content
@@ -60,8 +60,8 @@ def with_litellm(url: str) -> Checks:
     import litellm
 
     def chat(**more: Any) -> Any:
-        given = {"max_tokens": 16, "seed": 1, "api_base": url, "api_key": "none"} | more
-        return litellm.completion(model=f"openai/{MODEL}", messages=SAYS, **given)
+        options = {"max_tokens": 16, "seed": 1, "api_base": url, "api_key": "none"} | more
+        return litellm.completion(model=f"openai/{MODEL}", messages=MESSAGES, **options)
 
     def text(**more: Any) -> str:
         return chat(**more).choices[0].message.content
@@ -88,8 +88,8 @@ def with_langchain(url: str) -> Checks:
     from openai import BadRequestError
 
     def model(**more: Any) -> Any:
-        given = {"max_tokens": 32, "seed": 1, "max_retries": 0} | more
-        return ChatOpenAI(model=MODEL, base_url=url, api_key="none", **given)
+        options = {"max_tokens": 32, "seed": 1, "max_retries": 0} | more
+        return ChatOpenAI(model=MODEL, base_url=url, api_key="none", **options)
 
     def text(**more: Any) -> str:
         return model(**more).invoke("What is the capital of France?").content
@@ -148,9 +148,9 @@ def with_inspect(url: str) -> Checks:
     from inspect_ai.model import GenerateConfig, get_model
 
     def run(**config: Any) -> Any:
-        given = GenerateConfig(**({"max_tokens": 32, "seed": 1, "max_retries": 0} | config))
+        options = GenerateConfig(**({"max_tokens": 32, "seed": 1, "max_retries": 0} | config))
         model = get_model(f"openai-api/shoal/{MODEL}", base_url=url, api_key="none", memoize=False)
-        return asyncio.run(model.generate("What is the capital of France?", config=given)).choices[0]
+        return asyncio.run(model.generate("What is the capital of France?", config=options)).choices[0]
 
     def text(**config: Any) -> str:
         return run(**config).message.text
@@ -165,10 +165,10 @@ def with_inspect(url: str) -> Checks:
 
 NODE = """
 import OpenAI from 'openai';
-const [url, model, given] = process.argv.slice(2);
-const says = JSON.parse(given);
+const [url, model, encoded] = process.argv.slice(2);
+const messages = JSON.parse(encoded);
 const client = new OpenAI({ baseURL: url, apiKey: 'none', maxRetries: 0 });
-const chat = more => client.chat.completions.create({ model, messages: says, max_tokens: 16, seed: 1, ...more });
+const chat = more => client.chat.completions.create({ model, messages, max_tokens: 16, seed: 1, ...more });
 const text = async more => (await chat(more)).choices[0].message.content;
 const streamed = async () => {
   let all = '';
@@ -224,8 +224,8 @@ def main() -> None:
         versions = installed(folder)
         process, url = served(Path(temporary))
         try:
-            figures = {name: asked_by(folder, name, url) for name in CLIENTS}
-            figures["openai (npm)"] = asked_by_node(folder, url)
+            figures = {name: run_client(folder, name, url) for name in CLIENTS}
+            figures["openai (npm)"] = run_node_client(folder, url)
         finally:
             process.terminate()
             process.wait()
@@ -278,17 +278,17 @@ def served(folder: Path) -> tuple[subprocess.Popen[str], str]:
     return process, f"{url}/v1"
 
 
-def asked_by(folder: Path, name: str, url: str) -> dict[str, str]:
+def run_client(folder: Path, name: str, url: str) -> dict[str, str]:
     command = [str(folder / name / "bin" / "python"), str(Path(__file__).resolve()), "--client", name, url]
-    return answered(command, folder)
+    return read_results(command, folder)
 
 
-def asked_by_node(folder: Path, url: str) -> dict[str, str]:
+def run_node_client(folder: Path, url: str) -> dict[str, str]:
     (folder / "client.mjs").write_text(NODE)
-    return answered(["node", str(folder / "client.mjs"), url, MODEL, json.dumps(SAYS)], folder)
+    return read_results(["node", str(folder / "client.mjs"), url, MODEL, json.dumps(MESSAGES)], folder)
 
 
-def answered(command: list[str], folder: Path) -> dict[str, str]:
+def read_results(command: list[str], folder: Path) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "PYTHONPATH"))}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     with contextlib.suppress(IndexError, ValueError):

@@ -124,10 +124,10 @@ def validator(arguments: argparse.Namespace, dtype: DtypeName, ranks: Ranks) -> 
     folder = resolve(settings.model.name)
     producer = Producer(settings, RUN, Identity.generate(), TorchEngine(dtype, arguments.device))
     producer.load(folder, 0)
-    asked = offline_assignment(producer.config, producer.identity.public, 0)
+    assignment = offline_assignment(producer.config, producer.identity.public, 0)
     with Judge(settings, RUN, dtype) as judge:
         judge.load(folder)
-        case = judge.open(asked, producer.identity.public, producer.submission(asked))
+        case = judge.open(assignment, producer.identity.public, producer.submission(assignment))
         if not isinstance(case, Case):
             raise SystemExit(f"the validator cannot read honest work: {case.detail}")
 

@@ -155,10 +155,10 @@ def _of_recorded(name: str, run: dict[str, Any]) -> Iterator[Row]:
 _PROCESSES = {"learner": "learner", "worker-0": "worker", "validator": "validator", "origin": "origin"}
 
 
-def _memory(name: str, config: Config, work: Work, peaks: dict[str, float], held: float | None) -> Iterator[Row]:
+def _memory(name: str, config: Config, work: Work, peaks: dict[str, float], peak_bytes: float | None) -> Iterator[Row]:
     memory = memory_of(BUNDLED[config.model.name], work, BF16)
-    if held is not None:
-        yield Row(name, "memory_bytes", together(memory, processes(config)), held)
+    if peak_bytes is not None:
+        yield Row(name, "memory_bytes", together(memory, processes(config)), peak_bytes)
     for process, role in _PROCESSES.items():
         yield Row(name, f"{role}_bytes", memory[role], peaks[process])
 

@@ -258,7 +258,7 @@ async def measure(row: Row, folder: Path, environment: dict[str, str], seconds: 
             site = Site(url, process, folder, session)
             quiet = await honest(site, PAGES[row.page].probes, asyncio.sleep(seconds))
             attack = asyncio.create_task(row.attack(site))
-            found = await honest(site, PAGES[row.page].probes, within(attack, row.longest_s or seconds))
+            attacked = await honest(site, PAGES[row.page].probes, within(attack, row.longest_s or seconds))
             begun_s = time.monotonic()
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -266,7 +266,7 @@ async def measure(row: Row, folder: Path, environment: dict[str, str], seconds: 
             ended_s = round(time.monotonic() - begun_s, 2) if process.poll() is not None else None
             attack.cancel()
             await asyncio.gather(attack, return_exceptions=True)
-        return {"quiet": quiet, "attack": found, "requests": dict(site.ended), "sigterm_s": ended_s}
+        return {"quiet": quiet, "attack": attacked, "requests": dict(site.ended), "sigterm_s": ended_s}
     finally:
         process.kill()
         process.wait()
@@ -334,9 +334,9 @@ def main() -> None:
         for number, name in enumerate(arguments.only):
             folder = Path(parent) / str(number)
             folder.mkdir()
-            found = asyncio.run(measure(ROWS[name], folder, environment, arguments.seconds))
-            result["rows"][name] = found
-            sys.stdout.write(f"{name}: {json.dumps(found)}\n")
+            row = asyncio.run(measure(ROWS[name], folder, environment, arguments.seconds))
+            result["rows"][name] = row
+            sys.stdout.write(f"{name}: {json.dumps(row)}\n")
             sys.stdout.flush()
     save(arguments.out, result)
 

@@ -45,7 +45,10 @@ def main() -> None:
         parts: dict[str, tuple[int, Callable[[Random, int, Note], None]]] = {
             "proofs": (arguments.proofs, fuzz_proofs),
             "files": (arguments.files, fuzz_files),
-            "requests": (arguments.requests, lambda *given: fuzz_requests(*given, Path(folder))),
+            "requests": (
+                arguments.requests,
+                lambda random, cases, note: fuzz_requests(random, cases, note, Path(folder)),
+            ),
         }
         result: dict[str, Any] = {"command": command_line(), "machine": describe()}
         result["parts"] = {

@@ -86,8 +86,8 @@ def strategies(model: Model, settings: Any) -> list[Strategy]:
 
 
 def measured(model: Model) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / "spending-measured.json").read_text())[model.name]
-    return found
+    stored: dict[str, Any] = json.loads((RESULTS / "spending-measured.json").read_text())[model.name]
+    return stored
 
 
 def exposures(model: Model) -> np.ndarray:
@@ -96,8 +96,8 @@ def exposures(model: Model) -> np.ndarray:
 
 def honest_rates(model: Model) -> np.ndarray:
     """Return tokens beyond each part of the margin per unit of exposure, in the noisiest pair of dtypes measured."""
-    found = measured(model)
-    return np.array(found["beyond"][model.pair]) / found["total_exposure"]
+    stored = measured(model)
+    return np.array(stored["beyond"][model.pair]) / stored["total_exposure"]
 
 
 def submission(
@@ -248,7 +248,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         panel.set_title(model.name)
         panel.set_xlabel("submissions until it is dismissed (median)")
     figure.suptitle(
-        f"Red raises, blue lowers the reward; size: by how much; empty: not found within {MOST} submissions",
+        f"Red raises, blue lowers the reward; size: by how much; empty: not detected within {MOST} submissions",
         fontsize=10,
     )
     figure.tight_layout()

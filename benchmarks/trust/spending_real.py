@@ -132,8 +132,8 @@ class Bench:
                 highest[name] = max(highest[name], figures[name] / getattr(self.settings.validator, limit))
             process = process.after(bets(spent(case, self.settings, figures), self.settings))
             if process.evidence >= -np.log(ALPHA):
-                found = {"found": number + 1, "by": ", ".join(process.strongest(2))}
-                return found | {"gains": gains, "highest": highest, "nats": process.evidence}
+                record = {"found": number + 1, "by": ", ".join(process.strongest(2))}
+                return record | {"gains": gains, "highest": highest, "nats": process.evidence}
         return {"found": None, "by": "", "gains": gains, "highest": highest, "nats": process.evidence}
 
     def first_inexact(self, attacker: Attack, most: int) -> dict[str, Any]:
@@ -178,9 +178,9 @@ def row(fast: Bench, exact: Bench | None, strategy: str, direction: float, most:
     if strategy == "honest":
         attacker.spending = replace(PLANS["up to half of the margin"], reach=0.0, mean=0.0)
     strength = fast.strongest(attacker, strategy, direction) if strategy in STRENGTHS else None
-    found = fast.lasts(attacker, most)
-    gain = statistics.fmean(found["gains"]) if found["gains"] else 0.0
-    made = {"command": command_line(), "strength": strength, "gain": gain, "most": most} | found
+    record = fast.lasts(attacker, most)
+    gain = statistics.fmean(record["gains"]) if record["gains"] else 0.0
+    made = {"command": command_line(), "strength": strength, "gain": gain, "most": most} | record
     if exact is not None:
         same = exact.attacker(strategy, direction)
         same.spending = getattr(attacker, "spending", None)
@@ -190,24 +190,24 @@ def row(fast: Bench, exact: Bench | None, strategy: str, direction: float, most:
     return made
 
 
-def write(about: dict[str, Any], name: str, found: dict[str, Any]) -> None:
+def write(about: dict[str, Any], name: str, record: dict[str, Any]) -> None:
     """Add a row to the results. Other processes may add rows at the same time."""
     result = json.loads(PATH.read_text()) if PATH.exists() else {}
-    rows = result.get("rows", {}) | {name: found}
+    rows = result.get("rows", {}) | {name: record}
     rows = {known: rows[known] for known in ROWS if known in rows}
     save(PATH, about | {"rows": rows})
-    sys.stdout.write(line(name, found))
+    sys.stdout.write(line(name, record))
     sys.stdout.flush()
 
 
-def line(name: str, found: dict[str, Any]) -> str:
+def line(name: str, record: dict[str, Any]) -> str:
     strategy, _, direction = name.partition("|")
-    until = str(found["found"]) if found["found"] else f"not within {found['most']}"
-    exact = found.get("exact", {})
+    until = str(record["found"]) if record["found"] else f"not within {record['most']}"
+    exact = record.get("exact", {})
     replayed = (
-        f"{exact['by']}, submission {exact['found']}" if exact.get("found") else "nothing to find" if exact else ""
+        f"{exact['by']}, submission {exact['found']}" if exact.get("found") else "nothing to detect" if exact else ""
     )
-    return f"| {strategy} | {direction} | {found['gain']:+.3f} | {until} | {found['by']} | {replayed} |\n"
+    return f"| {strategy} | {direction} | {record['gain']:+.3f} | {until} | {record['by']} | {replayed} |\n"
 
 
 if __name__ == "__main__":

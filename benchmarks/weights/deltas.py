@@ -58,11 +58,11 @@ def main() -> None:
     parser.add_argument("--versions", action="append", required=True, metavar="LABEL=DIR")
     parser.add_argument("--most", type=int, default=20, help="pairs per label")
     arguments = parser.parse_args()
-    labels = {label: Path(folder) for label, folder in (given.split("=", 1) for given in arguments.versions)}
+    labels = {label: Path(folder) for label, folder in (option.split("=", 1) for option in arguments.versions)}
 
-    given = " ".join(f"--versions {label}={folder.name}" for label, folder in labels.items())
+    options = " ".join(f"--versions {label}={folder.name}" for label, folder in labels.items())
     figures: dict[str, Any] = {
-        "command": f"python -m benchmarks.weights.deltas {given} --most {arguments.most}",
+        "command": f"python -m benchmarks.weights.deltas {options} --most {arguments.most}",
         "machine": describe(),
         "versions": {},
     }
@@ -148,11 +148,11 @@ def decode_changes(new: Path, files: Files, packed: Path) -> list[tuple[str, int
 
 def write_changes_(own: dict[str, Any], changes: list[tuple[str, int, Any, Any]]) -> None:
     for name, start, places, words in changes:
-        held = own[name].view(-1).view(torch.int16).numpy().view(np.uint16)[start:]
+        own_words = own[name].view(-1).view(torch.int16).numpy().view(np.uint16)[start:]
         if places is None:
-            held[: len(words)] = words
+            own_words[: len(words)] = words
         else:
-            held[places] += words
+            own_words[places] += words
 
 
 def measure_ways(old: Path, new: Path, turn: int) -> dict[str, Any]:

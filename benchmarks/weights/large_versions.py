@@ -69,7 +69,7 @@ def measure(folder: Path, size_bytes: int, port: int) -> dict[str, Any]:
     key = Ed25519PrivateKey.generate()
     origin = Origin(ShardStore(folder / "store", keep=VERSIONS), key, run="large", anchor_every=100)
     origin.publish(versions[0], 0)
-    published = [taken(lambda v=v: origin.publish(versions[v], v), size_bytes) for v in range(1, VERSIONS)]  # type: ignore[misc]
+    published = [cost(lambda v=v: origin.publish(versions[v], v), size_bytes) for v in range(1, VERSIONS)]  # type: ignore[misc]
     steps = {"publish": {name: statistics.median(step[name] for step in published) for name in published[0]}}
     command = [
         sys.executable,
@@ -86,7 +86,7 @@ def measure(folder: Path, size_bytes: int, port: int) -> dict[str, Any]:
         url, public_key = f"http://127.0.0.1:{port}", public_key_hex(key)
 
         def get(out: str, version: int) -> dict[str, float]:
-            return taken(lambda: fetch([url], folder / out, public_key, version=version, wait_s=START_S), size_bytes)
+            return cost(lambda: fetch([url], folder / out, public_key, version=version, wait_s=START_S), size_bytes)
 
         steps["newcomer"] = get("new", 3)
         get("old", 0)
@@ -125,7 +125,7 @@ def write_versions(folders: list[Path], size_bytes: int) -> int:
     return (folders[0] / "model.safetensors").stat().st_size
 
 
-def taken(act: Callable[[], object], size_bytes: int) -> dict[str, float]:
+def cost(act: Callable[[], object], size_bytes: int) -> dict[str, float]:
     """Return CPU and wall seconds, and the bytes read and written, divided by `size_bytes`."""
     had, cpu_s, wall_s = file_bytes(), time.process_time(), time.monotonic()
     act()

@@ -135,12 +135,12 @@ class Turn:
     def take(self, first: int) -> dict[str, dict[str, float]]:
         """Return the CPU seconds of each process. Rotate the order of the transfers from round to round."""
         ways = [self.direct, self.through_relay, self.over_nginx, self.plain]
-        taken = {}
+        measured = {}
         for way in ways[first % len(ways) :] + ways[: first % len(ways)]:
             started_s = time.perf_counter()
-            taken[way.__name__] = {name: round(s, 4) for name, s in way().items()}
-            taken[way.__name__]["clock"] = round(time.perf_counter() - started_s, 3)
-        return taken
+            measured[way.__name__] = {name: round(s, 4) for name, s in way().items()}
+            measured[way.__name__]["clock"] = round(time.perf_counter() - started_s, 3)
+        return measured
 
     def direct(self) -> dict[str, float]:
         had_s = cpu_s(self.origin.pid)

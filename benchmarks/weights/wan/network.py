@@ -75,7 +75,7 @@ class Network:
         self._answer()
         for name in self.nodes:
             run("nsenter", f"--net=/run/netns/{name}", "sysctl", "-qw", *SYSCTLS)
-            run("ip", "-n", name, "-batch", "-", given=SETUP.format(address=self.address(name), plan=plan))
+            run("ip", "-n", name, "-batch", "-", stdin_text=SETUP.format(address=self.address(name), plan=plan))
 
     def address(self, name: str) -> str:
         return f"10.77.0.{self.nodes.index(name) + 1}"
@@ -140,6 +140,6 @@ class Network:
         return line
 
 
-def run(*argv: str, given: str = "") -> str:
+def run(*argv: str, stdin_text: str = "") -> str:
     """Return the command's output. Raise CalledProcessError if it fails; its stderr is shown."""
-    return subprocess.run(argv, input=given, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return subprocess.run(argv, input=stdin_text, stdout=subprocess.PIPE, text=True, check=True).stdout

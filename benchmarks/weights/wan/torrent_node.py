@@ -43,12 +43,12 @@ def main() -> None:
         encoded = cut(Path(sys.stdin.readline().strip()))
     else:
         encoded = ask(f"http://{origin}/torrent")
-    given = libtorrent.add_torrent_params()
-    given.ti, given.save_path = libtorrent.torrent_info(encoded), "."
-    given.flags &= ~(libtorrent.torrent_flags.paused | libtorrent.torrent_flags.auto_managed)
+    options = libtorrent.add_torrent_params()
+    options.ti, options.save_path = libtorrent.torrent_info(encoded), "."
+    options.flags &= ~(libtorrent.torrent_flags.paused | libtorrent.torrent_flags.auto_managed)
     if own == origin:
-        given.flags |= libtorrent.torrent_flags.seed_mode | libtorrent.torrent_flags.super_seeding
-    handle = session.add_torrent(given)
+        options.flags |= libtorrent.torrent_flags.seed_mode | libtorrent.torrent_flags.super_seeding
+    handle = session.add_torrent(options)
     if own == origin:
         (Path("public") / "torrent.part").write_bytes(encoded)
         (Path("public") / "torrent.part").rename("public/torrent")
