@@ -67,9 +67,7 @@ def generate(how):
 
 
 honest = generate(sampling)
-greedy = generate(
-    Sampling(0.0, sampling.max_tokens, sampling.eos_ids)
-)  # a liar that takes the most likely tokens, for reward
+greedy = generate(Sampling(0.0, sampling.max_tokens, sampling.eos_ids))  # a liar: always the most likely tokens
 with torch.no_grad():
     for weight in engine.model.parameters():  # another liar, with a cheaper model: weights of 4 bits
         scale = weight.abs().amax() / 7
