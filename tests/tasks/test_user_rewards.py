@@ -182,7 +182,7 @@ def test_several_rewards_give_the_weighted_mean(tier: str) -> None:
 
 @pytest.mark.parametrize("weights", [{}, {"number": 0.0}, {"number": -1.0, "math": 2.0}])
 def test_weights_without_a_mean_are_refused(weights: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="weights of 0 or more"):
+    with pytest.raises(ValueError, match="weights of at least 0, and one weight above 0"):
         SourceSection(generator="arithmetic", reward=weights)
 
 
