@@ -270,7 +270,7 @@ def memory(folder: Path, size_mb: int) -> dict[str, Any]:
 class Watched(threading.Thread):
     """Samples a process's memory until it ends."""
 
-    EVERY_S, LOOKS = 0.5, 20  # seconds between stored points, and samples of the peak in that time
+    EVERY_S, LOOKS = 0.5, 20  # seconds between stored points; memory samples per point, for the peak
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)

@@ -17,7 +17,7 @@ http {{
 """
 ORIGIN = "server {{ listen {address}:80; root {folder}/public; }}"
 
-# A relay's port 80 serves clients. It caches slices and fetches each from the relay that owns the slice, whose port 81
+# A relay's port 80 serves clients. It caches slices, and fetches each from port 81 of the relay that owns the slice. Port 81
 # fetches it from the origin. So the origin sends each slice once, however many clients request it at the same time.
 RELAY = """
   proxy_cache_path {folder}/edge keys_zone=edge:16m inactive=1h use_temp_path=off;
