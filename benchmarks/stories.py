@@ -66,7 +66,7 @@ def count(test: str, root: Path) -> int:
     files = Files(root / "src" / "shoal")
     status = pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", str(root), str(root / test)], plugins=[files])
     if status:
-        raise SystemExit(f"{test}: pytest's exit status {status}")
+        raise SystemExit(f"{test} failed: pytest exited with status {status}")
     return len(files.files)
 
 

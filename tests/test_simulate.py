@@ -55,5 +55,5 @@ def test_no_group_is_older_than_the_level_allows_and_links_fetch_only_the_newest
 
 
 def test_a_pool_without_events_raises_an_error() -> None:
-    with pytest.raises(RuntimeError, match="stands still at step 0"):
+    with pytest.raises(RuntimeError, match="no event is left at step 0"):
         pool.Pool(setting(rigs=[])).run()

@@ -128,7 +128,7 @@ def wait(true: Callable[[], Any], what: str) -> None:
     deadline_s = time.monotonic() + LATEST_S
     while not true():
         if time.monotonic() > deadline_s:
-            raise SystemExit(f"waited {LATEST_S:.0f} s for {what}")
+            raise SystemExit(f"gave up waiting for {what} after {LATEST_S:.0f} s")
         time.sleep(0.1)
 
 

@@ -118,7 +118,9 @@ def watch(network: Network, node: str, done: Callable[[], bool], folder: Path) -
     course, began_s = [], time.monotonic()
     while not done():
         if time.monotonic() - began_s > LONGEST_S:
-            raise SystemExit("not done in time: " + "".join(path.read_text()[-800:] for path in folder.glob("*.log")))
+            raise SystemExit(
+                f"not done after {LONGEST_S:g} s: " + "".join(path.read_text()[-800:] for path in folder.glob("*.log"))
+            )
         counted = network.stats()["nodes"][node]
         course.append((round(time.monotonic() - began_s, 3), counted["received_bytes"], counted["sent_bytes"]))
         time.sleep(LOOK_S)

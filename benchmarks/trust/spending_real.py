@@ -106,7 +106,7 @@ class Bench:
             if all(self.passes(attacker, TRIALS + trial) for trial in range(2)):
                 return strength
             strength *= 0.8
-        raise SystemExit(f"{strategy}: nothing passes")
+        raise SystemExit(f"{strategy}: no strength passes the trial submissions")
 
     def passes(self, attacker: Attack, number: int) -> bool:
         _, finding, figures = self.judged(attacker, number)

@@ -68,7 +68,7 @@ async def main(arguments: argparse.Namespace) -> None:
             deadline_s = time.monotonic() + START_S
             while len(times(out / "metrics.jsonl")) < WARM_STEPS:
                 if run.poll() is not None or time.monotonic() > deadline_s:
-                    raise RuntimeError(f"the run made no {WARM_STEPS} steps in {START_S:g} s: see {out}/logs")
+                    raise RuntimeError(f"the run made fewer than {WARM_STEPS} steps in {START_S:g} s: see {out}/logs")
                 await asyncio.sleep(0.2)
             folder = out / "coordinator"
             invite = await asyncio.to_thread(create_invite, folder, "worker", "insider", None, 1.0)

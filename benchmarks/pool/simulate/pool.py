@@ -102,7 +102,7 @@ class Pool:
         self._hand_out()
         while len(self.ended_s) < self.setting.steps:
             if not self.events:
-                raise RuntimeError(f"the pool stands still at step {self.step} with version {self.newest}")
+                raise RuntimeError(f"no event is left at step {self.step} with version {self.newest}")
             self.now_s, _, happen = heapq.heappop(self.events)
             happen()
         return self._result()

@@ -38,7 +38,7 @@ def main() -> None:
     lines = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
     for line in lines:
         if tokenizer(line["prompt"])["input_ids"] != line["tokens"]:
-            raise SystemExit(f"TRL would read other tokens than Shoal for task {line['task']}")
+            raise SystemExit(f"TRL's tokens differ from Shoal's for task {line['task']}")
     model = AutoModelForCausalLM.from_pretrained(
         job["model"],
         dtype=getattr(torch, settings.pop("weights")),
