@@ -22,7 +22,7 @@ class Run:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, *overrides: str, out: Path | None = None, ranks: int = 1) -> None:
-        """`ranks` above 1: under torchrun."""
+        """Start the meeting or a site; under torchrun if `ranks` is above 1."""
         command = [sys.executable, "-m"]
         if ranks > 1:
             command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
@@ -56,18 +56,18 @@ class Run:
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
 
-    def until(self, true: Callable[[], bool], what: str) -> None:
+    def until(self, condition: Callable[[], bool], what: str) -> None:
         deadline_s = time.monotonic() + LIMIT_S
-        while not true():
+        while not condition():
             assert time.monotonic() < deadline_s, f"waited for {what}: {self.log('meet')[-2000:]}"
             time.sleep(0.1)
 
-    def until_round(self, true: Callable[[dict[str, Any]], bool], what: str, since: int = 0) -> None:
-        """Wait for a round, from `since` on, for which this is true."""
-        self.until(lambda: any(true(each) for each in self.rounds()[since:]), f"a round {what}")
+    def until_round(self, condition: Callable[[dict[str, Any]], bool], what: str, since: int = 0) -> None:
+        """Wait for a round, from `since` on, that meets the condition."""
+        self.until(lambda: any(condition(each) for each in self.rounds()[since:]), f"a round {what}")
 
     def until_together(self, *names: str) -> None:
-        """Wait for another round in which the offers of all these count."""
+        """Wait for another round in which the offers of all these sites count."""
         since = len(self.rounds())
         self.until_round(lambda each: set(names) <= set(each["kept"]), f"of {', '.join(names)}", since)
 

@@ -162,7 +162,7 @@ def test_an_unread_answer_counts_as_a_request_in_progress(tmp_path, monkeypatch)
             unread.sendall(f"GET /v1/state/0/0 HTTP/1.1\r\n{head}\r\n".encode())
             unread.recv(1)
             answer = httpx.get(url, auth=SignedAuth(site.remote.node.identity, RUN))
-            assert answer.status_code == 429 and "1 requests by this node are in progress" in answer.text
+            assert answer.status_code == 429 and "1 requests from this node are in progress" in answer.text
         site.remote.take()  # retries until the other request has ended
 
 

@@ -102,7 +102,7 @@ def test_error_feedback_keeps_the_sum_of_decoded_vectors_exact(kind):
         arrived += feedback.encode(values.__getitem__, kind).get(slice(0, 2000)).double()
         without += decode(encode(values, kind), kind, 2000).double()
     assert (exact - arrived - feedback.left.double()).abs().max() < 1e-8  # the difference is the stored rounding error
-    assert (exact - arrived).abs().max() < 1e-3  # which stays as small as one rounding
+    assert (exact - arrived).abs().max() < 1e-3  # this error stays as small as that of one rounding
     assert (exact - arrived).norm() < 0.5 * (exact - without).norm()
 
 
@@ -158,7 +158,7 @@ def test_every_parameter_is_restored_and_the_order_of_names_does_not_matter():
     [
         ({"a": 1.0, "b": 1.2, "c": 30.0}, [], {"c"}),
         ({"a": 1.0, "b": float("nan")}, [], {"b"}),
-        ({"a": 1.0, "b": 30.0}, [], set()),  # with two, it is unknown which is wrong
+        ({"a": 1.0, "b": 30.0}, [], set()),  # with two sites, it is unknown which is wrong
         ({"a": 1.0, "b": 30.0}, [1.0, 1.1], {"b"}),
         ({"a": 1.0, "b": 1e-9, "c": 1e-9}, [1.0], set()),  # two tiny norms do not make an honest one an outlier
         ({"a": float("inf")}, [], {"a"}),

@@ -265,7 +265,7 @@ def test_an_incomplete_line_of_the_record_is_dropped(tmp_path):
 
 DIFFERS: list[tuple[dict[str, str], str]] = [
     (ABOUT | {"model": "xyz"}, "b has another model: xyz, and the run has abc; give every site the same model"),
-    # the error does not tell which data the run has
+    # The error names the model first, and does not reveal the run's data.
     (ABOUT | {"model": "xyz", "data": "other"}, "b has another model"),
     (ABOUT | {"tokenizer": "t"}, "another tokenizer: t, and the run has none"),
     ({"model": "abc"}, "another sites.inner_steps: none"),
@@ -322,7 +322,7 @@ def test_the_work_of_a_round_is_dealt_once_and_all_sites_get_the_same_answer(tmp
         each.connect(meeting)
     (d,) = joined(meeting, "d")
     assert d.link.deal(0) == c.link.deal(0) == ["a", "b", "c"]  # d joined too late for this round
-    with pytest.raises(RoundClosedError, match="the work of round 0 was shared before d came"):
+    with pytest.raises(RoundClosedError, match="the work of round 0 was dealt before d joined"):
         d.offer()
     a.offer()
     b.offer()
@@ -375,7 +375,7 @@ def test_the_sites_figures_are_in_the_log_and_in_the_record(tmp_path):
     a.link.offer(0, *a.site.offer(a.tensors), Figures(loss=2.5, computed_s=9.0, synced_s=1.0))
     b.offer()
     line = summary(meeting.outcomes[0], 100)
-    assert "round 1 of 100: a loss 2.5, 90 % computing, 0 % waiting for data, 10 % for sites; b " in line
+    assert "round 1 of 100: a loss 2.5, 90 % computing, 0 % waiting for data, 10 % waiting for sites; b " in line
     [line] = (tmp_path / "rounds.jsonl").read_text().splitlines()
     assert json.loads(line)["figures"]["a"]["loss"] == 2.5
 

@@ -61,7 +61,7 @@ def test_a_site_without_a_valid_invite_is_refused(tmp_path):
         forged = host.invite("site-x").model_copy(update={"signed": other.signed})
         remote = Remote(host.invite("site-x"), tmp_path / "x", host.terms, patience_s=5.0)
         remote.invite = forged
-        with pytest.raises(MeetingError, match="the invite is not one of this meeting"):
+        with pytest.raises(MeetingError, match="the invite was not made by this meeting"):
             remote.join(greeting)
         with pytest.raises(MeetingError, match="only sites that joined with an invite"):
             remote.offer(0, "0" * 64, b"", Figures())
@@ -81,7 +81,7 @@ def test_an_invite_of_another_meeting_or_role_is_refused(tmp_path):
         with pytest.raises(NodeError, match="it is signed by"):
             Remote(other, tmp_path / "a", host.terms, patience_s=0.3).join(Greeting(about=ABOUT, placed=True))
     fields = {"url": "http://c:1", "run": RUN, "name": "w-0", "expires_s": 2_000_000_000}
-    with pytest.raises(MeetingError, match="this is not an invite for a site: `shoal pool meet` writes them"):
+    with pytest.raises(MeetingError, match="this is not an invite for a site: `shoal pool meet` writes site invites"):
         Remote(make_invite(Identity.generate(), role="worker", **fields), tmp_path, terms(), patience_s=1.0)  # type: ignore[arg-type]
 
 
@@ -159,7 +159,7 @@ def test_a_state_that_takes_longer_than_a_round_is_an_error(tmp_path):
             return piece(round, at_bytes)
 
         a.remote._piece = late  # type: ignore[method-assign]
-        with pytest.raises(MeetingError, match="3 times a round ended before the state had come"):
+        with pytest.raises(MeetingError, match="3 times a round ended before the state was downloaded"):
             a.remote.state("test")
         assert host.meeting.round == 3
 

@@ -1,4 +1,4 @@
-"""Decoding gives the bits of a prefill, whatever else is in the batch, for any number of threads and in any process."""
+"""Decoding gives the same bits as a prefill, in any batch, with any number of threads and in any process."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The self-test passes where results do not depend on shapes, and names what differs where they do."""
+"""The self-test passes if results do not depend on shapes; otherwise it names the shapes that differ."""
 
 import shutil
 import threading
@@ -52,7 +52,7 @@ def test_the_cached_result_is_valid_for_the_same_model_environment_and_library_o
     elsewhere = load_model(shutil.copytree(tiny_folder, tmp_path / "elsewhere"), "float32", "cpu", "exact")
     assert selftest.passes(model, "float32", "cpu")
     monkeypatch.setattr(selftest, "disagreements", lambda *_: ["measured again"])
-    assert selftest.passes(model, "float32", "cpu"), "from disk"
+    assert selftest.passes(model, "float32", "cpu"), "the result is read from disk"
     assert selftest.passes(elsewhere, "float32", "cpu"), "each role loads the model from a folder of its own"
     elsewhere.config.num_attention_heads += 1
     assert not selftest.passes(elsewhere, "float32", "cpu"), "another model"
@@ -71,7 +71,7 @@ def test_a_fingerprint_changes_with_dtype_order_and_library(
     before = fingerprint(model)
     assert before == fingerprint(load_model(tiny_folder, "float32", "cpu", "exact"))
     assert before != fingerprint(load_model(tiny_folder, "bfloat16", "cpu", "exact")), "another dtype"
-    assert before != fingerprint(load_model(tiny_folder, "float32", "cpu", "fast")), "another order"
+    assert before != fingerprint(load_model(tiny_folder, "float32", "cpu", "fast")), "another order of sums"
     depend_on_shape(monkeypatch)
     assert before != fingerprint(model), "a changed library"
 

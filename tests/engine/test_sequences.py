@@ -205,13 +205,11 @@ LONG, SHORT, BRIEF = (
 LESS = replace(SHORT, max_tokens=SHORT.max_tokens - 2)
 
 
+# arrivals: (step, model, request) of each completion; positions: the cache's size. 300 positions hold two long or six short
+# rows.
 @pytest.mark.parametrize(
-    (
-        "arrivals",
-        "positions",
-        "steps",
-    ),  # arrivals: (step, model, request); positions: those that the cache has room for
-    [  # of 300 positions, two long rows fit, or six short ones
+    ("arrivals", "positions", "steps"),
+    [
         ([(0, 0, LONG), (0, 0, SHORT), *[(4, 0, SHORT)] * 5], 300, 34),
         ([(0, 0, SHORT), *[(0, 0, BRIEF)] * 5, (4, 0, LONG)], 300, 30),
         ([(0, 0, LONG), (0, 0, SHORT), *[(4, 1, SHORT)] * 2], 300, 34),

@@ -1,4 +1,4 @@
-"""Completions of one and of several turns, against plain forward passes and loops without a cache."""
+"""Completions of one and of several turns equal those of plain forward passes and of loops without a cache."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -47,7 +47,7 @@ def answered(
 
 
 class FakeCoordinator:
-    """Fail `away` times, then answer from `answers` (path -> JSON text or response). All requests are kept."""
+    """Fails `away` times, then answers from `answers` (by path: JSON text or a response). Keeps all requests."""
 
     def __init__(self, away: int = 0, **descriptor: Any) -> None:
         self.away = away

@@ -28,9 +28,13 @@ URL = "http://h:1"
 def test_requests_are_repeated_while_the_coordinator_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     coordinator, stop = FakeCoordinator(away=6), NoPauses()
     assert join(coordinator, tmp_path, stop=stop).name == "w-0"
-    assert len({request.headers["signature"] for request in coordinator.requests}) == 7, "or it would be a replay"
-    assert stop.pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0]), "longer and longer, up to two seconds"
-    assert caplog.messages == ["waiting up to 5 s for the coordinator at http://c:1: ConnectError: refused"], "once"
+    assert len({request.headers["signature"] for request in coordinator.requests}) == 7, (
+        "a repeated signature would be a replay"
+    )
+    assert stop.pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0]), "pauses double, up to two seconds"
+    assert caplog.messages == ["waiting up to 5 s for the coordinator at http://c:1: ConnectError: refused"], (
+        "one warning"
+    )
 
 
 def test_a_large_body_is_sent_completely_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +107,7 @@ def test_a_refusal_without_a_reason_is_reported_with_its_status(tmp_path: Path, 
 
 
 def test_an_answer_that_the_coordinator_did_not_sign_is_ignored(tmp_path: Path) -> None:
-    """A proxy without its coordinator, or somebody in between, can neither stop a node nor be believed."""
+    """A proxy whose coordinator is down, or an attacker in between, can neither stop a node nor deceive it."""
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path, patience_s=0.2, stop=NoPauses())
     for signer, word in ((None, "not signed"), (OTHER, "signed by")):
@@ -117,7 +121,7 @@ def test_an_answer_that_the_coordinator_did_not_sign_is_ignored(tmp_path: Path) 
 
 @pytest.mark.parametrize("change", ["body", "status", "another request"])
 def test_an_answer_that_somebody_in_between_changed_is_ignored(tmp_path: Path, change: str) -> None:
-    """An answer of the coordinator to another request, such as another worker's task or step's batch, is ignored, too."""
+    """The coordinator's answer to another request, such as another worker's task, is ignored too."""
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path, patience_s=0.2, stop=NoPauses())
     requests: list[httpx.Request] = []
@@ -139,8 +143,8 @@ def test_an_answer_that_somebody_in_between_changed_is_ignored(tmp_path: Path, c
 
 
 @pytest.mark.parametrize("status", [429, 425, 503])
-def test_a_request_that_was_told_to_wait_is_signed_again_and_repeated(tmp_path: Path, status: int) -> None:
-    """429: too many requests; 425: a new coordinator suspects a replay; 503: another one takes over."""
+def test_a_request_with_a_temporary_refusal_is_signed_again_and_repeated(tmp_path: Path, status: int) -> None:
+    """429: too many requests. 425: a restarted coordinator suspects a replay. 503: a service it needs does not answer."""
     coordinator, stop = FakeCoordinator(), NoPauses()
     node = join(coordinator, tmp_path, stop=stop)
     coordinator.answers["/v1/steps"] = '{"ok": true}'
@@ -216,19 +220,19 @@ def test_a_compressed_answer_is_refused(tmp_path: Path) -> None:
     node = join(coordinator, tmp_path)
     packed = httpx.ByteStream(gzip.compress(bytes(1 << 20)))
     coordinator.answers["/v1/tasks/a"] = httpx.Response(200, stream=packed, headers={"content-encoding": "gzip"})
-    with pytest.raises(NodeError, match="GET /v1/tasks/a at the coordinator http://c:1: it answers in gzip"):
+    with pytest.raises(NodeError, match="GET /v1/tasks/a at the coordinator http://c:1: its answer is compressed"):
         node.get_bytes("/v1/tasks/a", max_bytes=1 << 21)
     assert coordinator.requests[-1].headers["accept-encoding"] == "identity"
 
 
-def watch(transport: httpx.MockTransport) -> None:
+def assert_unreachable(transport: httpx.MockTransport) -> None:
     with pytest.raises(UnreachableError):
         PoolWatch(URL, httpx.Client(transport=transport)).look()
 
 
 def test_a_reader_of_open_routes_neither_reads_without_end_nor_decompresses() -> None:
     flood, packed = Endless(), Endless()
-    watch(httpx.MockTransport(lambda request: httpx.Response(200, stream=flood)))
+    assert_unreachable(httpx.MockTransport(lambda request: httpx.Response(200, stream=flood)))
     assert flood.sent <= 20 << 20
     accepted: list[str] = []
 
@@ -236,7 +240,7 @@ def test_a_reader_of_open_routes_neither_reads_without_end_nor_decompresses() ->
         accepted.append(request.headers["accept-encoding"])
         return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=packed)
 
-    watch(httpx.MockTransport(bomb))
+    assert_unreachable(httpx.MockTransport(bomb))
     assert set(accepted) == {"identity"} and not packed.sent
 
 

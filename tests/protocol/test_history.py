@@ -1,4 +1,4 @@
-"""Looking at a run from outside: its address, its state, its history by cursor."""
+"""Reading a run from outside: its address, its state, its history by cursor, and its offer."""
 
 from collections.abc import Callable
 from hashlib import sha256
@@ -53,7 +53,7 @@ def test_an_update_fetches_the_state_and_only_new_history() -> None:
 
 
 def test_a_request_answered_with_429_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator bounds the bytes per address; a long run's history, or a large pool's state, may be more."""
+    """The coordinator limits the bytes per address. A long run's history or a large pool's state may exceed the limit."""
     paths: list[str] = []
     monkeypatch.setattr(history, "time", SimpleNamespace(monotonic=lambda: float(len(paths)), sleep=lambda _: None))
 
@@ -84,7 +84,7 @@ def test_a_coordinator_that_does_not_answer_is_named() -> None:
     ids=["404", "html", "json", "redirect"],
 )
 def test_another_server_is_not_taken_for_a_coordinator(answer: httpx.Response) -> None:
-    with pytest.raises(UnreachableError, match=f"what answers at {URL} is not a Shoal coordinator"):
+    with pytest.raises(UnreachableError, match=f"the server at {URL} is not a Shoal coordinator"):
         watching(lambda request: answer).look()
 
 
@@ -152,7 +152,7 @@ def signed(request: httpx.Request, body: bytes, signer: Identity = OWNER) -> htt
 
 
 def offered(*, signer: Identity = OWNER, trusted: str = "", **changed: Any) -> RunOffer:
-    """Return what `find_run` returns for an offer. `signer` signs the answer."""
+    """Return the offer that `find_run` reads. `signer` signs the answer."""
 
     def coordinator(request: httpx.Request) -> httpx.Response:
         assert str(request.url) == f"{URL}/v1/offer"
@@ -168,8 +168,11 @@ def test_an_offer_is_believed_with_its_coordinators_signature() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"protocol": VERSION + 1}, f"speaks protocol {VERSION + 1}, this machine {VERSION}: install its version"),
-        ({"requirements": {"places": 8, "magic": 1}}, "is no offer of this version"),
+        (
+            {"protocol": VERSION + 1},
+            f"speaks protocol {VERSION + 1}, but this machine speaks {VERSION}: install its version",
+        ),
+        ({"requirements": {"places": 8, "magic": 1}}, "is not an offer of this version"),
         ({"signer": OTHER}, "cannot be trusted: "),
         ({"signer": OTHER, "key": OTHER.public, "trusted": OWNER.public}, "cannot be trusted: "),
     ],
@@ -189,20 +192,23 @@ def test_a_changed_or_replayed_offer_is_refused() -> None:
 
     with pytest.raises(ShoalError, match="its body is not the one that was signed"):
         find_run(URL, client(changing))
-    with pytest.raises(ShoalError, match="not over this answer to this request"):
+    with pytest.raises(ShoalError, match="does not cover this answer to this request"):
         find_run(URL, client(lambda request: httpx.Response(200, headers=kept[0].headers, content=kept[0].content)))
 
 
 @pytest.mark.parametrize(
     ("response", "words"),
     [
-        (httpx.Response(404, text="nothing"), "answers 404: no Shoal coordinator"),
-        (httpx.Response(200, stream=httpx.ByteStream(b"x"), headers={"content-encoding": "gzip"}), "answers in gzip"),
+        (httpx.Response(404, text="nothing"), "answers 404: it is not a Shoal coordinator"),
+        (
+            httpx.Response(200, stream=httpx.ByteStream(b"x"), headers={"content-encoding": "gzip"}),
+            "answer is compressed",
+        ),
         (httpx.Response(200, content=bytes(101)), "more than 100 bytes; tell its operator"),
-        (httpx.Response(200, content=b"{}"), "is no offer"),
+        (httpx.Response(200, content=b"{}"), "is not an offer"),
     ],
 )
-def test_any_other_answer_is_no_offer(response: httpx.Response, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_answer_is_refused(response: httpx.Response, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "OFFER_BYTES", 100)
     with pytest.raises(ShoalError, match=words):
         find_run(URL, client(lambda request: response))
@@ -222,8 +228,8 @@ def test_only_an_open_invite_of_the_run_itself_is_taken() -> None:
     assert open_invite(offer(invite=own.encode())) == own
     for made, key, words in (
         (None, OWNER, "takes only workers with an invite"),
-        (foreign, OWNER, "is of another run"),
-        (foreign, OTHER, "did not found the run"),
+        (foreign, OWNER, "is for another run"),
+        (foreign, OTHER, "does not belong to the coordinator in the invite"),
         (foreign.model_copy(update={"key": OWNER.public}), OWNER, "not signed by this coordinator"),
         (make_invite(OWNER, **fields), OWNER, "for one node only"),
     ):

@@ -42,7 +42,9 @@ def test_a_signature_is_valid_only_for_its_key_message_and_domain() -> None:
 def test_signed_bytes_begin_with_the_domain() -> None:
     plain = ALICE.private_key.sign(b"shoal/ledger\nfour legs good").hex()
     assert ALICE.sign(MESSAGE, domain="ledger") == plain
-    assert ALICE.public == "3b6a27bcceb6a42d62a3a8d02a6f0d73653215771de243a63ac048a18b59da29", "of the zero seed"
+    assert ALICE.public == "3b6a27bcceb6a42d62a3a8d02a6f0d73653215771de243a63ac048a18b59da29", (
+        "the known key of the zero seed"
+    )
 
 
 @pytest.mark.parametrize("domain", ["", "a\nb", "Ledger", "x" * 65])

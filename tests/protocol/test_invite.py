@@ -81,7 +81,7 @@ def changed() -> str:
         (invite(OTHER).signed.model_dump_json(), "not signed by this coordinator"),
         (changed(), "not signed by this coordinator"),
         (payload_of("run"), "not signed by this coordinator"),
-        (invite(run="run-1").signed.model_dump_json(), "run-1, this is run-0"),
+        (invite(run="run-1").signed.model_dump_json(), "run-1, but this is run run-0"),
         *((nonsense, "the invite is") for nonsense in ("", "null", "{}", "[]", "\x00", '{"payload": 1}')),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_payload_of_another_signer_purpose_run_or_form_is_refused(text: str, w
 
 
 @pytest.mark.parametrize("name", ["", "-x", "Upper", "a b", "x" * 41, "a/b", "a\x1b[2J"])
-def test_a_name_must_be_harmless(name: str) -> None:
+def test_an_invalid_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="name"):
         invite(name=name)
 
@@ -108,7 +108,7 @@ def test_an_invite_is_read_from_a_file_that_only_its_owner_may_read(tmp_path: Pa
 
 
 @pytest.mark.parametrize("url", ["c:1", "ftp://c:1", "http://c:1/x", ""])
-def test_an_invite_needs_a_url_that_a_node_can_reach(url: str) -> None:
+def test_an_invite_with_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(AddressError, match="write http://HOST:PORT"):
         invite(url=url)
     with pytest.raises(InviteError, match="damaged"):
@@ -126,14 +126,14 @@ def test_an_invites_role_and_expiry_are_checked() -> None:
 
 
 def test_two_pools_with_the_same_name_are_two_runs() -> None:
-    """Otherwise a request, a file or a seed of one would be valid in the other."""
+    """Otherwise a request, a file or a seed of one pool would be valid in the other."""
     ids = [run_id("sums", identity.public) for identity in (COORDINATOR, OTHER)]
     assert ids[0] != ids[1] and all(id.startswith("sums-") for id in ids)
-    assert run_id(ids[0], COORDINATOR.public) == ids[0], "a restart keeps it"
+    assert run_id(ids[0], COORDINATOR.public) == ids[0], "a restart keeps the id"
 
 
-def test_an_invite_into_a_run_that_another_coordinator_founded_is_refused() -> None:
-    """A coordinator that reused another run's id would get signatures from its own members that are valid in that run."""
+def test_an_invite_to_a_run_of_another_coordinator_is_refused() -> None:
+    """If a coordinator could use another run's id, its members' signatures would be valid in that run too."""
     invite(COORDINATOR, RUN).check("worker", None)
-    with pytest.raises(InviteError, match="did not found"):
+    with pytest.raises(InviteError, match="does not belong to the coordinator in the invite"):
         invite(OTHER, RUN).check("worker", None)

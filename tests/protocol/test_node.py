@@ -83,7 +83,7 @@ def test_a_descriptor_of_another_run_or_protocol_is_refused(
 def test_if_an_older_coordinator_cannot_read_the_registration_the_error_names_both_versions(tmp_path: Path) -> None:
     coordinator = FakeCoordinator(protocol=VERSION - 1)
     coordinator.answers["/v1/register"] = httpx.Response(400, json={"error": "protocol: extra inputs"})
-    with pytest.raises(NodeError, match=f"speaks protocol {VERSION - 1}, this node {VERSION}"):
+    with pytest.raises(NodeError, match=f"speaks protocol {VERSION - 1}, but this node speaks {VERSION}"):
         join(coordinator, tmp_path)
 
 
@@ -148,7 +148,7 @@ def test_heartbeats_are_sent_in_the_background_and_continue_after_refusals(
     time.sleep(0.05)
     after = len(coordinator.beats())
     time.sleep(0.1)
-    assert len(coordinator.beats()) == after, "it ends with its block"
+    assert len(coordinator.beats()) == after, "heartbeats end with the block"
     assert not any(beat.wants_task for beat in coordinator.beats()), "only the worker's loop asks for tasks"
 
 

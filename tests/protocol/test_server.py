@@ -102,8 +102,8 @@ def test_a_member_over_its_rate_waits_and_nobody_else_does() -> None:
 def test_a_member_has_a_bounded_number_of_requests_in_progress() -> None:
     pace = Pace(Clock())
     held = [pace.in_progress("ann") for _ in range(AT_ONCE)]
-    for one in held:
-        one.__enter__()
+    for request in held:
+        request.__enter__()
     with pytest.raises(Refusal) as caught, pace.in_progress("ann"):
         pass
     assert caught.value.status == 429
@@ -137,11 +137,11 @@ def test_unread_answers_are_bounded_per_reader_and_for_all_strangers_together() 
         for number in range(STRANGERS_UNREAD // size_bytes):
             held.enter_context(unread.answer(f"192.0.2.{number}", size_bytes, member=False))
         for reader in ("192.0.2.0", "198.51.100.1"):
-            with pytest.raises(Refusal, match="not received"), unread.answer(reader, size_bytes, member=False):
+            with pytest.raises(Refusal, match="not been received"), unread.answer(reader, size_bytes, member=False):
                 pass
         held.enter_context(unread.answer("198.51.100.1", LARGE_BYTES, member=False))
         held.enter_context(unread.answer("ann", 64 << 20, member=True))
-        with pytest.raises(Refusal, match="not received"), unread.answer("ann", size_bytes, member=True):
+        with pytest.raises(Refusal, match="not been received"), unread.answer("ann", size_bytes, member=True):
             pass
     with unread.answer("192.0.2.0", size_bytes, member=False):
         pass
@@ -166,7 +166,7 @@ def test_large_and_rare_requests_have_lower_limits() -> None:
     with contextlib.ExitStack() as held:
         for _ in range(LARGE_AT_ONCE):
             held.enter_context(pace.in_progress("ann", large=True))
-        with pytest.raises(Refusal, match="2 large requests by this node"), pace.in_progress("ann", large=True):
+        with pytest.raises(Refusal, match="2 large requests from this node"), pace.in_progress("ann", large=True):
             pass
         with pace.in_progress("ann"), pace.in_progress("bob", large=True):
             pass

@@ -1,4 +1,4 @@
-"""Hidden states for these tests: a real model's, random heavy-tailed ones, and ones with known, tie-free peaks."""
+"""Hidden states for these tests: from a real model, random with heavy tails, and with known peaks without ties."""
 
 import struct
 from collections import Counter

@@ -73,7 +73,7 @@ def test_magnitudes_are_those_of_a_full_sort(values: int, top_k: int, distinct: 
 
 @pytest.mark.parametrize("values", [1000, 18432, 131072, 131075])
 def test_rows_do_not_influence_each_other(values: int) -> None:
-    """5 · 131072 values are more than one slab."""
+    """Five rows of 131072 values take more than one slab."""
     bits_BX = torch.randint(0, 300, (5, values), generator=torch.Generator().manual_seed(values), dtype=torch.int16)
     alone = torch.cat([largest(bits_BX[row : row + 1], 128) for row in range(5)])
     assert torch.equal(largest(bits_BX, 128).sort().values, alone.sort().values)

@@ -1,4 +1,4 @@
-"""Anything that is not a proof is refused with a ProofError that says where it is."""
+"""Anything that is not a proof is refused with a ProofError that names its sequence and position."""
 
 import struct
 

@@ -20,7 +20,7 @@ EOS, USER, GROUP_SIZE, MAX_TOKENS = 1, 2, 4, 40  # USER: a special token, but no
 
 
 def config(**sections: Any) -> Config:
-    """Two groups of four completions of at most 40 tokens, so a full proof chunk and a short one."""
+    """Return a config with two groups of four completions of at most 40 tokens: a full proof chunk and a short one."""
     base: dict[str, Any] = {
         "tasks": {"length_targets": [8, 16, 32]},
         "sampling": {"max_tokens": MAX_TOKENS, "group_size": GROUP_SIZE},
@@ -40,7 +40,7 @@ class ValidatorsNode(FakeNode):
     """The part of a `Node` that validators use."""
 
     identity: Identity = VALIDATOR
-    files: dict[str, bytes] = field(default_factory=dict)  # submission -> what was uploaded
+    files: dict[str, bytes] = field(default_factory=dict)  # uploaded file by submission
     owner: str | None = None
 
     def get(self, path: str, answer: type[ContentOwner]) -> ContentOwner:
@@ -51,7 +51,7 @@ class ValidatorsNode(FakeNode):
 
 
 def make_validator(folder: Path, settings: Config, dtype: DtypeName = "float32", version: int = 2) -> Validator:
-    """A validator that has loaded the weights in `folder` as `version`."""
+    """Return a validator that has loaded the weights in `folder` as `version`."""
     validator = Validator(ValidatorsNode(policy_version=version), settings, folder, "", dtype)  # type: ignore[arg-type]
     validator.folder = folder
     validator.judge.load(folder)

@@ -20,7 +20,7 @@ from .support import ASSIGNMENT, config, make_producer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-NOT_MADE = "rejected; the checks after this one were not made"
+NOT_RUN = "rejected; the checks after this one did not run"
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +53,12 @@ def test_honest_work_is_accepted_with_a_line_for_each_check(verify, worker: Prod
     assert (status, lines[-1]) == (ACCEPTED, "accepted")
     results = answers(lines)
     assert {check.__name__: results.pop(check.__name__) for check in ALL} == {check.__name__: "yes" for check in ALL}
-    same = set(results) == {
-        check.__name__ for check in EXACT
-    }  # compared bit for bit as well; a difference is not a fault
+    # The file is also compared bit for bit; a difference is not a fault.
+    same = set(results) == {check.__name__ for check in EXACT}
     assert lines[-2] == (EQUAL if same else UNEQUAL)
     for check in [*ALL, *EXACT]:
-        assert any((check.__doc__ or "?").splitlines()[0] in line for line in lines), "in words"
-    assert any("margin_max" in line and "mismatch_frac" in line for line in lines), "with what was measured"
+        assert any((check.__doc__ or "?").splitlines()[0] in line for line in lines), "each question is printed"
+    assert any("margin_max" in line and "mismatch_frac" in line for line in lines), "the measured figures are printed"
 
 
 def test_a_lie_found_by_a_cheap_check_is_named_without_a_prefill(
@@ -67,20 +66,20 @@ def test_a_lie_found_by_a_cheap_check_is_named_without_a_prefill(
 ) -> None:  # type: ignore[no-untyped-def]
     lied = [replace(row, seed=row.seed + 1) for row in honest]
     status, lines = verify(signed(worker, ASSIGNMENT, lied))
-    assert status == REJECTED and lines[-1] == NOT_MADE
+    assert status == REJECTED and lines[-1] == NOT_RUN
     assert answers(lines) == {"context": "yes", "derived_tasks": "NO"}
 
 
 def test_a_lie_about_rewards_is_named_after_all_other_checks(verify, worker: Producer, honest: list[Rollout]) -> None:  # type: ignore[no-untyped-def]
     status, lines = verify(signed(worker, ASSIGNMENT, [replace(row, reward=row.reward + 1) for row in honest]))
-    assert (status, lines[-1]) == (REJECTED, NOT_MADE)
+    assert (status, lines[-1]) == (REJECTED, NOT_RUN)
     assert [name for name, answer in answers(lines).items() if answer == "NO"] == ["rewards"]
     assert any("reward: rollout 0 claims" in line for line in lines)
 
 
 def test_a_lie_about_the_weights_is_rejected(verify, tiny_folder: Path) -> None:  # type: ignore[no-untyped-def]
     status, lines = verify(make_producer(tiny_folder, config(), QuantizedWeights).submission(ASSIGNMENT))
-    assert (status, lines[-1]) == (REJECTED, NOT_MADE)
+    assert (status, lines[-1]) == (REJECTED, NOT_RUN)
     assert answers(lines)["proof"] == "NO" and len(answers(lines)) == len(FILE) + 1
 
 
@@ -101,7 +100,7 @@ def test_the_error_names_missing_weights_or_options(
 ) -> None:
     file = tmp_path / "file.parquet"
     file.write_bytes(worker.submission(ASSIGNMENT.model_copy(update={"policy_version": 7})))
-    assert main(["audit", str(file), "--run", str(run)]) == USAGE, "no rejection"
+    assert main(["audit", str(file), "--run", str(run)]) == USAGE, "missing weights are not a rejection"
     assert "no longer holds version 7" in capsys.readouterr().err
     assert main(["audit", str(file)]) == USAGE
     assert "--run DIR" in capsys.readouterr().err

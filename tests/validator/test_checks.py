@@ -225,7 +225,7 @@ def test_one_false_proof_among_honest_ones_is_rejected(
 
 
 def test_work_for_another_submission_number_is_rejected(worker: Producer, validator: Validator) -> None:
-    """The file is signed for the prompts of the assignment, or for those of the work."""
+    """The signed prompts are those of the assignment, or those of the work."""
     lucky = assignment(17)
     rows, prompts = produced(worker, lucky), [worker.prompt(plan) for plan in worker.plan(lucky)]
     for data in (signed(worker, ASSIGNMENT, rows), worker.sign(ASSIGNMENT, prompts, rows)):
@@ -293,8 +293,8 @@ def test_a_token_near_the_margin_passes_every_check(rules: Rules, case: Case, to
         ([1.5] * 2, 300, False),
         ([1.5] * 3, 300, True),
         ([FAR + 0.1], 300, True),
-        ([1.5] * 2, 50, False),  # else two honest outliers would fail a small submission by their mean
-        ([0.9] * 5, 50, True),  # by the mean
+        ([1.5] * 2, 50, False),  # outliers do not count in the mean; two would fail a small submission
+        ([0.9] * 5, 50, True),  # the mean is too high
     ],
     ids=["two", "three", "one far away", "two of few", "many near"],
 )
@@ -312,10 +312,10 @@ def test_only_a_few_near_outliers_pass(
     ("token", "logprob", "margin", "rejects"),
     [
         (EOS, -0.5, 5.0, False),  # likely
-        (EOS, -9.0, 0.0, False),  # yielded
-        (EOS, -9.0, 0.7, False),  # within numerical error of being yielded
+        (EOS, -9.0, 0.0, False),  # yielded by its seed
+        (EOS, -9.0, 0.7, False),  # yielded within numerical error
         (EOS, -9.0, 5.0, True),
-        (EOS, -2.4, 5.0, True),  # of probability 0.09
+        (EOS, -2.4, 5.0, True),  # probability 0.09
         (20, -9.0, 5.0, False),  # not an end token
     ],
 )
@@ -397,12 +397,12 @@ def test_only_a_workers_own_earlier_rollouts_are_a_replay(
     ("changed", "words"),
     [
         ({"number": 1}, "made for task 1"),
-        ({"step": 4}, "its header names"),
-        ({"policy_version": 1}, "its header names"),
-        ({"policy_digest": "e" * 64}, "its header names"),
-        ({"step": 4, "policy_version": 3}, "its header names"),
-        ({"nonce": "e" * 32}, "its header names"),
-        ({"groups": ASSIGNMENT.groups + 1}, "its header names"),
+        ({"step": 4}, "its header has another"),
+        ({"policy_version": 1}, "its header has another"),
+        ({"policy_digest": "e" * 64}, "its header has another"),
+        ({"step": 4, "policy_version": 3}, "its header has another"),
+        ({"nonce": "e" * 32}, "its header has another"),
+        ({"groups": ASSIGNMENT.groups + 1}, "its header has another"),
         ({"run": "other-0"}, "other-0"),
     ],
 )
@@ -422,7 +422,7 @@ def test_a_file_signed_for_other_prompts_is_rejected(
     prompts = [worker.prompt(plan) for plan in worker.plan(ASSIGNMENT)]
     for other in (prompts[::-1], prompts[:1], [[*prompts[0], 5], prompts[1]], []):
         verdict = judged(validator, ASSIGNMENT, worker.sign(ASSIGNMENT, other, honest))
-        assert verdict.reason is Reason.CONTEXT and "other prompts" in verdict.detail
+        assert verdict.reason is Reason.CONTEXT and "the signed prompts are not" in verdict.detail
     assert judged(validator, ASSIGNMENT, worker.sign(ASSIGNMENT, prompts, honest)).reason is None
 
 
@@ -430,7 +430,7 @@ def test_a_file_signed_for_other_prompts_is_rejected(
 def test_a_file_signed_by_another_is_rejected_as_signature(
     worker: Producer, validator: Validator, honest: list[Rollout], honestly: bool
 ) -> None:
-    """Bob signs, and names himself or Alice as the signer. If that passed, she could be slashed for his file."""
+    """Bob signs, and names himself or Alice as the signer. If that passed, Alice could be slashed for his file."""
     theirs = judged(validator, assignment(worker=BOB), signed(worker, ASSIGNMENT, honest), worker=BOB)
     assert theirs.reason is Reason.SIGNATURE
 

@@ -62,7 +62,7 @@ def validator(one_thread: None, tiny_folder: Path) -> Iterator[Validator]:
 
 
 def judged(validator: Validator, worker: Producer, rows: list[Rollout], fingerprint: str = ONE) -> Verdict:
-    """The verdict on the rows of a worker that reports this fingerprint."""
+    """Return the verdict on the rows of a worker that reports this fingerprint."""
     given: Claim = claim(ASSIGNMENT).model_copy(update={"fingerprint": fingerprint})
     validator.node.files[ASSIGNMENT.id] = signed(worker, ASSIGNMENT, rows)  # type: ignore[attr-defined]
     return validator.check([given])[0][0]
@@ -114,7 +114,7 @@ def test_a_validator_reloads_its_weights_for_inexact_work_only_rarely(
     assert loads == [1000.0, 1000.0 + 60.0 / RELOAD_SHARE + 1.0]
     lie = replace(rows[3], logprobs=[logprob - 9.0 for logprob in rows[3].logprobs])
     assert judged(validator, worker, [*rows[:3], lie, *rows[4:]]).reason is Reason.LOGPROBS
-    assert len(loads) == 3, "for a lie always"
+    assert len(loads) == 3, "a lie always causes a reload"
 
 
 @pytest.fixture
@@ -178,8 +178,8 @@ def flip_(model: Any, bit: int) -> None:
         words[0, 0] ^= 1 << bit
 
 
-def test_a_faked_fingerprint_is_inexact_and_not_slashed(validator: Validator, tiny_folder: Path) -> None:
-    """A machine of another kind claims the validator's class. (Here weights, not sums, are rounded differently.)"""
+def test_work_with_a_faked_fingerprint_is_inexact_and_not_slashed(validator: Validator, tiny_folder: Path) -> None:
+    """A machine of another kind claims the validator's class. Scaled weights simulate its different rounding."""
     other = exact_producer(tiny_folder)
     with torch.no_grad():
         other.engine.model.base_model.layers[0].mlp.down_proj.weight.mul_(1 + 2**-20)  # type: ignore[attr-defined]

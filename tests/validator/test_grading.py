@@ -85,8 +85,8 @@ def test_programs_that_a_worker_wrote_are_detected_before_they_reach_their_limit
     rows = [*map(made_up, honest[:4]), *honest[4:]]
     verdict, accepted = checked(validator, claim(full=False), signed(worker, ASSIGNMENT, rows))
     assert verdict.reason in HARD and accepted is None
-    assert verdict.reason not in (Reason.REWARD, Reason.ENVIRONMENT), "by the prefill"
-    assert sizes == [2, 8, 8], "the last one with reloaded weights"
+    assert verdict.reason not in (Reason.REWARD, Reason.ENVIRONMENT), "the prefill finds the lie"
+    assert sizes == [2, 8, 8], "the last prefill is with reloaded weights"
 
 
 def test_programs_that_end_in_time_cost_no_prefill(
@@ -120,15 +120,13 @@ def test_slow_programs_of_the_runs_own_model_are_blamed_on_nobody(
 ) -> None:
     """A group not graded in time is accepted and paid, but enters no batch and does not count as an observation."""
     slow_model(validator.judge, monkeypatch, {1})
-    claimed = [
-        replace(row, reward=1.0) if row.group == 1 else row for row in honest
-    ]  # the worker had time to grade them
+    claimed = [replace(row, reward=1.0) if row.group == 1 else row for row in honest]  # the worker had time to grade
     for full in (True, False):
         verdict, accepted = checked(validator, claim(full=full), signed(worker, ASSIGNMENT, claimed))
         assert verdict.reason is None and accepted is not None
         first, second = verdict.groups
         assert first.outcomes.grader_error == 0 and second.outcomes.grader_error == 4
-        assert "time that the claim leaves" in second.error and verdict.spent is None
+        assert "validator's time limit" in second.error and verdict.spent is None
     monkeypatch.undo()
     verdict, _ = checked(validator, claim(), signed(worker, ASSIGNMENT, honest))
     assert verdict.spent is not None, "otherwise it is an observation"
@@ -155,7 +153,7 @@ def test_one_slow_submission_takes_no_time_from_the_others(
     assert shares == [2.0] * 3
     shares.clear()
     judge.examine([case, case], cheaply=[True, True])
-    assert shares == [0.75, 0.75, 3.0, 3.0], "before a prefill at most a quarter of it"
+    assert shares == [0.75, 0.75, 3.0, 3.0], "before a prefill, at most a quarter of the share"
 
 
 class Ticking:
@@ -179,7 +177,8 @@ def test_before_a_prefill_grading_may_take_as_long_as_the_prefill(
         return prefill(cases)
 
     monkeypatch.setattr(judge, "prefill", slow)
-    takes_s = iter([0.5, 1.5, 0.0, 39.0, 41.0, 0.0])  # in time; late, so again after the prefill; the same once more
+    # Twice: in time; too late; again, after the prefill.
+    takes_s = iter([0.5, 1.5, 0.0, 39.0, 41.0, 0.0])
 
     def grade(case: Case) -> Case:
         clock.now_s += next(takes_s)
@@ -192,8 +191,8 @@ def test_before_a_prefill_grading_may_take_as_long_as_the_prefill(
         assert examined.finding is None
         return examined.case.prefill is not None
 
-    assert [whole(), whole()] == [False, True], "a second before the first whole prefill"
-    assert [whole(), whole()] == [False, True], "then as long as the last prefill"
+    assert [whole(), whole()] == [False, True], "at most a second before the first whole prefill"
+    assert [whole(), whole()] == [False, True], "then at most as long as the last prefill"
 
 
 @pytest.mark.usefixtures("echo")

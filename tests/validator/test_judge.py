@@ -48,7 +48,7 @@ def opened(judge: Judge, files: list[bytes]) -> list[Case]:
 
 
 def reasons(examined: list[Examined]) -> list[Reason | None]:
-    return [one.finding and one.finding.reason for one in examined]
+    return [result.finding and result.finding.reason for result in examined]
 
 
 def test_submissions_judged_together_get_the_results_of_each_alone(judge: Judge, files: list[bytes]) -> None:
@@ -73,7 +73,7 @@ def test_a_spot_checked_case_has_no_prefill_and_keeps_the_workers_logprobs(
 ) -> None:
     examined = judge.examine(opened(judge, files), cheaply=[True, True, False, True])
     assert reasons(examined) == [None, Reason.PROOF, None, Reason.REWARD], "two rollouts show quantised weights"
-    cases = [one.case for one in examined]
+    cases = [result.case for result in examined]
     assert [case.prefill is None for case in cases] == [True, False, False, True]
     claimed = [row.logprobs for row in cases[0].rows]
     accepted = read_accepted(judge.accepted_file(cases[0], VALIDATOR), max_rows=8, max_tokens=4096)
@@ -100,7 +100,7 @@ def test_a_case_with_an_impossible_logprob_is_prefilled_whole(
 def test_hand_written_answers_fail_the_spot_check(
     judge: Judge, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have null proofs, or proofs copied from another rollout, for tokens that no model generated."""
+    """No model generated their tokens. Their proofs are null, or copied from another rollout."""
     written = [replace(row, tokens=[5, 1], logprobs=[-1.0, -1.0], proofs=[bytes(PROOF_BYTES)]) for row in honest]
     assert reasons(
         judge.examine([case_of(judge, ASSIGNMENT, signed(worker, ASSIGNMENT, written))], cheaply=[True])
@@ -110,7 +110,7 @@ def test_hand_written_answers_fail_the_spot_check(
     monkeypatch.setattr(judge, "prefill", lambda cases: sizes.extend(len(c.rows) for c in cases) or prefill(cases))
     copied = [replace(row, proofs=honest[0].proofs[:1]) for row in written]
     results = reasons(judge.examine([case_of(judge, ASSIGNMENT, signed(worker, ASSIGNMENT, copied))], cheaply=[True]))
-    assert results == [Reason.PROOF] and sizes == [2, 8], "a spot check first, and a whole one before it counts"
+    assert results == [Reason.PROOF] and sizes == [2, 8], "a spot check, then a whole prefill"
 
 
 def test_a_spot_check_prefills_two_rollouts_drawn_after_the_upload(
@@ -156,7 +156,7 @@ def test_lies_found_by_cheap_checks_are_rejected_without_a_prefill(
     judge: Judge, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(cases: list[Case]) -> list[Case]:
-        assert not cases, "a forward for what the file itself shows"
+        assert not cases, "the file itself shows these lies"
         return []
 
     monkeypatch.setattr(judge, "prefill", fail)

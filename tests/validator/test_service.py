@@ -71,7 +71,7 @@ def test_a_file_that_inflates_is_unreadable_and_decoded_neither_here_nor_in_the_
     for fault, data in files.items():
         verdict, accepted = checked(modelless, claim(), data)
         assert verdict.reason is Reason.UNREADABLE and "column proofs" in verdict.detail and accepted is None, fault
-    assert modelless.judge.quarantine.child is child is not None, "no file killed it"
+    assert modelless.judge.quarantine.child is child is not None, "no file killed the child"
 
 
 def test_an_honest_file_is_decoded_in_the_child_alone(
@@ -214,7 +214,7 @@ def test_the_newest_version_is_loaded_before_the_first_claim(
     assert loaded == [(3, None)]
     node.policy_version = 1
     validator.preload()
-    assert loaded == [(3, None)], "no other one before a claim needs it"
+    assert loaded == [(3, None)], "no other version before a claim needs one"
 
 
 def test_each_of_several_claims_gets_its_own_verdict(tiny_folder: Path, worker: Producer, tiny_folders: Any) -> None:

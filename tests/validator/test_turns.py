@@ -51,7 +51,10 @@ def turned(honest: list[Rollout]) -> int:
 def verdict_on(
     validator: Validator, worker: Producer, honest: list[Rollout], number: int, *, full: bool = True, **changed: Any
 ) -> Verdict:
-    """Use `full=False` if a prefill of the changed row would be rejected for its proofs first."""
+    """Return the verdict on these rows, one of them changed.
+
+    Use `full=False` if a prefill of the changed row would be rejected for its proofs first.
+    """
     validator.judge.choose = lambda of, k: [n for n in of if n != number][:k]  # a spot check of other rows
     rows = [replace(row, **changed) if n == number else row for n, row in enumerate(honest)]
     return checked(validator, claim(full=full), signed(worker, ASSIGNMENT, rows))[0]
@@ -112,7 +115,7 @@ def test_the_reward_is_for_the_last_turn_and_the_models_tokens(worker: Producer,
         assert row.reward == pytest.approx(grade.score - 0.0003 * abs(plan.target_length - length), abs=1e-6)
 
 
-def test_graders_read_the_last_turn_alone(
+def test_graders_read_only_the_last_turn(
     worker: Producer, validator: Validator, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The random model answers no task, so a grader of the whole conversation would give the same rewards here."""
@@ -151,7 +154,7 @@ def shifted(row: Rollout, by: int) -> dict[str, Any]:
 
 
 def handed_over(row: Rollout) -> dict[str, Any]:
-    """Attribute all between the first and the last turn to the environment, so that it needs no proof."""
+    """Attribute all tokens between the first and the last turn to the environment, so that they need no proof."""
     (_, first), *_, (start, end) = model_spans(row.turns, len(row.tokens))
     return claims(row, first + end - start, turns=[row.turns[0], sum(row.turns[1:])])
 
@@ -196,12 +199,12 @@ def test_another_division_of_the_tokens_is_rejected(
 
 # --- hostile ---------------------------------------------------------------------------------------------------------
 
-MOST = 2**31 - 1
+INT32_MAX = 2**31 - 1
 
 
 @pytest.mark.parametrize(
     "turns",
-    [[3], [0, 1], [-1, 2], [MOST, MOST], [1, MAX_TOKENS], [1] * (MAX_TOKENS + 1)],
+    [[3], [0, 1], [-1, 2], [INT32_MAX, INT32_MAX], [1, MAX_TOKENS], [1] * (MAX_TOKENS + 1)],
 )
 def test_turns_that_do_not_fit_are_unreadable(
     worker: Producer, validator: Validator, honest: list[Rollout], turned: int, turns: list[int]
@@ -221,7 +224,7 @@ def test_more_turns_than_the_run_allows_are_rejected(
     assert verdict.reason is Reason.BOUNDS and f"rollout {number}: {MAX_TURNS + 1} turns" in verdict.detail
 
 
-@pytest.mark.parametrize("turns", [[3], [-1, 2], [MOST, MOST]])
+@pytest.mark.parametrize("turns", [[3], [-1, 2], [INT32_MAX, INT32_MAX]])
 def test_an_audit_refuses_turns_that_do_not_fit(worker: Producer, honest: list[Rollout], turns: list[int]) -> None:
     data = signed(worker, ASSIGNMENT, [replace(row, turns=turns) for row in honest])
     with pytest.raises(RolloutFileError, match="do not fit"):
@@ -245,7 +248,7 @@ def test_turns_in_a_run_of_single_turns_are_rejected(talkative_folder: Path, hon
     assert verdict.reason is Reason.BOUNDS
 
 
-# --- checks of the model's tokens alone ------------------------------------------------------------------------------
+# --- checks that read only the model's tokens ------------------------------------------------------------------------
 
 
 def test_ends_are_checked_turn_by_turn(
@@ -277,7 +280,7 @@ def test_the_environment_gets_the_rollouts_seed(worker: Producer, honest: list[R
     assert ALICE.public == worker.identity.public
 
 
-# --- an environment of one's own -------------------------------------------------------------------------------------
+# --- a custom environment --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "reason"), [(Producer, None), (CHEATS["forged_tool"], Reason.UNREPEATABLE)])

@@ -1,5 +1,6 @@
-"""Programs that run between turns. A forged answer is rejected for a hard reason, an answer in which honest machines may
-differ for a soft one.
+"""Programs that run between turns.
+
+A forged answer is rejected for a hard reason. An answer in which honest machines may differ is rejected for a soft reason.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ ENDLESS = "while True: pass"
 
 
 class Scripted(Python):
-    """The Python tool, but it runs the test's programs: the random model writes none, so its text only selects one."""
+    """The Python tool with the test's programs. The random model writes no program; the length of its text selects one."""
 
     programs = (SUM,)
     slow = False  # on a machine that is too slow for the time limit
@@ -60,7 +61,7 @@ LIMITS = {"cpu_s": 1.0}
 
 
 class Pair:
-    """A worker and a validator with a tool each."""
+    """A worker and a validator, each with its own tool."""
 
     def __init__(self, folder: Path, *programs: str, kind: type[Producer] = Producer) -> None:
         self.worker = make_producer(folder, settings(), kind)
@@ -91,8 +92,8 @@ def pair(talkative_folder: Path) -> Iterator[Any]:
         return made[-1]
 
     yield make
-    for one in made:
-        for tools in one.tools:
+    for each in made:
+        for tools in each.tools:
             close(tools)
 
 
@@ -128,7 +129,7 @@ def test_a_program_that_reaches_its_time_limit_everywhere_is_accepted(pair: Any)
     assert any("error: time limit" in both.worker.tokenizer.decode(row.tokens) for row in both.rows)
 
 
-def test_what_a_program_prints_holds_no_control_tokens(pair: Any) -> None:
+def test_the_output_of_a_program_contains_no_control_tokens(pair: Any) -> None:
     both = pair(CONTROL)
     assert both.verdict().reason is None
     for row in both.rows:

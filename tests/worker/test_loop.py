@@ -222,7 +222,7 @@ def test_the_next_task_is_requested_during_an_upload_whose_file_is_announced(
     monkeypatch.setattr("shoal.worker.loop.SHORT_S", 0.01)
     node = SlowUploads([running(task(0)), running(task(1)), running(waiting_for="more"), FINISHED])
     assert work(node, at_version_0(tiny_folder)) == "finished"
-    assert list(node.uploads) == [task(0).upload_path, task(1).upload_path], "one at a time, in order"
+    assert list(node.uploads) == [task(0).upload_path, task(1).upload_path], "one upload at a time, in order"
     assert node.announced[:3] == [None, task(0).id, task(1).id]
 
 
@@ -253,10 +253,10 @@ class Paced(Producer):
 
 
 class Pool(ScriptedNode):
-    """Assigns `tasks` tasks, and records which ones the worker says it is working on."""
+    """Assigns `tasks` tasks, and records the tasks that the worker says it is working on."""
 
     def __init__(self, tasks: int, when: dict[int, Callable[[], None]]) -> None:
-        """`when`: calls by the number of the request, from 1."""
+        """`when`: functions to call, by the number of the request, from 1."""
         super().__init__([])
         self.tasks, self.when = tasks, when
         self.worked_on: list[list[str]] = []

@@ -46,7 +46,7 @@ def test_the_same_assignment_gives_the_same_rows_twice(tiny_folder: Path) -> Non
     assert read(files[0]).rows == read(files[1]).rows, "a worker that restarts has no second draw"
 
 
-def test_proofs_are_of_the_tokens_hidden_states(tiny_folder: Path) -> None:
+def test_proofs_commit_to_the_hidden_states_of_the_tokens(tiny_folder: Path) -> None:
     producer = make_producer(tiny_folder, CONFIG)
     plans = producer.plan(assignment())
     groups = producer.engine.generate(

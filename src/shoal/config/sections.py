@@ -191,11 +191,12 @@ class EvidenceSection(Section):
     the bounds on honest work."""
 
     rates: tuple[float, float, float, float] = RATES
-    """Honest frequencies of tokens that score below the token their seed selects by more than 0, 1/8, 1/2 and 1 times
-    validator.sampling_margin, per token that numerics could change (measured by `shoal calibrate`)."""
+    """Upper bounds on the rates at which an honest worker's tokens score below the token that their seed yields, by more
+    than 0, 1/8, 1/2 and 1 times validator.sampling_margin. Rates are per token that numerics could change (measured by
+    `shoal calibrate`)."""
     regenerated: NonNegativeInt = 0
-    """Number of rollouts per submission that a validator generates again, to see whether the worker chose by reward. Only
-    rollouts with a token that its seed does not select are drawn."""
+    """Number of rollouts per submission that the validator generates again, to test whether the worker chose tokens by
+    reward. It draws them from the rollouts with a token other than the one that its seed yields."""
     proof_exponent_mean: PositiveFloat | None = None
     """Honest mean of the figure that validator.proof_exponent_mean limits; none: 2/3 of the limit (measured by `shoal
     calibrate`)."""

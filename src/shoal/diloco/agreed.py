@@ -67,7 +67,7 @@ def digest(values: Tensor) -> str:
 
 
 class StateError(ShoalError):
-    """A file does not hold the state of this run."""
+    """A file does not contain this run's state."""
 
 
 class Agreed:
@@ -99,7 +99,7 @@ class Agreed:
         for name in ("parameters", "velocity"):
             vector = tensors.get(f"agreed.{name}")
             if vector is None or vector.dtype != torch.float32 or tuple(vector.shape) != (shapes.size,):
-                raise StateError(f"it does not hold the {name}, {shapes.size} numbers")
+                raise StateError(f"it has no {name} of {shapes.size} numbers")
             result.append(vector)
         return cls(*result)
 

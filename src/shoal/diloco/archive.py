@@ -1,10 +1,10 @@
 """The folder of a meeting: the agreed state before each round, the averages, the record, and `meeting.json`.
 
-    state-000007.safetensors      parameters and velocity before round 7       rounding-…   the error feedback before it
-    average-000006.safetensors    the result of round 6                        rounds.jsonl one line per round, for people
+    state-000007.safetensors      parameters and velocity before round 7       rounding-…   error feedback before that round
+    average-000006.safetensors    the result of round 6                        rounds.jsonl one line per round, to read
 
 Invariant: files are written atomically. `meeting.json` is written last and holds the SHA-256 of each file and of itself, so
-it names only complete rounds, and a damaged file raises StateError. The newest KEPT rounds are kept.
+it names only complete rounds, and a damaged file raises StateError. Only the newest KEPT rounds stay.
 """
 
 import json
@@ -34,7 +34,7 @@ class Archive:
         self.sums: dict[str, str] = {}  # SHA-256 of the rounds' files, by name
 
     def load(self) -> dict[str, Any] | None:
-        """Return what `save` wrote; None in a new folder. Raise StateError."""
+        """Return the fields that `save` wrote; None in a new folder. Raise StateError."""
         path = self.folder / "meeting.json"
         if not path.exists():
             return None
@@ -62,14 +62,14 @@ class Archive:
             file.write(json.dumps(figures) + "\n")
 
     def average(self, round: int) -> bytes:
-        """Return what `write_average` wrote. Raise StateError."""
+        """Return the bytes that `write_average` wrote. Raise StateError."""
         return self._checked("average", round).read_bytes()
 
     def write_average(self, round: int, data: bytes) -> None:
         self._write("average", round, [data])
 
     def state(self, round: int, shapes: Shapes) -> tuple[Agreed, ErrorFeedback]:
-        """Return what `write_state` wrote. Raise StateError."""
+        """Return the state and the error feedback that `write_state` wrote. Raise StateError."""
         agreed = Agreed.take(load_file(self._checked("state", round)), shapes)
         return agreed, ErrorFeedback(load_file(self._checked("rounding", round))["left"])
 

@@ -1,4 +1,4 @@
-"""Encode vectors with 64 to 4 bits per number, with error feedback for what rounding loses.
+"""Encode vectors with 64 to 4 bits per number, and compensate rounding errors by error feedback.
 
     fp64, fp32, fp16, bf16   the number in that format, to nearest even; fp16 is clamped to ±65,504
     int8                     per block of 1,024 numbers a float32 scale s = max|x| / 127, and round(x / s)
@@ -108,7 +108,7 @@ class Encoded:
         return (_blocks(whole.float(), BLOCK[self.kind]) * scale_B[:, None]).flatten()[:count]
 
     def norm(self) -> float:
-        """Return the Euclidean norm; not finite if any number is not."""
+        """Return the Euclidean norm. It is not finite if any number is not finite."""
         return math.sqrt(sum(float(self.get(part).double().square().sum()) for part in parts(self.length)))
 
 
@@ -118,7 +118,7 @@ def max_size_bytes(kind: Kind, length: int) -> int:
 
 
 class ErrorFeedback:
-    """Encode a sender's vectors, adding the rounding error of earlier ones to each."""
+    """Encode a sender's vectors. Add the rounding error of earlier vectors to each."""
 
     def __init__(self, left: Tensor) -> None:
         self.left = left  # float32; zeros at first

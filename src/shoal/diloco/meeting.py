@@ -1,9 +1,9 @@
 """The meeting of all sites: its members, the open round, and the agreed state. The caller provides network and clock.
 
-A round is open until every expected site has offered, or, if a quorum has, until `wait_s` after the first offer. Then
-the offers that are not outliers (`refused`) are averaged, the average is rounded once, and its bytes are the round's
-result: every site and the meeting decode the same bytes and make the same step. Rounds stop waiting for a missing site
-until it comes back.
+A round is open until every expected site has sent an offer. With a quorum of offers, it also closes once `wait_s` have
+passed since the first offer. Then the offers that are not outliers (`refused`) are averaged, and the average is rounded
+once. Its bytes are the round's result: every site and the meeting decode the same bytes and make the same step. Rounds stop
+waiting for a missing site until it comes back.
 
 Invariant: answers survive a kill at any moment. A round's files are written before `meeting.json` names the next round, and
 a restarted meeting continues with the round named there; only the open round's offers are lost, and sites send them again.
@@ -68,8 +68,8 @@ class Meeting:
     ) -> None:
         """Open the meeting in `folder`, or create it with the state that `first` returns.
 
-        Raise MeetingError if the folder is another run's. `publish` is called with the open round and the agreed state
-        before it: at the start, and after each round.
+        Raise MeetingError if the folder belongs to another run. `publish` is called at the start and after each round,
+        with the open round and the agreed state before it.
         """
         self.folder, self.terms, self.about, self.run, self.clock = folder, terms, dict(about), run, clock
         self.round, self.publish, self.archive, self.members = 0, publish, Archive(folder), SiteMembers()
@@ -152,7 +152,7 @@ class Meeting:
         if digest != self.agreed.digest:
             raise RoundClosedError(f"the parameters of {name} differ from the others' before round {round}")
         if self.dealt and name not in self.dealt:
-            raise RoundClosedError(f"the work of round {round} was shared before {name} came")
+            raise RoundClosedError(f"the work of round {round} was dealt before {name} joined")
         if name in self.offers:
             return  # keep the first one: decoding more would delay the others
         try:
@@ -166,10 +166,10 @@ class Meeting:
             self.first_offer_s = self.clock()
 
     def outcome(self, name: str, round: int) -> RoundOutcome | None:
-        """Return how the round ended; None while it is open."""
+        """Return the round's outcome; None while the round is open."""
         if round == self.round and not self.over:
             if name not in self.offers:
-                raise ForgottenError(f"no offer of {name} for round {round} is here: offer it again")
+                raise ForgottenError(f"{name} has no offer in round {round}: offer it again")
             return None
         if round not in self.outcomes:
             raise RoundClosedError(f"the outcome of round {round} is not kept; round {self.round} is open")
@@ -193,7 +193,7 @@ class Meeting:
         return sorted((present.keys() & self.dealt if self.dealt else expected) - self.offers.keys())
 
     def due(self) -> bool:
-        """Whether the open round can close now."""
+        """Return whether the open round can close now."""
         if self.over or len(self.offers) < self.terms.quorum or self.first_offer_s is None:
             return False
         waited_s = self.clock() - self.first_offer_s
@@ -237,13 +237,13 @@ class Meeting:
 
     def _average(self, kept: list[str]) -> Encoded:
         weights = [self.terms.weight(self.round, name, self.dealt) for name in kept]
-        divisor = math.gcd(*weights) or 1  # so that equal weights become 1 and change no bit
+        divisor = math.gcd(*weights) or 1  # makes equal weights 1, so that multiplying by them changes no bit
         weighted = [(weight // divisor, self.offers[name].change) for weight, name in zip(weights, kept, strict=True)]
         total_weight = sum(weights) // divisor or 1
 
         def mean(part: slice) -> Tensor:
             total = torch.zeros(part.stop - part.start, dtype=torch.float64)
-            for weight, change in weighted:  # in the order of names, so that the bits do not depend on who came first
+            for weight, change in weighted:  # in the order of names, so that the bits do not depend on arrival order
                 total += weight * change.get(part).double()
             return total / total_weight
 
@@ -253,7 +253,9 @@ class Meeting:
         for name, why in outcome.left_out.items():
             log.warning("%s is left out of round %d: %s", name, outcome.round, why)
         for name in outcome.missing:
-            log.warning("%s is missing in round %d: later rounds do not wait until it is back", name, outcome.round)
+            log.warning(
+                "%s is missing in round %d: later rounds do not wait for it until it is back", name, outcome.round
+            )
             self.members[name].expected = False
         for name in {*outcome.missing, *outcome.dealt} - self.offers.keys():
             self.members.fail(name, outcome.round)
@@ -315,10 +317,10 @@ class SiteMember:
 
 
 class SiteMembers:
-    """The sites, and which share of the data each reads.
+    """The sites, and the share of the data that each site reads.
 
-    Rounds wait ever more rarely for a site that fails: after n consecutive rounds that waited in vain, the next one to
-    wait is the 2^(n−1)-th from then. One offer in time resets n.
+    Rounds wait ever more rarely for a site that fails: after n consecutive rounds that waited for it in vain, the next
+    round that waits is the 2^(n−1)-th after them. One offer in time resets n.
     Invariant: a share is given once. If a site loses its place, the rest of its share is lost, and counted as lost.
     """
 
@@ -333,7 +335,7 @@ class SiteMembers:
         return self.named[name]
 
     def join(self, name: str, greeting: Greeting, round: int) -> SiteMember:
-        """Add a site, or take one back, while `round` is open. The next round waits for it."""
+        """Add or readmit a site while `round` is open. Later rounds wait for it."""
         member = self.named.setdefault(name, SiteMember())
         self.expect(name, round)
         if not greeting.placed and member.share is not None:
@@ -345,7 +347,7 @@ class SiteMembers:
         """Wait for this site from the round after `round` on, or later if it failed recently."""
         member = self[name]
         if not member.expected:
-            log.info("%s is here in round %d", name, round)
+            log.info("%s is present from round %d on", name, round)
             member.expected, member.since = True, max(member.since, round + (round > 0))
 
     def fail(self, name: str, round: int) -> None:
@@ -355,9 +357,9 @@ class SiteMembers:
         member.since = max(member.since, round + min(2 ** min(member.failed - 1, 32), LONGEST_PAUSE))
 
     def sharing(self, round: int, quorum: int) -> list[str]:
-        """Return the sites that can share a round's work, sorted, without recently failed ones if the others suffice.
+        """Return the sites that can share a round's work, sorted; empty if there are too few.
 
-        Empty: too few sites.
+        Sites that failed recently are left out if the others suffice.
         """
         here = self.expected()
         steady = sorted(name for name, each in here.items() if each.failed < 2 or each.since <= round)
@@ -389,11 +391,11 @@ class SiteMembers:
 
 # --- outliers ----------------------------------------------------------------------------------------------------------
 
-MIN_NORMS = 3  # offers needed for a median of one round: with fewer, one site could set it
+MIN_NORMS = 3  # offers needed to use the median of one round: with fewer, one site could determine it
 
 
 def refused(norms: Mapping[str, float], past: Sequence[float], factor: float, parameters: float) -> dict[str, str]:
-    """Return the sites to leave out, and why. `past`: norms of recently averaged offers.
+    """Return the sites to leave out, each with the reason. `past`: norms of recently averaged offers.
 
     `parameters`: the parameters' norm when the round opened; used if there is no median.
     """

@@ -1,7 +1,7 @@
-"""Messages between sites and the meeting: the terms, what must be equal at all sites, and the site invites.
+"""Messages between sites and the meeting: the terms, the facts that must be equal at all sites, and the site invites.
 
 Invariant: every field is bounded. Vectors are transferred separately, encoded by `codec`. Two sites with equal `about`
-compute the same thing from the same data. Sites believe only what the meeting signed; its key is in the invite.
+compute the same thing from the same data. Sites accept only signed answers of the meeting, whose key is in the invite.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ class Terms:
     wait_s: float = 60.0  # from a round's first offer until it closes without the missing sites
     quorum: int = 1  # minimum number of offers to close a round
     sites: int = 1  # number of sites that the first round waits for
-    outlier: float = 10.0  # norms above this many times the usual one are left out
+    outlier: float = 10.0  # an offer is left out if its norm is more than this many times the usual norm
     items: Callable[[int], int] | None = None  # number of work items that a round deals; None: equal work
 
     def weight(self, round: int, name: str, dealt: Sequence[str]) -> int:
@@ -58,8 +58,9 @@ class SiteMessage(BaseModel):
 class Greeting(SiteMessage):
     """A site joins or rejoins."""
 
-    about: dict[Annotated[str, Field(max_length=64)], Words] = Field(max_length=64)  # what must be equal at all sites
-    placed: bool  # it knows where it was in the data
+    # Facts that must be equal at all sites.
+    about: dict[Annotated[str, Field(max_length=64)], Words] = Field(max_length=64)
+    placed: bool  # whether it knows its place in the data
 
 
 class Welcome(SiteMessage):
@@ -67,7 +68,7 @@ class Welcome(SiteMessage):
 
 
 class Figures(SiteMessage):
-    """A site's report about itself, sent with an offer, informational only.
+    """A site's report about itself, sent with an offer. It is informational only.
 
     Seconds and bytes are totals since the site started. The site keeps updating one object; its fields are checked when
     the meeting receives them.
@@ -84,7 +85,7 @@ class Figures(SiteMessage):
 
 
 class RoundOutcome(SiteMessage):
-    """How a round ended. Its average is fetched separately; if `kept` is empty, there is none."""
+    """How a round ended. The average is fetched separately; if `kept` is empty, there is no average."""
 
     round: int
     kept: list[str]
@@ -151,7 +152,7 @@ def about_model(folder: Path) -> dict[str, str]:
 
 
 def compare(name: str, about: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    """Raise MeetingError, naming the difference, if a site trains something other than the run does.
+    """Raise MeetingError, naming the difference, if a site has another model, data or setting than the run.
 
     Data is compared last, because another difference can make it differ too.
     """
@@ -203,4 +204,6 @@ def name_of(invite: Invite) -> str:
     try:
         return SiteInvite.model_validate_json(invite.signed.open(invite.key, domain=DOMAIN)).name
     except (IdentityError, ValidationError) as error:
-        raise MeetingError("this is not an invite for a site: `shoal pool meet` writes them to its folder") from error
+        raise MeetingError(
+            "this is not an invite for a site: `shoal pool meet` writes site invites to its folder"
+        ) from error

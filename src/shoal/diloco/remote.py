@@ -72,7 +72,7 @@ class Remote:
             self.node.post("/v1/leave", None, Ok)
 
     def offer(self, round: int, digest: str, data: bytes, figures: Figures) -> None:
-        """Send this site's pseudo-gradient; `digest`: of the parameters it starts from. Raise RoundClosedError."""
+        """Send this site's pseudo-gradient. `digest`: of the parameters before the round. Raise RoundClosedError."""
         with _meeting_errors():
             self.node.put(f"/v1/rounds/{round}/{digest}?figures={quote(figures.model_dump_json())}", data, Ok)
 
@@ -99,12 +99,12 @@ class Remote:
                 raise MeetingError(f"the state of round {descriptor.round} is not the one that the meeting signed")
             return descriptor.round, data
         raise MeetingError(
-            f"{STATE_TRIES} times a round ended before the state had come: this link is too slow for rounds this short; "
-            "raise sites.inner_steps"
+            f"{STATE_TRIES} times a round ended before the state was downloaded: this link is too slow for such short "
+            "rounds; raise sites.inner_steps"
         )
 
     def _download(self, descriptor: StateDescriptor) -> bytes:
-        """Download the file in signed pieces, each retried: a broken connection costs only one piece."""
+        """Download the file in signed pieces. Each is retried, so a broken connection costs only one piece."""
         pieces, at_bytes = [], 0
         while at_bytes < descriptor.size_bytes and (piece := self._piece(descriptor.round, at_bytes)):
             pieces.append(piece)

@@ -1,6 +1,6 @@
 """The meeting over HTTP: `shoal pool meet`. Every connection is made by a site, so sites open no port.
 
-    POST /v1/join                    an invite, and what must be equal at all sites
+    POST /v1/join                    an invite, and the facts that must be equal at all sites
     PUT  /v1/rounds/{round}/{digest} a site's pseudo-gradient, from the parameters with this digest
     GET  /v1/rounds/{round}          its outcome; long poll of up to POLL_S
     GET  /v1/rounds/{round}/average  the average that every site applies
@@ -171,7 +171,7 @@ class MeetingServer:
             holder = next((holder for holder, name in self.names.items() if name == invited.name), request.key)
             if holder != request.key or self.names.get(request.key, invited.name) != invited.name:
                 raise MeetingError(f"the invite of {invited.name} is used by another key: request one for this site")
-            request.head.spend(self.admission.nonces)  # only for valid invites: else strangers could fill the memory
+            request.head.spend(self.admission.nonces)  # only for valid invites, or strangers could fill the memory
             welcome = self.meeting.join(invited.name, join_request.greeting)
             if request.key not in self.names:
                 write_file(self.keys_path, json.dumps(self.names | {request.key: invited.name}).encode())
@@ -184,9 +184,11 @@ class MeetingServer:
         try:
             invited = SiteInvite.model_validate_json(invite.open(self.identity.public, domain=DOMAIN))
         except (IdentityError, ValidationError) as error:
-            raise MeetingError("the invite is not one of this meeting: copy it again from its folder") from error
+            raise MeetingError(
+                "the invite was not made by this meeting: copy it again from the meeting's folder"
+            ) from error
         if invited.run != self.meeting.run:
-            raise MeetingError(f"the invite is for run {invited.run}, this is {self.meeting.run}")
+            raise MeetingError(f"the invite is for run {invited.run}, but this is run {self.meeting.run}")
         return invited
 
     async def _offer(self, request: Request) -> Ok:
@@ -217,7 +219,7 @@ class MeetingServer:
     async def _state(self, request: Request) -> bytes:
         described, path = await self._alone(self.meeting.state)
         if described.round != int(request.match["round"]):
-            raise RoundClosedError(f"the state of round {described.round} is agreed now")
+            raise RoundClosedError(f"the agreed state is now that of round {described.round}")
         return await asyncio.to_thread(_piece, path, int(request.match["offset"]))
 
     async def _share(self, request: Request) -> Share:
@@ -233,7 +235,7 @@ class MeetingServer:
 
 
 async def serve(server: MeetingServer, host: str, port: int, listening: Path) -> tuple[web.AppRunner, int]:
-    """Start listening. Port 0 means the port used before a restart, or else a free one."""
+    """Start listening. Port 0 means the port used before a restart, or a free port if there was none."""
     last = listening.read_text() if port == 0 and listening.exists() else ""
     port = int(last) if last.isdecimal() else port
     try:
@@ -263,7 +265,7 @@ def _time_spent(figures: Figures) -> str:
         for what, seconds in (
             ("computing", figures.computed_s),
             ("waiting for data", figures.waited_s),
-            ("for sites", figures.synced_s),
+            ("waiting for sites", figures.synced_s),
         )
     ]
     return (f"loss {figures.loss:.4g}, " if figures.loss is not None else "") + ", ".join(shares)

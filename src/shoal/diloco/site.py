@@ -1,4 +1,4 @@
-"""One site's side of the outer steps: its copy of the agreed state, its offers, and applying the outcomes.
+"""One site's side of the outer steps: it keeps a copy of the agreed state, sends offers, and applies the outcomes.
 
     Site           the state: `offer` after the inner steps, `apply` the outcome, or `adopt` the meeting's state
     Participant    a site connected to the meeting: `enter` it, then `exchange` once per round
@@ -33,7 +33,7 @@ class SilenceError(ShoalError):
 class Site:
     def __init__(self, name: str, terms: Terms, agreed: Agreed, round: int = 0) -> None:
         self.name, self.terms, self.agreed, self.round = name, terms, agreed, round
-        self.offered = False  # an offer was made whose outcome is not applied yet
+        self.offered = False  # whether there is an offer whose outcome is not applied yet
         self.feedback = ErrorFeedback(torch.zeros(terms.shapes.size))
 
     def offer(self, tensors: Mapping[str, Tensor]) -> tuple[str, bytes]:
@@ -64,7 +64,7 @@ class Site:
         """Adopt the meeting's state before `round`."""
         self.agreed = Agreed.from_bytes(data, self.terms.shapes)
         self.terms.shapes.scatter_(tensors, self.agreed.parameters)
-        if self.offered:  # unknown whether it was counted
+        if self.offered:  # the meeting may or may not have counted the offer
             self.forget()
         self.offered, self.round = False, round
 
@@ -82,7 +82,7 @@ class Participant:
     ) -> tuple[int, int]:
         """Join or rejoin, and set `tensors` to the agreed state. `placed`: this site knows its place in the data.
 
-        Return the open round, and the last one that took this site's offer (-1: none). Raise MeetingError.
+        Return the open round, and the last round that took this site's offer (-1: none). Raise MeetingError.
         """
         accepted = self.link.join(Greeting(about=about, placed=placed)).accepted
         round, data = self.link.state(why[:400])
@@ -105,7 +105,7 @@ class Participant:
         self.spent.received_bytes += len(average)
         self.site.apply(tensors, outcome, average)
         if why := outcome.left_out.get(self.site.name):
-            log.warning("left out of round %d: %s; its moments are dropped", outcome.round, why)
+            log.warning("this site is left out of round %d: %s; its optimizer moments are dropped", outcome.round, why)
         return outcome
 
 

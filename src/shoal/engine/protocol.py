@@ -18,7 +18,7 @@ T = TypeVar("T")
 IDLE_S = 1.0
 
 # (group, number within the group, tokens so far, lengths of the turns before the last) -> tokens that an environment appends
-# to a completion whose last token ends a turn; None or empty: the completion ends. Must leave room for one more token.
+# to a completion whose last token ends a turn. None or empty: the completion ends. A reply must leave room for one token.
 Respond = Callable[[int, int, Sequence[int], Sequence[int]], Sequence[int] | None]
 Compute = Callable[[Callable[[], Any]], Any]  # runs a job, perhaps in another thread, and returns its result
 
@@ -116,7 +116,7 @@ class Draft:
 
 
 class Calls:
-    """Concurrent calls of `generate`: one of their threads advances the completions of all calls, the others wait.
+    """Concurrent calls of `generate`. One of their threads advances the completions of all calls, while the others wait.
 
     `changed` guards the engine's queue.
     """

@@ -42,7 +42,7 @@ def max_positions(prompt_tokens: int, max_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class PackedPrompts:
-    """How prompts are laid out in one packed row: the prefix that all share, once, then each one's rest. In tokens."""
+    """The layout of prompts in one packed row, in tokens: the prefix that all share, then the rest of each prompt."""
 
     root: int
     suffixes: list[int]
@@ -56,9 +56,9 @@ class PackedPrompts:
 class CachedRows(Cache):  # type: ignore[misc]
     """The live rows of one model and their KV cache: buffers of every block, [rows, key heads, positions, depth].
 
-    Row b's keys are at its own positions 0, 1, 2, ... in buffer row b, whatever the lengths of the others. What is stored
-    beyond them is finite, and attention gives it no weight. Buffers grow with the rows, shrink when half of them is unused,
-    and are freed with the last row.
+    Row b's keys are at its own positions 0, 1, 2, ... in buffer row b, whatever the lengths of the other rows. Numbers
+    stored beyond these positions are finite, and attention gives them no weight. Buffers grow with the rows, shrink when
+    half their space is unused, and are freed with the last row.
     """
 
     def __init__(self, model: Any) -> None:
@@ -103,7 +103,7 @@ class CachedRows(Cache):  # type: ignore[misc]
         self.line_N = line_Bk.flatten().to(self.model.device)
         padding = -len(at_B) % ROW_UNIT if self.exact else 0
         attention: dict[str, Any]
-        if self.exact:  # an unused mask, 4-D so that transformers builds none
+        if self.exact:  # the mask is not used; because it is 4-D, transformers does not build another
             attention = {"layout": Step(self.lengths_B), "attention_mask": tokens_B.new_empty(1, 1, 1, 1)}
         else:
             seen_BK = torch.arange(self.used) < self.lengths_B[:, None]

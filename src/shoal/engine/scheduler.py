@@ -1,14 +1,15 @@
-"""Continuous batching: decode the completions of any number of callers together; refill free places at once.
+"""Continuous batching: decode the completions of any number of callers together, and refill free places at once.
 
     step: drop cancelled completions -> schedule waiting ones within the limits -> prefill new prompts -> decode one token
 
 The completions of one model form a batch. A prompt is prefilled once for its completions: later ones start with a copy of a
-sibling's keys and values. The last live row moves into a finished one's place, so a batch shrinks without copying the other
-rows. Workers, evaluation and serving share this code: an engine has one scheduler; the server has one for all versions.
+sibling's keys and values. The last live row moves into a finished row's place, so a batch shrinks without copying the other
+rows. Workers, evaluation and serving share this code. An engine has one scheduler; the server has one for all versions.
 
 Invariants: at most `SchedulerLimits.rows` completions are decoded, and their KV cache stays within `cache_bytes` whatever
-their final lengths; a completion that exceeds it by itself is decoded alone. A completion receives its tokens in order.
-Not thread-safe. Left out: priorities, and preemption: memory for the full length is reserved when a completion is scheduled.
+their final lengths. A completion that exceeds `cache_bytes` by itself is decoded alone. A completion receives its tokens in
+order. Not thread-safe. Left out: priorities; preemption (memory for the full length is reserved when a completion is
+scheduled).
 """
 
 import math
@@ -80,7 +81,7 @@ class DecodeSequence(Protocol):
     def on_token(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
         """Receive the sampled token, its logprob at the sampling temperature, and its hidden state and logits.
 
-        Return the token to append: the sampled one or another; None: the completion ends here.
+        Return the token to append: the sampled token or another. Return None to end the completion here.
         """
         ...
 

@@ -34,7 +34,7 @@ class TorchEngine:
         limits: SchedulerLimits | None = None,
         compute: Compute = run_inline,
     ) -> None:
-        """`compute` runs a step; with `OneThread`, all steps run in one thread, whichever thread waits."""
+        """`compute` runs each step. With `OneThread`, all steps run in one thread, whichever thread calls `generate`."""
         self.dtype = dtype
         self.compute = compute
         self.device = device

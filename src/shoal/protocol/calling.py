@@ -1,9 +1,9 @@
 """Signed requests to one coordinator, retried until a deadline and cancelled soon after a stop.
 
 Invariants: an answer is believed only if the coordinator's key, which is in the invite, signed it for this very request
-(`signing`); otherwise the request is repeated. No answer takes more memory than its caller allows. Once `stop` is set, no
-request takes longer than STOP_S. A body that arrives more slowly than MIN_BPS is abandoned, and a compressed one is refused:
-a few bytes of it could expand without limit.
+(`signing`); otherwise the request is repeated. No answer takes more memory than its caller allows. Once `stop` is set, a
+request ends within STOP_S. A body that arrives more slowly than MIN_BPS is abandoned. A compressed body is refused, because
+a few bytes could expand without limit.
 `node` adds membership. SHARDCAST has a client of its own.
 """
 
@@ -26,15 +26,15 @@ from shoal.protocol.signing import UnsignedAnswerError, check_answer
 
 PATIENCE_S = 120.0  # how long a request is repeated while the coordinator is down or restarting
 MAX_PAUSE_S = 2.0  # the longest pause between two attempts; pauses double up to it
-STOP_S = 1.0  # what a request in progress may still take when this process is told to stop
-WAITING_SHARE = 0.2  # largest share of its time that a polling node waits for responses
+STOP_S = 1.0  # a request in progress may take this much longer after this process is told to stop
+WAITING_SHARE = 0.2  # a polling node spends at most this share of its time waiting for answers
 LOOK_S = 0.1  # the time between two checks of the stop event
 SEND_BYTES = 1 << 20  # bytes of a body that are passed to httpcore at once
 MESSAGE_BYTES = 16 << 20  # the largest message, unless the caller names another limit
-PLAIN = {"accept-encoding": "identity"}  # header of a request
+PLAIN = {"accept-encoding": "identity"}  # request header that asks for an uncompressed answer
 MIN_BPS, GRACE_S = 1024, 30.0  # minimum rate of a body, enforced after GRACE_S
 # HTTP statuses after which a request is repeated. 425: the request was signed before the coordinator started, so the
-# coordinator cannot know whether it was already served. 503: a service that it needs, such as a chain, does not answer.
+# coordinator cannot know whether it served it before. 503: a service that the coordinator needs (a chain) does not answer.
 BUSY = (425, 429, 503)
 
 M = TypeVar("M", bound=BaseModel)
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class NodeError(ShoalError):
-    """The coordinator refused, or did not answer in time. The message says which, and what to try."""
+    """The coordinator refused, or did not answer in time. The message says which of the two, and what to try."""
 
     def __init__(self, message: str, *, restart_helps: bool = True) -> None:
         super().__init__(message)
@@ -89,7 +89,7 @@ class Caller:
         self.client = client
         self.patience_s = patience_s
         self.stop = stop
-        self.answered_in_s = 0.0  # time to the newest answer to a `post`
+        self.answered_in_s = 0.0  # how long the newest answer to a `post` took
 
     def get(self, path: str, answer: type[M], *, max_bytes: int = MESSAGE_BYTES) -> M:
         return self._parse(answer, self._request("GET", path, max_bytes=max_bytes))
@@ -106,7 +106,7 @@ class Caller:
     def pause_s(self, min_s: float) -> float:
         """Return the pause before the next poll: at least `min_s`, and longer if the coordinator answers slowly.
 
-        So polls and heartbeats do not overload the coordinator.
+        This keeps polls and heartbeats from overloading the coordinator.
         """
         return max(min_s, self.answered_in_s * (1 - WAITING_SHARE) / WAITING_SHARE)
 
@@ -124,7 +124,10 @@ class Caller:
 
         server = f"the coordinator at {self.invite.url}"
         response = self.retry(
-            attempt, server, f"{method} {path}", "is it running and reachable, and nothing else at its address?"
+            attempt,
+            server,
+            f"{method} {path}",
+            "is it running and reachable, and does no other server use its address?",
         )
         if response.status_code >= 400:
             raise RefusedError(f"{method} {path}: {_reason(response)}", response.status_code)
@@ -175,7 +178,7 @@ class Caller:
                             f"stopped: the coordinator at {self.invite.url} did not answer {method} {path}"
                         ) from None
                 if not responding.is_set() and time.monotonic() > deadline_s:
-                    raise httpx.ReadTimeout(f"no answer to {method} {path} began in time") from None
+                    raise httpx.ReadTimeout(f"no headers of an answer to {method} {path} arrived in time") from None
 
     def _receive(
         self, method: str, path: str, content: bytes, max_bytes: int, responding: threading.Event
@@ -190,7 +193,7 @@ class Caller:
                 body = read_body(response, max_bytes)
             except BodyError as error:
                 raise NodeError(
-                    f"{method} {path} at the coordinator {self.invite.url}: {error}; ask its operator what it serves there",
+                    f"{method} {path} at the coordinator {self.invite.url}: {error}; ask its operator what runs there",
                     restart_helps=False,
                 ) from error
         headers, status, digest = response.request.headers, response.status_code, sha256(body).digest()
@@ -222,12 +225,12 @@ def _reason(response: httpx.Response) -> str:
 def read_body(response: httpx.Response, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> bytes:
     """Return the body of a response that was opened as a stream. Raise BodyError, httpx.ReadTimeout."""
     if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
-        raise BodyError(f"it answers in {encoding}: turn that off")
+        raise BodyError(f"its answer is compressed ({encoding}): turn compression off")
     body, start_s = bytearray(), clock()
     for piece in response.iter_bytes():
         body += piece
         if len(body) > max_bytes:
-            raise BodyError(f"it answers with more than {max_bytes} bytes")
+            raise BodyError(f"its answer has more than {max_bytes} bytes")
         if (took_s := clock() - start_s) > GRACE_S + len(body) / MIN_BPS:
             raise httpx.ReadTimeout(f"it sent {len(body)} bytes in {took_s:.0f} s", request=response.request)
     return bytes(body)

@@ -1,12 +1,12 @@
-"""What anyone may read about a run, from the coordinator's open routes: its state, its history, and its offer to strangers.
+"""The public data of a run, from the coordinator's open routes: state, history, and the offer to strangers.
 
     offer = find_run(url, client)      GET /v1/offer; the coordinator's signature is checked
-    invite = open_invite(offer)        the open invite in it, checked like any other
+    invite = open_invite(offer)        the open invite in that offer, checked like any other invite
 
 Invariants: the history is fetched by cursor, so each update transfers only new entries. A step or evaluation that is
-reported again replaces the earlier report. A request that the coordinator answers with 429 is repeated. An offer is signed
-for this very request (`signing`), so it is current and the coordinator's own. No answer can prove who owns the
-coordinator's key: ask the operator for the key, and pass it to `find_run` or compare it with the offer's.
+reported again replaces the earlier report. A request that the coordinator answers with 429 is repeated. The coordinator
+signs an offer for this very request (`signing`), so nobody can replay an old offer. No answer can prove who owns the
+coordinator's key: ask the operator for the key, and pass it to `find_run` or compare it with the key in the offer.
 """
 
 import time
@@ -44,7 +44,7 @@ BUSY = 429  # HTTP status
 PAUSE_S, PATIENCE_S = 0.5, 30.0  # the pause between two attempts; the limit for all of them
 AUDIENCE, OFFER_BYTES = "offer", 64 << 10  # the audience of a request for an offer; the largest offer
 MAX_BYTES = 16 << 20  # the largest state or page of history
-MAX_PAGES = 1000  # pages of history per `look`: a malicious server could send new ones without end
+MAX_PAGES = 1000  # pages of history per `look`, because a malicious server could send new pages without end
 
 
 class NodeStatus(Message):
@@ -64,17 +64,17 @@ class NodeStatus(Message):
     stats: Stats
     credited: Count = 0  # tokens of accepted work whose credit is final
     pending: Count = 0  # tokens of accepted work whose credit is in escrow
-    evidence: float = 0.0  # that it cheats, from all its submissions, in nats; ln(1 / evidence.ALPHA) dismisses it
-    fingerprint: str = MaybeHex64  # for the newest version that it reported; "": none, so it is in no exactness class
+    evidence: float = 0.0  # evidence that it cheats, in nats; at ln(1 / evidence.ALPHA) it is dismissed
+    fingerprint: str = MaybeHex64  # the newest that it reported; "": it reported none and is in no exactness class
     size: Count = 0  # groups in its usual task; 0: as many as a newcomer gets
-    capability: Capability = Capability()  # as it reported
+    capability: Capability = Capability()
 
 
 class Exactness(Message):
     """Work that was replayed bit for bit."""
 
     submissions: Count = 0  # accepted
-    tokens: Count = 0  # sampled tokens in these: each with the same argmax, logprob and proof
+    tokens: Count = 0  # sampled tokens in these submissions, all with equal argmax, logprob and proof
     mismatched_tokens: Count = 0  # in submissions that were rejected as `inexact`
 
 
@@ -83,18 +83,18 @@ class Signal(Message):
 
     groups: int = Field(default=0, ge=0)  # accepted since the open step began
     useful: int = Field(default=0, ge=0)  # of these
-    flat: int = Field(default=0, ge=0)  # groups accepted since the last one whose rewards differ
-    lowest: float | None = None  # lowest mean reward of these groups
-    highest: float | None = None  # highest mean reward of these groups
+    flat: int = Field(default=0, ge=0)  # groups accepted since the last group whose rewards differ
+    lowest: float | None = None  # lowest mean reward of the groups that `flat` counts
+    highest: float | None = None  # highest mean reward of the groups that `flat` counts
 
 
 class Grading(Message):
     """Grader errors among the newest accepted rollouts."""
 
     total: int = Field(default=0, ge=0)  # rollouts accepted in the whole run
-    recent: int = Field(default=0, ge=0)  # the newest of these
-    errors: int = Field(default=0, ge=0)  # grader errors among `recent`
-    error: str = ""  # the newest one
+    recent: int = Field(default=0, ge=0)  # number of the newest rollouts in which `errors` are counted
+    errors: int = Field(default=0, ge=0)
+    error: str = ""  # the newest message
 
 
 class Status(Message):
@@ -131,7 +131,7 @@ class WorkerSample(Sample):
 
 
 class History(Message):
-    """Entries after a cursor, oldest first. A step that is reported again appears again."""
+    """Entries after a cursor, oldest first. A step that the learner reports twice appears twice."""
 
     cursor: int = Field(ge=0)  # for the next request
     metrics: list[dict[str, float]]  # one per trained step
@@ -147,7 +147,7 @@ class RunHistory:
     samples: list[WorkerSample] = field(default_factory=list)  # oldest first
 
     def add(self, news: History) -> bool:
-        """Add an answer of the coordinator. Return whether it had anything new."""
+        """Add an answer from the coordinator. Return whether it had new entries."""
         if news.cursor == self.cursor:
             return False
         self.cursor = news.cursor
@@ -184,7 +184,7 @@ class PoolWatch:
                 f"no coordinator answers at {self.url} ({error or type(error).__name__}); is it running and reachable?"
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL, ValidationError) as error:
-            raise UnreachableError(f"what answers at {self.url} is not a Shoal coordinator of this version") from error
+            raise UnreachableError(f"the server at {self.url} is not a Shoal coordinator of this version") from error
 
     def _news(self) -> History:
         return History.model_validate_json(self._get("/v1/history", {"after": self.history.cursor}))
@@ -202,7 +202,7 @@ class PoolWatch:
 
 
 def find_run(url: str, client: httpx.Client, key: str = "") -> RunOffer:
-    """Return the offer of the run at `url`. `key`: its coordinator's, if known. Raise ShoalError, AddressError."""
+    """Return the offer of the run at `url`. `key`: the coordinator's key, if known. Raise ShoalError, AddressError."""
     url = server_url(url)
     response = _request_offer(url, client)
     try:
@@ -213,9 +213,11 @@ def find_run(url: str, client: httpx.Client, key: str = "") -> RunOffer:
     except UnsignedAnswerError as error:
         raise ShoalError(f"the offer of the run at {url} cannot be trusted: {error}") from error
     except ValidationError as error:
-        raise ShoalError(f"what {url}/v1/offer answers is no offer of this version of Shoal") from error
+        raise ShoalError(f"the answer of {url}/v1/offer is not an offer of this version of Shoal") from error
     if offer.protocol != VERSION:
-        raise ShoalError(f"{url} speaks protocol {offer.protocol}, this machine {VERSION}: install its version")
+        raise ShoalError(
+            f"{url} speaks protocol {offer.protocol}, but this machine speaks {VERSION}: install its version"
+        )
     return offer
 
 
@@ -225,7 +227,7 @@ def open_invite(offer: RunOffer) -> Invite:
         raise ShoalError(f"{offer.run} takes only workers with an invite; ask its operator for one")
     invite = Invite.decode(offer.invite)
     if (invite.key, invite.run) != (offer.key, offer.run):
-        raise ShoalError(f"the invite that {offer.run} offers is of another run; tell its operator")
+        raise ShoalError(f"the invite that {offer.run} offers is for another run; tell its operator")
     invite.check("worker", None)
     if not open_payload(invite.signed.model_dump_json(), invite.key, invite.run).open:
         raise ShoalError(f"the invite that {offer.run} offers is for one node only; tell its operator")
@@ -233,15 +235,17 @@ def open_invite(offer: RunOffer) -> Invite:
 
 
 def _request_offer(url: str, client: httpx.Client) -> httpx.Response:
-    """Sign the request with a new key, so that no answer to another request matches."""
+    """Request the offer. Sign the request with a new key, so that no answer to another request matches."""
     try:
         response = get(client, f"{url}/v1/offer", OFFER_BYTES, auth=SignedAuth(Identity.generate(), AUDIENCE))
     except BodyError as error:
-        raise ShoalError(f"the offer of the run at {url} is not read: {error}; tell its operator") from error
+        raise ShoalError(f"cannot read the offer of the run at {url}: {error}; tell its operator") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ShoalError(
             f"nothing answers at {url} ({error or type(error).__name__}); is the URL right and reachable?"
         ) from error
     if response.status_code != 200:
-        raise ShoalError(f"{url}/v1/offer answers {response.status_code}: no Shoal coordinator of this version")
+        raise ShoalError(
+            f"{url}/v1/offer answers {response.status_code}: it is not a Shoal coordinator of this version"
+        )
     return response

@@ -32,7 +32,7 @@ DOMAIN = re.compile("[a-z0-9._/-]{1,64}")
 
 FIELD_PRIME = 2**255 - 19
 ORDER_8_Y = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
-# y of the eight points of small order. As public keys they accept signatures made without a private key.
+# y of the eight points of small order. With such a public key, a signature made without any private key is valid.
 SMALL_ORDER_Y = {0, 1, FIELD_PRIME - 1, ORDER_8_Y, FIELD_PRIME - ORDER_8_Y}
 
 
@@ -76,7 +76,7 @@ class Identity:
                 identity.save(path)
                 return identity
             except FileExistsError:
-                pass  # another process saved its key first; both use that one
+                pass  # another process saved its key first: use that key
         return cls.load(path)
 
     def save(self, path: Path) -> None:

@@ -1,8 +1,9 @@
 """The address of a pool's coordinator, and invites: one string with which a node joins.
 
 Invariants: a URL is http(s)://HOST[:PORT] and nothing else, so signed paths are the same on both sides. The coordinator's
-key, in the invite, is the root of a node's trust. That key signs the payload (role and name), which is used once. A run's id
-ends in that key (`run_id`), so no other pool can have it: a signature for one run is invalid in every other.
+key, in the invite, is the root of a node's trust. That key signs the payload (role and name), which is valid once. A run's
+id ends in digits of that key (`run_id`), so no other pool can have the same id: a signature for one run is invalid in every
+other run.
 Every node imports this module when it starts, so this module imports nothing heavy.
 """
 
@@ -23,7 +24,7 @@ from shoal.protocol.messages import InvitePayload, Role
 PREFIX = "shoal1."
 DOMAIN = "invite"
 FILE = "coordinator.json"
-# White space, and what starts a query or a fragment or ends a user name. urlsplit drops some of these silently.
+# White space, and the characters that start a query or a fragment or end a user name. urlsplit drops some silently.
 FOREIGN = re.compile(r"[\s?#@]")
 
 
@@ -60,11 +61,11 @@ def server_url(text: str) -> str:
     """Return a URL without its trailing slash. Raise AddressError unless it is http(s)://HOST[:PORT]."""
     try:
         parts = urlsplit(text)
-        has_port = parts.port is None or parts.port > 0  # an invalid port raises ValueError
+        valid_port = parts.port is None or parts.port > 0  # a malformed port raises ValueError
     except ValueError:
-        parts, has_port = urlsplit(""), False
+        parts, valid_port = urlsplit(""), False
     rest = parts.path.strip("/") or FOREIGN.search(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or not has_port or rest or len(text) > 150:
+    if parts.scheme not in ("http", "https") or not parts.hostname or not valid_port or rest or len(text) > 150:
         raise AddressError(f"{text[:80]!r} is not a coordinator's URL: write http://HOST:PORT")
     return text.rstrip("/")
 
@@ -102,7 +103,7 @@ class Invite(BaseModel):
             invite = cls.model_validate_json(base64.urlsafe_b64decode(text.removeprefix(PREFIX)))
             server_url(invite.url)
             return invite
-        except (ValueError, AddressError) as error:  # base64's, the text's encoding, or pydantic's
+        except (ValueError, AddressError) as error:  # ValueError: from base64, the text's encoding or pydantic
             raise InviteError("the invite is damaged; copy all of it again") from error
 
     def save(self, path: Path) -> None:
@@ -117,13 +118,15 @@ class Invite(BaseModel):
         if now_s is not None and now_s > payload.expires_s:
             raise InviteError(f"the invite for {payload.name} has expired; ask for a new one")
         if run_id(self.run, self.key) != self.run:
-            raise InviteError(f"the invite's coordinator did not found the run {self.run[:100]}; ask for a new one")
+            raise InviteError(
+                f"the run {self.run[:100]} does not belong to the coordinator in the invite; ask for a new invite"
+            )
 
 
 def run_id(name: str, coordinator_key: str) -> str:
     """Return a run's id, used in all signatures: its name and the first 16 digits of its coordinator's key.
 
-    An id is returned unchanged.
+    Return `name` unchanged if it is already such an id.
     """
     suffix = f"-{coordinator_key[:16]}"
     return name if name.endswith(suffix) else name + suffix
@@ -150,12 +153,12 @@ def open_payload(signed_json: str, coordinator_key: str, run: str) -> InvitePayl
     except (IdentityError, ValidationError) as error:
         raise InviteError("the invite is not signed by this coordinator") from error
     if payload.run != run:
-        raise InviteError(f"the invite is for run {payload.run}, this is {run}")
+        raise InviteError(f"the invite is for run {payload.run}, but this is run {run}")
     return payload
 
 
 def read_invite(text: str) -> Invite:
-    """Return an invite, given its text or the path of a file with it. Raise InviteError."""
+    """Return an invite, given its text or the path of a file that contains it. Raise InviteError."""
     if text.startswith(PREFIX):
         return Invite.decode(text)
     try:

@@ -1,4 +1,4 @@
-"""Every message between members of a pool. What anyone may read about a run is in `history`; rollout files are in `store/`.
+"""Every message between members of a pool. Public data of a run is in `history`; rollout files are in `store/`.
 
 Invariant: models are strict: unknown fields, wrong types and out-of-range numbers are refused.
 This module imports nothing else of Shoal.
@@ -9,7 +9,7 @@ This module imports nothing else of Shoal.
     new node      POST /v1/register                     Registration -> Registered
     operator      POST /v1/bookings                     Booking -> Ok (stakes, where no chain keeps them)
     every node    POST /v1/heartbeat                    Heartbeat -> HeartbeatAnswer (with a worker's next task)
-    worker        POST /v1/drain                        -> Ok (it gets no new tasks, and leaves once it has none)
+    worker        POST /v1/drain                        -> Ok (no new tasks; the worker leaves after its last task)
     every node    GET  /v1/tasks/{sha256}               -> the task set's manifest, or a file that it names
     worker        PUT  /v1/submissions/{id}             Parquet -> Stored
     validator     POST /v1/claims                       ClaimRequest -> Claims (all of one policy version; empty: wait)
@@ -18,7 +18,7 @@ This module imports nothing else of Shoal.
     validator     PUT  /v1/accepted/{id}                Parquet -> Stored
     validator     POST /v1/verdicts                     Verdict -> Ok
     origin        POST /v1/policies                     PolicyVersion -> Ok
-    every node    GET  /v1/ledger/{after}               -> the ledger's entries after this one, as JSON lines
+    every node    GET  /v1/ledger/{after}               -> the ledger's entries after this number, as JSON lines
     validator     POST /v1/heads                        Signed[Head] -> Ok (a co-signed entry of the ledger)
     learner       GET  /v1/batches/{step}               -> Batch
     learner       GET  /v1/accepted/{id}                -> Parquet
@@ -81,7 +81,7 @@ class InvitePayload(Message):
 
 
 class RunDescriptor(Message):
-    """The resolved config, and whose signatures are valid."""
+    """The resolved config, and the keys whose signatures are valid."""
 
     protocol: int
     run: str
@@ -90,7 +90,7 @@ class RunDescriptor(Message):
 
 
 class RunOffer(Message):
-    """A run's description for machines that look for one: its requirements for workers, and how they join."""
+    """A run's public offer to machines that look for a run: its requirements for workers, and how to join."""
 
     protocol: int
     run: str = Field(max_length=120)  # its id, the audience of all signatures for it
@@ -102,13 +102,11 @@ class RunOffer(Message):
     workers: Count  # live ones
     places_free: Count | None  # None: no limit
     requirements: dict[str, Any]  # `[requirements]` of its config
-    invite: str = Field(
-        default="", max_length=4_000
-    )  # an open one, for any worker with stake; "": private invites only
+    invite: str = Field(default="", max_length=4_000)  # for any worker with stake; "": private invites only
 
 
 class Capability(Message):
-    """A machine's description of itself when it joins. A false one can only exclude its sender."""
+    """A machine's description of itself when it joins. A false description can only exclude its sender."""
 
     device: str = Field(default="", max_length=40, pattern="^[ -~]*$")  # cpu, cuda
     engine: str = Field(default="", max_length=40, pattern="^[ -~]*$")
@@ -141,9 +139,8 @@ class Registered(Message):
 class Intake(Message):
     """A node's newest download of weights."""
 
-    bytes_per_s: dict[Annotated[str, Field(max_length=200)], float] = Field(
-        default={}, max_length=MAX_SENDERS
-    )  # by sender's URL
+    # by the sender's URL
+    bytes_per_s: dict[Annotated[str, Field(max_length=200)], float] = Field(default={}, max_length=MAX_SENDERS)
     behind_s: float | None = Field(default=None, ge=0)  # from the weights' publication until they were complete here
     version: Count | None = None
     size_bytes: Count = 0  # transferred
@@ -179,26 +176,26 @@ class Finished(Message):
 
 
 class Heartbeat(Message):
-    policy_version: int | None = Field(default=None, ge=0, le=LARGEST)  # that the node has loaded or serves
+    policy_version: int | None = Field(default=None, ge=0, le=LARGEST)  # the version that the node has loaded or serves
     wants_task: bool = False
     working_on: list[Annotated[str, SubmissionId]] = Field(default=[], max_length=MAX_IN_FLIGHT)  # not finished yet
     stats: Stats = Stats()
     fingerprint: Fingerprint | None = None  # None: it computes nothing, or its arithmetic depends on batch shapes
-    renewals: Count = 0  # how many of the coordinator's requests to reload the weights it has completed
+    renewals: Count = 0  # number of reload requests from the coordinator that the node has completed
     finished: Finished | None = None  # a worker with accepted work gets its next task while it uploads this submission
 
 
 class Assignment(Message):
-    """An order for one submission, and the grant to upload it. Its tasks are derived from it (`tasks.derive`)."""
+    """A request for one submission, and permission to upload it. `tasks.derive` derives the tasks from it."""
 
     id: str = SubmissionId
     number: int = Field(ge=0)
     step: int = Field(ge=0)
     policy_version: int = Field(ge=0)
     policy_digest: str = Hex64
-    nonce: str = Hex32  # only the coordinator can compute it; the same assignment always gets the same one
+    nonce: str = Hex32  # only the coordinator can compute it; the same assignment always gets the same nonce
     groups: int = Field(ge=1)
-    deadline_s: float  # unix time; then a worker that lost the task gets another one. A late upload is allowed
+    deadline_s: float  # unix time; after it, a worker that lost the task gets another. A late upload is still allowed
     upload_path: str
     max_bytes: int
 
@@ -261,13 +258,13 @@ class BatchGroup(Message):
 class Batch(Message):
     step: int
     ready: bool
-    have: int  # useful accepted groups that are in no batch
+    have: int  # useful accepted groups that are in no batch yet
     need: int
     groups: list[BatchGroup] = []
 
 
 class Computed(Message):
-    """The properties of a learner's computation that must be equal for equal bits."""
+    """Properties of a learner's computation. Two computations give equal bits only if all of these are equal."""
 
     dtype: Literal["float32", "bfloat16"]
     threads: Count
@@ -289,7 +286,7 @@ class StepRecord(Message):
 
 
 class CheckpointRecord(Message):
-    """The files of the learner's state before `step`. The checkpoint's folder holds it, signed."""
+    """The files of the learner's state before `step`. The checkpoint's folder holds the signed record."""
 
     run: str
     step: Count
@@ -320,15 +317,13 @@ class Reason(StrEnum):
     """Why a submission was rejected: one word per lie. `HARD` reasons slash the worker."""
 
     UNREADABLE = "unreadable"  # not a rollout file, or beyond its size limits
-    SIGNATURE = "signature"  # not signed by the worker that has the task, or the signature is of other rows
+    SIGNATURE = "signature"  # not signed by the worker that has the task, or the signature does not match the rows
     CONTEXT = "context"  # made for another assignment, or for other prompts
     REPLAYED = "replayed"  # the worker's own accepted submission already has these rollouts
     TASKS = "tasks"  # not the derived tasks, targets or seeds
     BOUNDS = "bounds"  # token ids, lengths or numbers out of range
     ENVIRONMENT = "environment"  # a false or missing answer of an environment
-    UNREPEATABLE = (
-        "unrepeatable"  # an answer that the environment does not give here, but may give on an honest machine
-    )
+    UNREPEATABLE = "unrepeatable"  # an environment's answer that differs here, but may be right on another machine
     REWARD = "reward"  # the claimed reward differs from the recomputed one
     PROOF = "proof"  # TOPLOC: not the hidden states of the claimed version
     LOGPROBS = "logprobs"  # not the logprobs of the claimed version
@@ -340,7 +335,7 @@ class Reason(StrEnum):
     SPENDING = "spending"  # over all submissions, choices within the limits that honest numerics do not explain
 
 
-# Soft reasons can be caused by a broken disk, a coordinator restored to older state, a changed answer on an open link, or a
+# Soft reasons can be caused by a broken disk, a coordinator restored to an older state, an answer changed in transit, or a
 # program that the model wrote. A hard reason follows from the worker's signature: nobody else can cause it (docs/trust.md).
 SOFT = frozenset(
     {
@@ -413,10 +408,8 @@ class GroupResult(Message):
     reward_mean: float
     score_millionths: int = Field(default=0, ge=0, le=MAX_ROLLOUTS * MILLION)  # summed over its completions
     outcomes: Outcomes = Outcomes()
-    parts: dict[PartName, float] = Field(
-        default={}, max_length=MAX_PARTS
-    )  # mean score of each reward, if several are weighted
-    error: str = Field(default="", max_length=500)  # of a completion with a grader error
+    parts: dict[PartName, float] = Field(default={}, max_length=MAX_PARTS)  # mean score of each of several rewards
+    error: str = Field(default="", max_length=500)  # message of one grader error; "": none
     useful: bool  # rewards differ, so advantages are not all zero
     tokens: int = Field(ge=0, le=LARGEST)
     sample: Sample | None = None  # its first completion
@@ -457,8 +450,8 @@ class ToleranceSpent(Message):
     proof_mantissa_mean: AtLeast0
     logprob_error_mean: AtLeast0
     distribution: LogEValue  # tokens are too likely or too unlikely
-    improved: Count = 0  # regenerated rollouts that are better than what their seeds yield
-    spoiled: Count = 0  # regenerated rollouts that are worse
+    improved: Count = 0  # uploaded rollouts with a higher reward than the rollout that the validator generated again
+    spoiled: Count = 0  # uploaded rollouts with a lower reward
 
     @model_validator(mode="after")
     def _consistent(self) -> "ToleranceSpent":

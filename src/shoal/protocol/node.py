@@ -4,7 +4,7 @@
     with node.heartbeats(): ...                   sends one heartbeat per second; `node.answer` is the newest answer
     node.post("/v1/claims", ...)                  sends a signed request (`calling`), repeated until a deadline
 
-Invariant: a run's description counts only if the coordinator's key signed it, for this run and this protocol.
+Invariant: a run's description is used only if the coordinator's key signed it, for this run and this protocol.
 """
 
 import logging
@@ -63,10 +63,8 @@ from shoal.shardcast.guard import Passes
 HEARTBEAT_S = 1.0
 UNREADABLE = 400  # HTTP status
 KEY, PAYER = "identity.pem", "payer"  # in a node's folder
-EXISTS, TOO_EARLY = (
-    412,
-    425,
-)  # HTTP statuses: the bucket already has this file; the file has not arrived
+EXISTS = 412  # HTTP status: the bucket already has this file
+TOO_EARLY = 425  # HTTP status: the file has not arrived yet
 BUCKET_S = 30.0  # timeout of each read from and write to a bucket
 BUCKET_HINT = "is store.endpoint reachable from here, and this machine's clock right?"
 
@@ -88,8 +86,8 @@ class Node(Caller):
         self.direct = False  # whether rollout files go to and from the pool's bucket; set by `config`
         self.policy_version: int | None = None
         self.fingerprint: Fingerprint | None = None  # of the version that it loaded last
-        self.working_on: list[str] = []  # submissions that it generates
-        self.finished: Finished | None = None  # the submission that it uploads
+        self.working_on: list[str] = []  # submissions that it is generating
+        self.finished: Finished | None = None  # the submission that it is uploading
         self.renewals = 0  # completed requests for a new fingerprint
         self.answer: HeartbeatAnswer | None = None
         self._doing, self._waiting = "starting", False
@@ -132,8 +130,8 @@ class Node(Caller):
             registered = node.post("/v1/register", registration, Registered)
         except RefusedError as refusal:
             if refusal.status == UNREADABLE:
-                node.descriptor()  # if the versions of Shoal differ, raises an error that names both
-            refusal.restart_helps = refusal.status >= 500  # else the invite would be refused again
+                node.descriptor()  # if the versions of Shoal differ, this raises an error that names both
+            refusal.restart_helps = refusal.status >= 500  # after any other refusal the invite would be refused again
             raise
         node.name = registered.name
         log.info("joined run %s at %s as %s (%s)", invite.run, invite.url, registered.name, registered.role)
@@ -170,8 +168,8 @@ class Node(Caller):
             raise NodeError(f"{self.invite.url} is not this run's coordinator: {error}") from error
         if descriptor.protocol != VERSION:
             raise NodeError(
-                f"the coordinator at {self.invite.url} speaks protocol {descriptor.protocol}, this node {VERSION}: "
-                "install the same version of Shoal on both",
+                f"the coordinator at {self.invite.url} speaks protocol {descriptor.protocol}, but this node speaks "
+                f"{VERSION}: install the same version of Shoal on both",
                 restart_helps=False,
             )
         if descriptor.run != self.invite.run:
@@ -217,7 +215,7 @@ class Node(Caller):
         return self.retry(send, "the pool's bucket", f"PUT {path}", BUCKET_HINT)
 
     def fetch_file(self, path: str, *, max_bytes: int) -> bytes:
-        """Return the file at `path`; its hash is the one that the coordinator signed. Raise RefusedError, NodeError."""
+        """Return the verified content of the file at `path`. Raise RefusedError, NodeError."""
         if not self.direct:
             return self.get_bytes(path, max_bytes=max_bytes)
 
@@ -276,7 +274,7 @@ class Node(Caller):
         return requested if requested > self.renewals else None
 
     def doing(self, what: str, *, waiting: bool = False) -> None:
-        """Report what this node does, or waits for, from now on. Earlier time counts towards what it reported before."""
+        """Report what this node does, or waits for, from now on. The time until now counts towards the previous report."""
         now_s = time.monotonic()
         self._seconds["waiting" if self._waiting else "busy"] += now_s - self._since_s
         self._doing, self._waiting, self._since_s = what, waiting, now_s
@@ -322,7 +320,7 @@ class Node(Caller):
 
 
 def read_payer(folder: Path) -> str:
-    """Return the on-chain account that stakes for the node in this folder; "" if `shoal pool stake` never named one."""
+    """Return the on-chain account that stakes for the node in this folder; "" if `shoal pool stake` set none."""
     path = folder / PAYER
     return path.read_text().strip() if path.is_file() else ""
 

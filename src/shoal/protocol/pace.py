@@ -1,6 +1,6 @@
 """Rate limits: per member of a run, and per address for requests that no member signed.
 
-Requests and the bytes of their answers are counted; the bytes stand for the cost of making, signing and sending answers.
+Requests and the bytes of their answers are counted. The bytes estimate the cost of making, signing and sending answers.
 Invariants: a member's limits depend neither on other members' requests nor on its address, which it may share with an
 attacker. Only requests that no member signed are counted by address, for all runs of a listener together. Answers that
 their readers have not received take a bounded amount of memory.
@@ -14,10 +14,10 @@ from contextlib import contextmanager
 
 from shoal.errors import ShoalError
 
-# Requests per second, each with a burst of BURST_S. A node sends one heartbeat per second, and a validator that waits for
-# work sends ten claims.
+# Requests per second, each with a burst of BURST_S. A node sends one heartbeat per second. A validator that waits for work
+# sends ten claims per second.
 MEMBER_RATE = 40.0
-OPEN_RATE = 50.0  # per address, for open routes: a dashboard sends seven
+OPEN_RATE = 50.0  # per address, for open routes: a dashboard sends seven requests per second
 REFUSED_RATE = 20.0  # per address; refusals beyond it are delayed
 RARE_RATE = 1.0  # per member, for requests that it sends when it joins, leaves or has lost its state
 AT_ONCE = 16  # requests of one member; each may hold a body as large as its route allows
@@ -25,7 +25,7 @@ LARGE_AT_ONCE = 2  # of these, requests whose body or answer is a large file in 
 # Bytes per second, with the same burst.
 MEMBER_BYTES = 4 << 20  # of answers to one member
 OPEN_BYTES = 4 << 20  # of answers to one address: a dashboard opened late reads a long history at once
-FILE_WEIGHT = 1 / 4  # weight of a byte of task data, or of an upload that was not kept: neither was made here
+FILE_WEIGHT = 1 / 4  # weight of a byte of task data, or of a discarded upload: these bytes were not made here
 # Bytes of answers that were made and not yet received. One answer at a time may be larger.
 LARGE_BYTES = 64 << 10  # smaller answers are not counted: a connection's own buffers hold them
 MEMBER_UNREAD, ADDRESS_UNREAD = 16 << 20, 4 << 20
@@ -81,9 +81,9 @@ class Pace:
         """Count a request that this member signed. Raise Refusal with status 429 if it exceeds one of its rates."""
         now_s = self._monotonic()
         if rare and self._rare.wait_s(key, now_s) > 0:
-            raise Refusal(f"more than {RARE_RATE:g} such request a second by this node; wait", 429)
+            raise Refusal(f"more than {RARE_RATE:g} such request a second from this node; wait", 429)
         if self._members.wait_s(key, now_s) > 0:
-            raise Refusal(f"more than {MEMBER_RATE:g} requests a second by this node; wait", 429)
+            raise Refusal(f"more than {MEMBER_RATE:g} requests a second from this node; wait", 429)
         if self._bytes.wait_s(key, now_s) > 0:
             raise Refusal(f"more than {MEMBER_BYTES >> 20} MiB a second of answers to this node; wait", 429)
         self._members.charge(key, 1, now_s)
@@ -95,7 +95,7 @@ class Pace:
         self._bytes.charge(key, size_bytes, self._monotonic())
 
     def moved(self, key: str, size_bytes: int) -> None:
-        """Count bytes of task data for this member, or of an upload by it that was not kept."""
+        """Count bytes of task data sent to this member, or of a discarded upload from it."""
         self.answered(key, int(size_bytes * FILE_WEIGHT))
 
     @contextmanager
@@ -105,7 +105,7 @@ class Pace:
         for kind in kinds:
             limit, what = (LARGE_AT_ONCE, "large requests") if kind[1] else (AT_ONCE, "requests")
             if self._in_progress[kind] >= limit:
-                raise Refusal(f"{limit} {what} by this node are in progress; wait for their answers", 429)
+                raise Refusal(f"{limit} {what} from this node are in progress; wait for their answers", 429)
         self._in_progress.update(kinds)
         try:
             yield
@@ -166,9 +166,11 @@ class Unread:
             return
         limit_bytes = self.member_bytes if member else ADDRESS_UNREAD
         if self._bytes[reader] and self._bytes[reader] + size_bytes > limit_bytes:
-            raise Refusal("earlier answers were not received yet; read them first", 429)
+            raise Refusal("earlier answers have not been received yet; read them first", 429)
         if not member and self._strangers_bytes and self._strangers_bytes + size_bytes > STRANGERS_UNREAD:
-            raise Refusal("too many answers to unsigned requests were not received yet; try again in a moment", 429)
+            raise Refusal(
+                "too many answers to unsigned requests have not been received yet; try again in a moment", 429
+            )
         self._count(reader, size_bytes, member)
         try:
             yield

@@ -3,12 +3,13 @@
     head verified -> role, length, rates -> nonce spent -> bounded body -> handler -> answer signed and sent
 
 Invariants: if a request has no valid signature, its key lacks the route's role, or it exceeds a rate, its body is not read
-and nothing is written. A handler gets a body only if it is the signed one and within its route's limit. Every answer to a
-signed request, refusals included, is signed by the run: a node believes no other. A connection stays open only if a member
-signed its last request; any other is closed with its answer. So strangers hold no idle connections, each refusal costs them
-a new one, and refusals are delayed longer the more there are. The rest of a refused body is read at a bounded rate and
-discarded: a sender that reads the answer only after sending its body still gets the refusal, and a flood of bodies takes
-little time. Expected errors get an HTTP status; any other error is a bug, and gives a 500 on its own route only.
+and nothing is written. A handler gets a body only if it is the signed one and within its route's limit. The run signs every
+answer to a signed request, refusals included: a node believes no other answer. A connection stays open only if a member
+signed its last request; any other connection is closed after its answer. So strangers hold no idle connections, and each
+refusal costs them a new connection. The more refusals an address causes, the longer each is delayed. The rest of a refused
+body is read at a bounded rate and discarded. So a sender that reads the answer only after sending its body still gets the
+refusal, and a flood of bodies costs little time. Expected errors get an HTTP status. Any other error is a bug; its request
+gets a 500, and other routes keep working.
 
 A listener has one `Front`, and each run has one `Admission`. Limits are in `pace`.
 """
@@ -147,11 +148,11 @@ class Admission:
         large: bool = False,
         rare: bool = False,
     ) -> SignedHead:
-        """Verify the headers: signature, role, encoding and length of the body, rate. Count the request until answered.
+        """Verify the headers: signature, role, encoding and length of the body, rate.
 
-        `roles` None: any key. Then the handler spends the nonce once it knows that the key is admissible; otherwise
-        strangers could fill the disk with nonces. `large`, `rare`: see `pace`. Raise SignatureError, or Refusal with
-        status 403, 413, 415 or 429.
+        The request counts as in progress until it is answered. `roles` None allows any key. Then the handler spends the
+        nonce once it knows that the key is admissible; otherwise strangers could fill the disk with nonces. `large`,
+        `rare`: see `pace`. Raise SignatureError, or Refusal with status 403, 413, 415 or 429.
         """
         head = verify_head(request.method, request.raw_path, request.headers, audience=self.run, now_s=self.clock())
         role = self.role_of(head.key)
@@ -217,7 +218,7 @@ class Admission:
 
 
 async def read_body(read: Read, head: SignedHead, limit_bytes: int, timeout_s: float | None = BODY_TIMEOUT_S) -> bytes:
-    """Return the verified body. `timeout_s`: for all of it; None: no limit. Raise SignatureError, Refusal (408, 413)."""
+    """Return the verified body, within `timeout_s` if there is a limit. Raise SignatureError, Refusal (408, 413)."""
     try:
         async with asyncio.timeout(timeout_s):
             return b"".join(
@@ -278,7 +279,7 @@ async def listen(
 
 
 def _keep_open(request: web.Request) -> None:
-    """Do not count this request's connection as silent any more."""
+    """Stop counting this request's connection as silent."""
     if (listener := request.config_dict.get(LISTENER)) and request.transport:
         listener.note_request(request.transport.get_extra_info("peername"))
 
@@ -298,7 +299,7 @@ def _size_bytes(response: web.StreamResponse) -> int:
 
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
-    """Sign an answer with the innermost application's key, unless its body is unknown before it is sent."""
+    """Sign an answer with the innermost application's key. Leave an answer unsigned if its body is not known yet."""
     if "signature" not in request.headers:
         return
     if isinstance(response, web.FileResponse):  # task data, whose name is its digest

@@ -1,17 +1,17 @@
 """Signed HTTP requests and their signed answers: RFC 9421 message signatures with ed25519, RFC 9530 content digests.
 
-Invariants: the named key signed an accepted request, for this audience, with this method, path, query and body, within a
-minute of the server's clock; each is accepted once. An accepted answer has the status and body of the coordinator's answer
-to this very request: its signature covers the request's signature. So nobody in between can change an answer, or use it for
-another request or at another time.
+Invariants: a request is accepted only if the key it names signed it, for this audience, with this method, path, query and
+body, within a minute of the server's clock. It is accepted once. An accepted answer has the status and body of the
+coordinator's answer to this very request: its signature covers the request's signature. So nobody in between can change an
+answer, or use it for another request or at another time.
 
 A server verifies in three steps. `verify_head` needs the headers only, so a stranger is refused before the body is read.
 `SignedHead.spend` refuses a head that was already served. `SignedHead.check_body` compares the body's hash with the signed
 digest.
 
 The signature covers the plain RFC 9421 base, so other implementations can make it. The base of a request begins with
-`"@method"`, that of an answer with `"@status"`, and every other signed text of the pool with `shoal/`. So no signature can
-pass as one of another kind.
+`"@method"`, that of an answer with `"@status"`, and every other signed text of the pool with `shoal/`. So a signature of
+one kind cannot pass as one of another kind.
 
 `SignedAuth` signs for the pool's httpx clients. Servers call `verify_head` and `sign_answer`, clients `check_answer`.
 Left out: answers to unsigned requests; other headers (a server must not base a decision on an uncovered header, such as
@@ -187,13 +187,13 @@ def _our_headers(headers: Mapping[str, str]) -> dict[str, str]:
     for name, text in headers.items():
         lower = name.lower()
         if lower in ours:
-            raise SignatureError("malformed", f"the header {lower} comes twice")
+            raise SignatureError("malformed", f"the header {lower} occurs twice")
         if lower in ("content-digest", "shoal-audience", "signature-input", "signature"):
             ours[lower] = text
     if "signature" not in ours and "signature-input" not in ours:
         raise SignatureError("unsigned", "the request carries no signature")
     if len(ours) < 4:
-        raise SignatureError("malformed", f"only {sorted(ours)} of the four signing headers came")
+        raise SignatureError("malformed", f"of the four signing headers, only {sorted(ours)} are there")
     return ours
 
 
@@ -201,7 +201,7 @@ def _check_audience(claimed: str, audience: str) -> None:
     if not AUDIENCE.fullmatch(claimed):
         raise SignatureError("malformed", "shoal-audience is not 1 to 200 visible ASCII characters")
     if claimed != audience:
-        raise SignatureError("wrong audience", f"signed for {claimed}, this is {audience}")
+        raise SignatureError("wrong audience", f"signed for {claimed}, but this is {audience}")
 
 
 def _check_time(created_s: int, now_s: float) -> None:
@@ -280,7 +280,7 @@ def sign_answer(
 def check_answer(
     key: str, request_headers: Mapping[str, str], headers: Mapping[str, str], *, status: int, body_sha256: bytes
 ) -> None:
-    """Raise UnsignedAnswerError unless `key` gave this answer to the request."""
+    """Raise UnsignedAnswerError unless `key` signed this answer to this request."""
     claim = ANSWER_INPUT.fullmatch(headers.get("signature-input", ""))
     signature = SIGNATURE.fullmatch(headers.get("signature", ""))
     digest = headers.get("content-digest", "")
@@ -294,7 +294,7 @@ def check_answer(
     try:
         public_key(key).verify(b64decode(signature[1]), base)
     except InvalidSignature as error:
-        raise UnsignedAnswerError("its signature is not over this answer to this request") from error
+        raise UnsignedAnswerError("its signature does not cover this answer to this request") from error
 
 
 def _answer_base(status: int, digest: str, request_signature: str, parameters: str) -> bytes:

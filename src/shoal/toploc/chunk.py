@@ -3,8 +3,8 @@
 Invariant: each chunk covers chunk_tokens tokens, and only the last chunk of a sequence may be shorter. The selected
 magnitudes are those that a full sort would select. The selection among equal magnitudes depends only on the values, not
 on the device or on torch.topk, because all compared keys are distinct. A proof from another selection, such as the
-public package's, still verifies: entries that differ evaluate to random values and count as mismatches, but few values
-tie.
+public package's, still verifies: entries that differ evaluate to random values and count as mismatches, but there are
+few, because few magnitudes are equal.
 
 Paper: TOPLOC section 3 (top-k selection). Shapes: T tokens, H hidden size, B chunks, X = values in a chunk, K = top_k,
 S = chunks in a slab, N columns and C candidates of the search.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.toploc.proof import ProofError
 
-MAGNITUDE = 0x7FFF  # without the sign, float bits sort like the magnitudes; infinity and NaN are largest
+MAGNITUDE = 0x7FFF  # clears the sign bit: then a float's bits sort like its magnitude, with infinity and NaN last
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 _FAN = 8  # values per column; the fastest of 4, 8, 16, 32 at X = 131072, K = 128
 _SLAB_VALUES = 2**18  # magnitudes computed together; they fit into a core's cache

@@ -8,10 +8,10 @@ device; only the coefficients are copied. Left out: a separate comparison of ind
 selected evaluates to a random value and is a mismatch; and calibration of thresholds (`shoal calibrate`).
 
 The public package takes a list of activations: those of the prompt, which get a proof of their own, then one tensor per
-decoded token. Here the prompt's proof is `build(prompt_TH, chunk_tokens=T)`; Shoal's workers make none, like the
+decoded token. Here the prompt's proof is `build(prompt_TH, chunk_tokens=T)`; Shoal's workers make no such proof, like the
 package with skip_prefill. Given one tensor, the package's verifier reports the same figures, except for the median (see
-ChunkResult). Given a list of activations, it ignores the modulus, and rejects honest proofs, even its own, whose
-modulus is not 65497.
+ChunkResult). Given a list of activations, it ignores the modulus, so it rejects every honest proof whose modulus is not
+65497, even its own.
 
 Paper: TOPLOC sections 3 (proofs) and 4 (error metrics and thresholds).
 """
@@ -57,7 +57,7 @@ class Thresholds:
     mantissa_error_median: float
 
     def passes(self, result: ChunkResult) -> bool:
-        """Return whether every figure is within its limit. NaN never is."""
+        """Return whether every figure is within its limit. NaN is never within a limit."""
         return (
             result.exponent_mismatches <= self.exponent_mismatches
             and result.mantissa_error_mean <= self.mantissa_error_mean
@@ -75,16 +75,16 @@ prefills, each in bfloat16, float16 or float32, differ by at most 6 / 2.1 / 2. W
 The looser thresholds 60 / 40 / 40 used elsewhere accept a constant polynomial, which needs no hidden states. Most peaks lie
 in one or two binades, so a constant in the right binade has the right exponent for more than half of them, and random 7-bit
 mantissas differ by about 40. One constant passes in 15 of 16 real chunks (tests/toploc/test_verify.py). The thresholds
-here accept no constant on heavy-tailed hidden states. On Gaussian ones the 128 largest values are so close together that a
-well-chosen constant can pass. Therefore `verify` rejects constants by their degree, with any thresholds.
+here accept no constant on heavy-tailed hidden states. On Gaussian hidden states the 128 largest values are so close together
+that a well-chosen constant can pass. Therefore `verify` rejects constants by their degree, with any thresholds.
 """
 
 
 def build(hidden_TH: Tensor, *, chunk_tokens: int = 32, top_k: int = 128) -> list[bytes]:
     """Return one proof of 2 + 2 * top_k bytes per `chunk_tokens` tokens. The last chunk may be shorter.
 
-    float32 is rounded to bfloat16. The bytes do not contain the dtype, so the verifier must use the same. top_k must be
-    at most H, or a last chunk of one token cannot be proven (ProofError). Raise ValueError for tensors that are not
+    float32 is rounded to bfloat16. The bytes do not contain the dtype, so the verifier must use the same dtype. top_k must
+    be at most H, or a last chunk of one token cannot be proven (ProofError). Raise ValueError for tensors that are not
     finite, not 2-D or of another dtype.
     """
     return build_many([hidden_TH], chunk_tokens=chunk_tokens, top_k=top_k)[0]

@@ -21,10 +21,10 @@ from shoal.validator.checks import EXACT, EXPENSIVE, FILE, GRADED, Check
 from shoal.validator.judge import Judge
 
 ACCEPTED, REJECTED, UNREADABLE = 0, 1, 2
-EQUAL = "this machine computes the same to the last bit"
+EQUAL = "this machine computes the same bits"
 UNEQUAL = (
-    "within the limits, but not to the last bit: a validator of the worker's class would say inexact; this machine "
-    "may be of another"
+    "within the limits, but not the same bits: a validator of the worker's exactness class would reject this as inexact, "
+    "but this machine may belong to another class"
 )
 
 
@@ -69,9 +69,9 @@ def verify(
                 outcome = check(judge.rules, case)
                 lines += _explain(check, outcome)
                 if outcome.finding:
-                    return REJECTED, [*lines, "rejected; the checks after this one were not made"]
+                    return REJECTED, [*lines, "rejected; the checks after this one did not run"]
         compared = [(check, check(judge.rules, case)) for check in EXACT]
-        lines += ["to the last bit, as within an exactness class:"]
+        lines += ["compared bit for bit, as within an exactness class:"]
         lines += [line for check, outcome in compared for line in _explain(check, outcome)]
         return ACCEPTED, [*lines, UNEQUAL if any(outcome.finding for _, outcome in compared) else EQUAL, "accepted"]
 
@@ -83,7 +83,7 @@ def find_weights(run: Path, version: int) -> Path:
         if folder.is_dir():
             return folder
     raise FileNotFoundError(
-        f"{run} no longer holds version {version}: name its folder with --weights (a finished run keeps the last one only)"
+        f"{run} no longer holds version {version}: name its folder with --weights (a finished run keeps only the last)"
     )
 
 
@@ -98,7 +98,7 @@ def offline_assignment(
     nonce: str = "0" * 32,
     groups: int | None = None,
 ) -> Assignment:
-    """Return an assignment that no coordinator made. Its fields are not validated."""
+    """Make an assignment without a coordinator. Its fields are not validated."""
     id = f"{worker[:16]}-{number:06d}"
     return Assignment.model_construct(
         id=id,
@@ -116,7 +116,7 @@ def offline_assignment(
 
 def _explain(check: Check, outcome: Outcome) -> list[str]:
     question = (check.__doc__ or "").strip().partition("\n")[0]
-    no = "no " if check in EXACT else "NO "  # a bitwise difference is no fault outside an exactness class
+    no = "no " if check in EXACT else "NO "  # outside an exactness class, a bitwise difference is not a fault
     lines = [f"{no if outcome.finding else 'yes'}  {check.__name__:15} {question}"]
     if outcome.finding:
         lines.append(f"     {outcome.finding.reason}: {outcome.finding.detail}")

@@ -1,8 +1,8 @@
 """A submission under examination: the assignment, the file, and the validator's own results.
 
 Invariant: a `Case` never changes. Grading and prefill return a new one with their results; checks only read it. The worker's
-figures are only compared with the recomputed ones: the learner gets none of the worker's, except logprobs after a spot
-check, which it does not use.
+figures are only compared with the recomputed ones. The learner gets none of the worker's figures, except logprobs after a
+spot check, which it does not use.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,15 +35,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Prefill:
-    """What the claimed version computes for every token that the model wrote (N in total, rollout by rollout)."""
+    """The claimed version's results for every token that the model wrote (N in total, rollout by rollout)."""
 
     hidden_NH: Tensor  # bfloat16
     logprobs_N: Tensor
-    margins_N: (
-        Tensor  # score of the token that the seed yields, minus the written token's, in nats; 0 if they are equal
-    )
+    margins_N: Tensor  # nats: score of the token that the seed yields, minus that of the written token
     evidence_NA: Tensor  # nats for each of A other ways of sampling (see `prefill`)
-    lengths: list[int]  # how many of these tokens each rollout has
+    lengths: list[int]  # number of these tokens in each rollout
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,19 @@
 """The checks: one function for each lie, in the order in which the judge runs them.
 
-A check takes a `Case` and returns an `Outcome`: what is wrong, if anything, and what it measured. It changes nothing. Its
-docstring begins with a question, which `shoal audit` prints.
+A check takes a `Case` and returns an `Outcome`: the fault, if any, and the figures that it measured. It changes nothing.
+Its docstring begins with a question, which `shoal audit` prints.
 
     FILE       read the file and the assignment
     EXPENSIVE  read the results of one prefill of the claimed version
-    EXACT      read them without tolerance, for a worker of this validator's exactness class (docs/trust.md)
+    EXACT      read these results without tolerance, for a worker of this validator's exactness class (docs/trust.md)
     ANSWERS    query an environment again
     REWARDS    read the recomputed rewards
 
 A worker of this validator's exactness class computes the same bits for every token. EXACT runs after EXPENSIVE: work beyond
-the limits is a lie in any class. Work within them that still differs is `inexact`, a soft rejection, because a flipped bit
-or an updated library can cause it.
-Invariants: a worker's figures are compared, never used. A hard reason follows from what the worker itself signed, so no
-other party can cause it. That is why `context` comes first and is soft: a file that passes it was signed for exactly this
+the limits is a lie in any class. Work that is within the limits but differs in a bit is `inexact`, a soft rejection, because
+a flipped bit or an updated library can cause it.
+Invariants: a worker's figures are compared, never used. A hard reason follows from data that the worker itself signed, so
+no other party can cause it. Therefore `context` comes first and is soft: a file that passes it was signed for exactly this
 assignment. For the same reason `derived_tasks` comes before `replayed`: rows with another worker's seeds are not this
 worker's rows, whoever uploaded them first.
 docs/trust.md lists the lies that are not caught.
@@ -41,12 +41,13 @@ from shoal.tasks.environments import Conversation
 from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.prefill import ALTERNATIVES, submission_evidence
 
-REWARD_TOLERANCE = 1e-4  # absolute up to 1, relative above: files hold rewards as float32
+REWARD_TOLERANCE = 1e-4  # absolute up to 1, relative above 1, because files hold rewards as float32
 FAR = 4.0  # times `sampling_margin`: numerics cannot cause a larger margin
 EOS_PROBABILITY = 0.1  # a completion may end early only where the end token's probability exceeds this (INTELLECT-2)
-OUTLIERS = 2  # allowed per submission: end tokens, and special tokens, beyond `sampling_margin` because of numerics
-DISTRIBUTION_EVIDENCE = 16.0  # more nats reject; honest work exceeds x nats with probability at most e^-x
-WORST_MANTISSA = 127.0  # for a proof without any equal exponent, whose mantissa error is infinite
+# Allowed beyond `sampling_margin` because of numerics, per submission: this many end tokens, and this many special tokens.
+OUTLIERS = 2
+DISTRIBUTION_EVIDENCE = 16.0  # nats; more is rejected. Honest work exceeds x nats with probability at most e^-x
+WORST_MANTISSA = 127.0  # replaces the infinite mantissa error of a proof without any equal exponent
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Rules:
     def limits(self, case: Case) -> ValidatorSection:
         """Return the limits for the engine and device in the signed header.
 
-        A worker that names another engine gets no more tolerance than workers with that engine have.
+        A worker that names another engine gets no more tolerance than workers that use that engine.
         """
         return self.config.validator.of(case.header.engine)
 
@@ -79,10 +80,10 @@ def rejected(reason: Reason, detail: str, evidence: dict[str, float] | None = No
 
 
 def context(rules: Rules, case: Case) -> Outcome:
-    """Is it this worker's file, for this assignment?
+    """Did this worker sign the file for this assignment?
 
-    Soft: anyone who can change the coordinator's answers, or restore it to an older state, can cause it. A file that passes
-    was signed by the worker for exactly this assignment, so the worker answers for all that follows from the assignment.
+    Soft: anyone who can change the coordinator's answers, or restore it to an older state, can cause this rejection. A file
+    that passes was signed for exactly this assignment, so its worker is responsible for all that follows from it.
     """
     header, given = case.header, case.assignment
     if header.signer != case.worker or header.worker != case.worker:
@@ -91,12 +92,14 @@ def context(rules: Rules, case: Case) -> Outcome:
         return rejected(Reason.CONTEXT, f"made for task {header.submission}, submitted for task {given.number}")
     claimed = (header.run, header.step, header.policy_version, header.policy_digest, header.nonce, header.groups)
     if claimed != (rules.run, given.step, given.policy_version, given.policy_digest, given.nonce, given.groups):
-        return rejected(Reason.CONTEXT, f"its header names run, step, version, digest, nonce, groups {claimed}")
+        return rejected(
+            Reason.CONTEXT, f"its header has another run, step, version, digest, nonce or groups: {claimed}"
+        )
     return PASSED
 
 
 def derived_tasks(rules: Rules, case: Case) -> Outcome:
-    """Are tasks, targets, seeds and groups those that the assignment yields?"""
+    """Do the tasks, targets, seeds and groups follow from the assignment?"""
     expected = [
         (group, case.tasks[group].id, plan.target_length, seed)
         for group, plan in enumerate(case.plans)
@@ -114,22 +117,25 @@ def derived_tasks(rules: Rules, case: Case) -> Outcome:
 
 
 def prompts(rules: Rules, case: Case) -> Outcome:
-    """Is it signed for the prompts of these tasks? (Soft: another release of a tokenizer may write others.)"""
+    """Did the worker sign the prompts of these tasks?
+
+    Soft, because another release of a tokenizer may encode them differently.
+    """
     if case.header.prompts != prompts_digest(case.prompts):
-        return rejected(Reason.CONTEXT, "signed for other prompts than those of its tasks")
+        return rejected(Reason.CONTEXT, "the signed prompts are not those of its tasks")
     return PASSED
 
 
 def replayed(rules: Rules, case: Case) -> Outcome:
-    """Is this the worker's first submission of these rollouts?"""
+    """Is this the first time that the worker submits these rollouts?"""
     owner = case.content_owner
     if owner in (None, case.assignment.id) or not owner.startswith(f"{case.worker[:16]}-"):
         return PASSED  # another worker's copy is no fault: `derived_tasks` has shown that these rows are this worker's
-    return rejected(Reason.REPLAYED, f"the same rollouts as {owner}")
+    return rejected(Reason.REPLAYED, f"the same rollouts as in submission {owner}")
 
 
 def bounds(rules: Rules, case: Case) -> Outcome:
-    """Are lengths, token ids and figures within what the model and the run allow?"""
+    """Are lengths, token ids and logprobs within the limits of the model and the run?"""
     vocabulary, settings = rules.vocabulary, rules.config.sampling
     for number, row in enumerate(case.rows):
         n = len(row.tokens)
@@ -145,14 +151,14 @@ def bounds(rules: Rules, case: Case) -> Outcome:
         if len(row.proofs) != -(-sampled // PROOF_CHUNK_TOKENS):
             return rejected(Reason.BOUNDS, f"rollout {number}: {len(row.proofs)} proofs for {sampled} sampled tokens")
         if not all(0 <= token < vocabulary for token in row.tokens):
-            return rejected(Reason.BOUNDS, f"rollout {number}: a token id outside of 0..{vocabulary - 1}")
+            return rejected(Reason.BOUNDS, f"rollout {number}: a token id outside 0..{vocabulary - 1}")
         if not all(-1e4 < logprob <= 1e-3 for logprob in row.logprobs):
-            return rejected(Reason.BOUNDS, f"rollout {number}: a logprob that is not a logarithm of a probability")
+            return rejected(Reason.BOUNDS, f"rollout {number}: a logprob that is not the logarithm of a probability")
     return PASSED
 
 
 def endings(rules: Rules, case: Case) -> Outcome:
-    """Does every turn run to an end token, or the last to the length limit, and no further?"""
+    """Does every turn stop at its first end token? (The last turn may stop at the length limit.)"""
     for number, row in enumerate(case.rows):
         n = len(row.tokens)
         for start, end in model_spans(row.turns, n):
@@ -164,7 +170,7 @@ def endings(rules: Rules, case: Case) -> Outcome:
 
 
 def commitments(rules: Rules, case: Case) -> Outcome:
-    """Is every proof well formed: no null proof, nothing out of its field?"""
+    """Is every proof well formed?"""
     for number, row in enumerate(case.rows):
         try:
             toploc.parse(row.proofs, top_k=PROOF_BYTES // 2 - 1, sequence=number)
@@ -174,7 +180,7 @@ def commitments(rules: Rules, case: Case) -> Outcome:
 
 
 def proof(rules: Rules, case: Case) -> Outcome:
-    """TOPLOC: do the committed hidden states match those of the claimed weights?"""
+    """Do the TOPLOC proofs match the hidden states that the claimed weights give?"""
     prefill = case.computed()
     hiddens = list(torch.split(prefill.hidden_NH, prefill.lengths))
     try:
@@ -203,7 +209,7 @@ def proof(rules: Rules, case: Case) -> Outcome:
 
 
 def sampling(rules: Rules, case: Case) -> Outcome:
-    """Is every token the one its seed yields, except for a few within numerical error?"""
+    """Does every token follow from its seed? (A few may differ within numerical error.)"""
     limits = rules.limits(case)
     margins_N = case.computed().margins_N
     beyond = int((margins_N > limits.sampling_margin).sum())
@@ -225,7 +231,7 @@ def sampling(rules: Rules, case: Case) -> Outcome:
 
 
 def logprobs(rules: Rules, case: Case) -> Outcome:
-    """Do the claimed logprobs match those of the claimed weights on average?"""
+    """Do the claimed logprobs match, on average, those that the claimed weights give?"""
     claimed_N = torch.tensor([logprob for row in case.rows for logprob in row.logprobs])
     error = float((claimed_N - case.computed().logprobs_N).abs().mean())
     evidence = {"logprob_error_mean": error}
@@ -235,7 +241,7 @@ def logprobs(rules: Rules, case: Case) -> Outcome:
 
 
 def termination(rules: Rules, case: Case) -> Outcome:
-    """Are the end tokens likely, or those that their seeds yield, except for a few within numerical error?"""
+    """Is every end token likely, or does it follow from its seed? (A few exceptions are allowed.)"""
     prefill, limits = case.computed(), rules.limits(case)
     likely_N = prefill.logprobs_N.exp() > EOS_PROBABILITY
     yielded_N = prefill.margins_N <= limits.sampling_margin
@@ -249,13 +255,13 @@ def termination(rules: Rules, case: Case) -> Outcome:
 
 
 def special_tokens(rules: Rules, case: Case) -> Outcome:
-    """Are special tokens (used only by chat templates) those that their seeds yield, except for a few?"""
+    """Do special tokens, which only chat templates use, follow from their seeds? (A few exceptions are allowed.)"""
     yielded_N = case.computed().margins_N <= rules.limits(case).sampling_margin
     tokens = [token for _, token in _among(case, rules.special_ids, ~yielded_N)]
     if len(tokens) > OUTLIERS:
         return rejected(
             Reason.SPECIAL_TOKENS,
-            f"contains {len(tokens)} special tokens that their seeds do not yield, {tokens[0]} first",
+            f"contains {len(tokens)} special tokens that their seeds do not yield; the first is {tokens[0]}",
         )
     return PASSED
 
@@ -267,7 +273,10 @@ def _among(case: Case, ids: Collection[int], odd_N: torch.Tensor) -> list[tuple[
 
 
 def distribution(rules: Rules, case: Case) -> Outcome:
-    """Are the tokens as likely as samples at the stated temperature? (Uses no seeds.)"""
+    """Are the tokens about as likely as honest samples at the configured temperature?
+
+    This check uses no seeds.
+    """
     evidence_NA = case.computed().evidence_NA
     nats = submission_evidence(evidence_NA)
     evidence = {"distribution_evidence": nats}
@@ -276,38 +285,38 @@ def distribution(rules: Rules, case: Case) -> Outcome:
     kind = ALTERNATIVES[int(evidence_NA.sum(0).argmax())]
     return rejected(
         Reason.DISTRIBUTION,
-        f"e^{nats:.0f} times likelier under {kind} sampling than at temperature {rules.config.sampling.temperature:g}",
+        f"e^{nats:.0f} times more likely under {kind} sampling than at temperature {rules.config.sampling.temperature:g}",
         evidence,
     )
 
 
 def exact_tokens(rules: Rules, case: Case) -> Outcome:
-    """Is every token the one its seed yields, with a margin of exactly 0?"""
+    """Does every token follow from its seed, with a margin of exactly 0?"""
     margins_N = case.computed().margins_N
     return _unless_equal(
         case,
         "tokens",
         margins_N != 0,
         lambda n: (
-            f"the score misses the seed's by {float(margins_N[n]):.3g} nats, where a machine of this class misses by 0"
+            f"the score is {float(margins_N[n]):.3g} nats below that of the seed's token; within this class both are equal"
         ),
     )
 
 
 def exact_logprobs(rules: Rules, case: Case) -> Outcome:
-    """Is every logprob in the file equal to the recomputed one?"""
+    """Is every logprob equal to the recomputed one, bit for bit?"""
     claimed_N = torch.tensor([logprob for row in case.rows for logprob in row.logprobs], dtype=torch.float32)
     own_N = case.computed().logprobs_N.to(torch.float32)
     return _unless_equal(
         case,
         "logprobs",
         claimed_N != own_N,
-        lambda n: f"{float(claimed_N[n])!r} is claimed and {float(own_N[n])!r} is computed",
+        lambda n: f"the claimed one is {float(claimed_N[n])!r}, the recomputed one {float(own_N[n])!r}",
     )
 
 
 def exact_proofs(rules: Rules, case: Case) -> Outcome:
-    """Is every proof, byte for byte, the one that the recomputed hidden states yield?"""
+    """Is every proof equal to the one that the recomputed hidden states give, byte for byte?"""
     prefill = case.computed()
     own = toploc.build_many(list(torch.split(prefill.hidden_NH, prefill.lengths)), chunk_tokens=PROOF_CHUNK_TOKENS)
     pairs = [
@@ -319,12 +328,12 @@ def exact_proofs(rules: Rules, case: Case) -> Outcome:
     if not wrong:
         return PASSED
     number, chunk = wrong[0]
-    detail = f"{len(wrong)} of {len(pairs)} proofs differ, first proof {chunk} of rollout {number}"
+    detail = f"{len(wrong)} of {len(pairs)} proofs differ; the first is proof {chunk} of rollout {number}"
     return rejected(Reason.INEXACT, detail, {"inexact_proofs": float(len(wrong))})
 
 
 def _unless_equal(case: Case, what: str, differing_N: torch.Tensor, how: Callable[[int], str]) -> Outcome:
-    """Reject if any differ. Say at which sampled token the first difference is; `how` describes it."""
+    """Reject if any differ. Name the sampled token of the first difference, which `how` describes."""
     if not bool(differing_N.any()):
         return PASSED
     count, first = int(differing_N.sum()), int(differing_N.nonzero()[0])
@@ -332,33 +341,37 @@ def _unless_equal(case: Case, what: str, differing_N: torch.Tensor, how: Callabl
     while position >= case.computed().lengths[number]:
         position, number = position - case.computed().lengths[number], number + 1
     detail = (
-        f"{count} of {len(differing_N)} {what} differ: at sampled token {position} of rollout {number} {how(first)}"
+        f"{count} of {len(differing_N)} {what} differ; at sampled token {position} of rollout {number}, {how(first)}"
     )
     return rejected(Reason.INEXACT, detail, {f"inexact_{what}": float(count)})
 
 
 def environment(rules: Rules, case: Case) -> Outcome:
-    """Are the answers between turns those that the environment gives, and is none missing?
+    """Are all answers of the environment present, and does it give the same answers here?
 
-    Soft if there is no time to query it again.
+    The rejection is soft if there is no time to query the environment again.
     """
     doubtful = PASSED
     for number, row in enumerate(case.rows):
         fault = rules.conversation.find_fault(case.tasks[row.group], row.seed, row.tokens, row.turns)
         if rules.conversation.multi_turn and rules.budget.over:
-            return rejected(Reason.UNREPEATABLE, f"rollout {number}: its programs take longer than there is time for")
+            return rejected(
+                Reason.UNREPEATABLE, f"rollout {number}: there is not enough time to run its programs again"
+            )
         if fault and fault.lie:
             return rejected(Reason.ENVIRONMENT, f"rollout {number}: {fault.detail}")
         if fault and doubtful is PASSED:
-            detail = f"rollout {number}: {fault.detail}, but another machine may ({interpreter()} here)"
+            here = interpreter()
+            detail = f"rollout {number}: {fault.detail}, but another machine may not (this machine has {here})"
             doubtful = rejected(Reason.UNREPEATABLE, detail)
     return doubtful
 
 
 def rewards(rules: Rules, case: Case) -> Outcome:
-    """Is every claimed reward the one that the grader gives here? (Where all machines must agree.)
+    """Does the grader here give the claimed rewards?
 
-    A worker may claim no reward (NaN), or name other versions of the graders: only the validator's own rewards are used.
+    Only grades on which all machines must agree are compared. A worker may claim no reward (NaN), or name other versions
+    of the graders: only the validator's own rewards are used.
     """
     if case.header.graded_with != versions():
         return PASSED
@@ -372,7 +385,7 @@ def rewards(rules: Rules, case: Case) -> Outcome:
     first = wrong[0]
     return rejected(
         Reason.REWARD,
-        f"rollout {first} claims {case.rows[first].reward:g}, the grader gives {case.rewards[first]:g}",
+        f"rollout {first} claims reward {case.rows[first].reward:g}, but the grader gives {case.rewards[first]:g}",
         {"wrong": len(wrong), "rollouts": len(case.rows)},
     )
 
@@ -391,7 +404,7 @@ ALL: list[Check] = [*FILE, *EXPENSIVE, *GRADED]
 
 
 def run(checks: Sequence[Check], rules: Rules, case: Case) -> Outcome:
-    """Run checks in order up to the first finding. Return it, and the evidence of all that ran."""
+    """Run checks in order up to the first finding. Return that finding, and the evidence of all checks that ran."""
     evidence: dict[str, float] = {}
     for check in checks:
         outcome = check(rules, case)

@@ -50,8 +50,8 @@ from shoal.validator.checks import ANSWERS, EXACT, EXPENSIVE, FILE, REWARDS, Che
 from shoal.validator.prefill import prefill
 
 SPOT_ROLLOUTS = 2  # rollouts in a spot check, drawn after the upload
-MIN_GRADING_S = 1.0  # least time for grading before a prefill: processes need time to start
-LATE = Grade(0.0, "grader_error", "not graded in the time that the claim leaves for it", repeatable=False)
+MIN_GRADING_S = 1.0  # shortest time limit for grading before a prefill: processes need time to start
+LATE = Grade(0.0, "grader_error", "not graded within the validator's time limit", repeatable=False)
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,10 @@ class Judge:
         )
 
     def examine(self, cases: Sequence[Case], *, cheaply: Sequence[bool] | None = None) -> list[Examined]:
-        """Run the checks on each case. All must be of the loaded version. `cheaply`: which cases need only a spot check.
+        """Run the checks on each case of the loaded version. `cheaply`: whether each case needs only a spot check.
 
-        If the spot check fails, a logprob is impossible, or grading takes long, the case is prefilled whole after all,
-        and that prefill decides.
+        If the spot check fails, a logprob is impossible, or grading takes long, the whole case is prefilled after all, and
+        that prefill decides.
         """
         examined = [self._check(FILE, Examined(case, None)) for case in cases]
         share_s = self.grading_s / max(len(cases), 1)
@@ -185,7 +185,7 @@ class Judge:
         return self._graded(self._check(FILE, Examined(case, None)), self.grading_s)[0]
 
     def _graded(self, result: Examined, timeout_s: float) -> tuple[Examined, bool]:
-        """Query the environment again, grade, and check the rewards. Return also whether `timeout_s` sufficed."""
+        """Query the environment again, grade, and check the rewards. Also return whether `timeout_s` sufficed."""
         self.budget.start(timeout_s)
         try:
             result = self._check(ANSWERS, result)

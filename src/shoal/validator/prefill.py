@@ -1,13 +1,13 @@
 """One forward pass of the claimed version over several submissions at once; all expensive checks read its results.
 
 The groups of all submissions are packed into rows; each group's prompt is computed once.
-Invariant: except for rounding, a submission's results do not depend on the others in its rows.
+Invariant: except for rounding, a submission's results do not depend on other submissions in its rows.
 Paper: TOPLOC (arXiv 2501.16007): a prefill checks many tokens in the time that decoding a few takes.
 
-The results include evidence on the distribution from which the tokens were sampled; it uses no seeds. For each of a few
-other distributions q, the product over tokens of q(token) / p(token) is a martingale of mean 1 under honest sampling from p.
-So is the mean of these products. By Ville's inequality this mean exceeds e^x in at most a share e^-x of honest
-submissions, for any length and any p: the limit needs no calibration and no normal approximation.
+The results include evidence on the distribution from which the tokens were sampled. This evidence uses no seeds. For each
+of a few other distributions q, the product over tokens of q(token) / p(token) is a martingale of mean 1 under honest
+sampling from p. So is the mean of these products. By Ville's inequality, an honest submission's mean exceeds e^x with
+probability at most e^-x, for any length and any p. So the limit needs no calibration and no normal approximation.
 
     sharper      p^2, renormalised: detects half the temperature, greedy, beam search, best of several
     flatter      p^(1/2), renormalised: detects twice the temperature
@@ -80,7 +80,7 @@ def prefill(model: Any, cases: Sequence[Case], *, temperature: float, row_tokens
 def hidden_states(model: Any, cases: Sequence[Case], row_tokens: int) -> Tensor:
     """Return hidden_NH: the final hidden states of every token that the model wrote, in order."""
     longest = max(len(case.prompts[row.group]) + len(row.tokens) for case in cases for row in case.rows)
-    width = max(row_tokens, longest)  # every rollout within bounds must be checkable
+    width = max(row_tokens, longest)  # even the longest rollout must fit
     trees = [
         part
         for case in cases

@@ -44,9 +44,7 @@ from shoal.validator.verdict import group_results, unreadable, verdict_on
 
 IDLE_S = 0.1
 BATCH = 4  # submissions of one version checked in one prefill
-RELOAD_SHARE = (
-    0.05  # largest share of time for reloading weights after inexact work, so that it cannot block other claims
-)
+RELOAD_SHARE = 0.05  # largest share of time for reloads after inexact work, so that such work cannot block other claims
 GRADING_SHARE = 0.5  # share of a lease for running the programs of all claims
 GRADED_REASONS = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)  # found after the checks of the prefill
 HEAD = "head.json"
@@ -59,7 +57,7 @@ log = logging.getLogger(__name__)
 class Witness:
     """Reads the ledger and co-signs its newest entry every WITNESS_S.
 
-    Each co-signed head extends the previous one, also after a restart: `head.json` in the folder has the newest. If the
+    Each co-signed head extends the previous one, also after a restart, because `head.json` keeps the newest. If the
     coordinator's ledger lacks that entry, it was truncated or rewritten, and the validator exits.
     """
 
@@ -72,7 +70,7 @@ class Witness:
             self.sign()
 
     def sign(self) -> None:
-        """Co-sign the newest entry, unless all new ones are co-signatures. Raise LedgerError."""
+        """Co-sign the newest entry, unless all new entries are co-signatures. Raise LedgerError."""
         self._due_s = self.clock() + WITNESS_S
         before = self._last_head()
         seq, digest = (before.seq, before.digest) if before else (0, GENESIS)
@@ -122,7 +120,7 @@ class Validator:
     ) -> None:
         """`fingerprint`: returns a loaded model's fingerprint; "" if this machine's arithmetic depends on batch shapes.
 
-        `witness`: co-signs the ledger; None: this validator does not.
+        `witness`: co-signs the ledger; None: this validator signs no entry.
         """
         self.node = node
         self.config = config
@@ -135,7 +133,7 @@ class Validator:
         self.reload_at_s = 0.0  # inexact work causes no reload before this time, on the monotonic clock
 
     def run(self, stop: threading.Event) -> str:
-        """Check submissions until the run ends or `stop` is set. Return which."""
+        """Check submissions until the run ends or `stop` is set. Return the reason to stop."""
         with self.judge:
             while not stop.is_set():
                 if self.node.answer and self.node.answer.state != "running":
@@ -195,7 +193,7 @@ class Validator:
         for n, result in zip(doubtful, again, strict=True):
             if result.finding is None:
                 log.warning(
-                    "%s: %s, but not after the weights were loaded again: this machine's memory or arithmetic fails",
+                    "%s: %s, but it passed after the weights were reloaded: this machine's memory or arithmetic is faulty",
                     claims[n].assignment.id,
                     examined[n].finding,
                 )
@@ -237,7 +235,7 @@ class Validator:
         return verdict, self.judge.accepted_file(case, self.node.identity)
 
     def upload(self, verdict: Verdict, accepted: bytes | None) -> None:
-        """Upload the accepted file, if any, then the verdict. If the claim was lost meanwhile, drop the verdict."""
+        """Upload the accepted file, if any, then the verdict. If the claim is no longer this node's, drop the verdict."""
         try:
             if accepted is not None:
                 stored = self.node.send_file(f"/v1/accepted/{verdict.submission}", accepted)
@@ -254,7 +252,7 @@ class Validator:
             self.node.doing(f"dropping the verdict on {verdict.submission}: {refusal}")
 
     def co_sign(self, *, last: bool = False) -> None:
-        """Co-sign the ledger's newest entry if a co-signature is due, or if it is the last before the end."""
+        """Co-sign the ledger's newest entry if a co-signature is due. `last`: even if none is due."""
         if self.witness is not None:
             self.witness.sign() if last else self.witness.sign_if_due()
 

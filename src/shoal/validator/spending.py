@@ -7,13 +7,12 @@ the completions in proportion to their exposure, the sum of 1 - P(token), whatev
 chooses among near ties for the reward cannot imitate that: its mismatches are concentrated in completions that became
 better, or worse.
 
-To see whether the other choice would have led to another reward, `regenerate` generates rollouts again, if
-`evidence.regenerated` is set. In a rollout with a token other than the one its seed yields, a near tie fell the other
-way. For an honest worker numerics decided, independently of the reward: the rollout that the seed yields here is better
-as often as worse. A worker that chooses takes the better one each time (or the worse one). So each such rollout is
-evidence by itself, however rare such rollouts are and however small the margin. Decoy mismatches do not help: rollouts
-with equal rewards are not counted. Nor are those whose grade came near a limit, because a busy machine may have changed
-it.
+If `evidence.regenerated` is set, `regenerate` generates some mismatched rollouts again, to see whether the other side of
+a near tie leads to another reward. For an honest worker numerics decided the tie, independently of the reward: the rollout
+that the seed yields here is better as often as it is worse. A worker that chooses always takes the better one (or always
+the worse one). So each such rollout is evidence by itself, however rare such rollouts are and however small the margin.
+Decoy mismatches do not help: rollouts with equal rewards are not counted. Rollouts whose grading came near a limit are not
+counted either, because a busy machine may have changed the grade.
 
 Invariants: only the prefill and the validator's own rewards are read. The rollouts to generate again are drawn after the
 upload, from the system's randomness.
@@ -54,7 +53,7 @@ def spent(case: Case, config: Config, evidence: dict[str, float]) -> ToleranceSp
     means = [sum(rewards) / len(rewards) for rewards in values]
 
     def within(sign: int) -> float:
-        """Return the log evidence of a bet on the completions of each group; it adds up, as groups are independent."""
+        """Return the log evidence of bets on the completions of each group, summed because groups are independent."""
         return sum(
             allocation(count, exposure, [sign * reward for reward in rewards], REWARD_TILT, STAKE)
             for count, exposure, rewards in zip(counts, exposures, values, strict=True)
@@ -82,7 +81,10 @@ def spent(case: Case, config: Config, evidence: dict[str, float]) -> ToleranceSp
 
 
 def regenerate(judge: Judge, case: Case, limit: int) -> tuple[int, int]:
-    """Generate up to `limit` mismatched rollouts again. Return how many originals beat the new ones, how many lose."""
+    """Generate up to `limit` mismatched rollouts again.
+
+    Return the number of originals with a higher reward than the new rollout, and the number with a lower reward.
+    """
     margins = torch.split(case.computed().margins_N, case.computed().lengths)
     missed = [
         n

@@ -1,4 +1,4 @@
-"""The worker's loop: get tasks, produce their submissions, upload them. Untrusted; it makes outbound requests only.
+"""The worker's loop: get tasks, produce their submissions, upload them. It is untrusted and makes only outbound requests.
 
     upload finished submissions in order -> load newer weights if idle -> request a task -> produce it in a thread
 
@@ -106,7 +106,7 @@ class Worker:
         fingerprint: Callable[[], str] = lambda: "",
         compute: OneThread | None = None,
     ) -> None:
-        """`fingerprint`: returns that of the loaded weights; "" if this machine's arithmetic depends on batch shapes.
+        """`fingerprint`: returns the loaded weights' fingerprint; "" if this machine's arithmetic depends on batch shapes.
 
         `compute`: the executor of the engine and the producer; None: each computes in the calling thread.
         """
@@ -115,13 +115,13 @@ class Worker:
         self.fingerprint = fingerprint
         self.compute = compute or OneThread()
         self.loaded: int | None = None
-        self.folder: Path | None = None  # holds that version
+        self.folder: Path | None = None  # holds the loaded version
         self.digest = ""  # digest of the loaded version's manifest
         self.working: dict[Assignment, Future[bytes]] = {}  # submissions in production, oldest first
         self.upload: Future[None] | None = None  # the upload in progress
 
     def run(self, follower: Follower, stop: threading.Event) -> str:
-        """Work until the run ends, this worker is evicted or drained, or `stop` is set. Return which."""
+        """Work until the run ends, this worker is evicted or drained, or `stop` is set. Return the reason to stop."""
         in_flight = self.producer.config.workers.in_flight
         with ThreadPoolExecutor(in_flight, "produce") as threads, self.compute:
             while not stop.is_set():
@@ -138,9 +138,8 @@ class Worker:
                     self.check_upload(FOREVER_S)
                     return answer.state
                 if not self.working and (request := self.node.renewal()) is not None:
-                    self.check_upload(
-                        FOREVER_S
-                    )  # the upload was made with the old fingerprint, so it must arrive first
+                    # The upload was produced under the old fingerprint, so it must arrive first.
+                    self.check_upload(FOREVER_S)
                     self.renew()
                     self.node.renewals = request
                     continue
@@ -182,9 +181,9 @@ class Worker:
             self.wait(pause_s)
             return
         why = f"weights: {follower.last_error}" if follower.last_error else answer.waiting_for
-        if answer.assignment is not None:  # for other weights: the validator would take work with these for a lie
+        if answer.assignment is not None:  # for other weights: a validator would reject work with the loaded weights
             version = answer.assignment.policy_version
-            why = f"a newer version: its weights of version {version} are not the pool's"
+            why = f"a newer version: this worker's weights of version {version} are not the pool's"
         self.node.doing(why, waiting=True)
         stop.wait(pause_s)
 
@@ -243,7 +242,7 @@ class Worker:
         self.node.fingerprint = Fingerprint(version=version, value=value) if value else None
 
     def put(self, assignment: Assignment, data: bytes) -> None:
-        """Upload a submission. If refused, drop only this one: an earlier try may have arrived without an answer."""
+        """Upload a submission. If it is refused, drop it and go on: an earlier attempt may have arrived unanswered."""
         try:
             self.node.send_file(assignment.upload_path, data)
             log.info("submission %s is uploaded: %d bytes", assignment.id, len(data))
@@ -251,7 +250,7 @@ class Worker:
             if refusal.status != 409:
                 raise
             self.node.doing(f"not uploading {assignment.id}: {refusal}")
-            log.info("the pool takes no upload of submission %s now: %s", assignment.id, refusal)
+            log.info("the pool refused the upload of submission %s: %s", assignment.id, refusal)
 
 
 def follow(node: Node, config: Config, cache: Path, publisher: str) -> Follower:
@@ -265,7 +264,7 @@ def follow(node: Node, config: Config, cache: Path, publisher: str) -> Follower:
         return node.answer.relays if node.answer else []
 
     def client() -> Client:
-        if not relays():  # all of them left after `newest_version` was called
+        if not relays():  # all relays left after `newest_version` was called
             raise FetchError("no relay is up")
         return Client(relays(), access, cache, relays=relays)
 

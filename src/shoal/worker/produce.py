@@ -56,7 +56,7 @@ class Producer:
         self.conversation: Conversation | None = None
         self.sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, ())
         self.tokens = 0  # generated so far
-        self._lock = threading.Lock()  # of tokenizer, graders and counters
+        self._lock = threading.Lock()  # guards tokenizer, graders and counters
 
     def load(self, folder: Path, version: int) -> int | None:
         """Load a version's weights. Return the version to report to the coordinator; None: not ready for tasks.
@@ -64,12 +64,11 @@ class Producer:
         Raise ShoalError if the model is too small for the run's completions.
         """
         check_max_tokens(folder, self.config.sampling.max_tokens)
-        if (
-            self.tokenizer is None
-        ):  # before the engine loads: that may take long, and the folder may be removed meanwhile
+        # Read the folder before the engine loads it. Loading may take long, and the folder may be removed meanwhile.
+        if self.tokenizer is None:
             self.tokenizer = load_tokenizer(folder)
             self.sampling = replace(self.sampling, eos_ids=eos_ids(folder))
-            tokenizer = load_tokenizer(folder)  # another one: environments answer while other threads use the first
+            tokenizer = load_tokenizer(folder)  # a second one: environments answer while other threads use the first
             self.conversation = Conversation(self.config, self.environments, tokenizer, self.sampling.eos_ids)
         self.engine.load(folder)
         return version
@@ -100,7 +99,7 @@ class Producer:
         return self.engine.generate(prompts, [plan.seeds for plan in plans], self.sampling, self.responder(plans))
 
     def responder(self, plans: Sequence[GroupPlan]) -> Respond:
-        """Return the engine's `Respond` function for these groups: it returns what a task's environment answers."""
+        """Return the engine's `Respond` function for these groups. It returns the answer of a task's environment."""
 
         def respond(group: int, number: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
             return self.reply(plans[group], plans[group].seeds[number], tokens, turns)
@@ -128,7 +127,7 @@ class Producer:
     def rewards(self, pairs: Sequence[tuple[GroupPlan, Completion]]) -> list[float]:
         """Return the reward of each completion, from the text of its last turn and the number of the model's tokens.
 
-        It is NaN, which claims nothing, if an honest validator might compute another score.
+        The reward is NaN, which claims nothing, if an honest validator might compute another score.
         """
         texts = [completion_text(self.tokenizer, last_turn(done.turns, done.tokens)) for _, done in pairs]
         grades = self.graders.grade([self.tasks.train[plan.task_index] for plan, _ in pairs], texts)

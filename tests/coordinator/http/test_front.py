@@ -59,7 +59,7 @@ def test_every_answer_to_a_signed_request_is_signed(site: Site, role: str, metho
     answer = client.request(method, path, json={} if method == "POST" else None)
     assert answer.status_code == status, answer.text
     check_signature(site, answer)
-    with pytest.raises(UnsignedAnswerError, match="not over this answer"):
+    with pytest.raises(UnsignedAnswerError, match="does not cover this answer"):
         check_signature(site, answer, status=status + 1)
     with pytest.raises(UnsignedAnswerError, match="body"):
         check_signature(site, answer, body_sha256=sha256(answer.content + b" ").digest())

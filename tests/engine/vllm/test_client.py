@@ -1,6 +1,6 @@
-"""With a missing, unfit, silent or dead child process, nothing hangs, is left behind or gets signed.
+"""A missing, unfit, silent or dead child process is reported. Nothing hangs, and nothing of it remains or gets signed.
 
-Here the child is a few lines of Python.
+In these tests the child is a few lines of Python.
 """
 
 import os

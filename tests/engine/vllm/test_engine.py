@@ -86,7 +86,7 @@ def test_more_requests_than_fit_wait_their_turn(engine: VllmEngine) -> None:
     assert [completion.tokens for completion in together[290:292]] == [completion.tokens for completion in alone]
 
 
-def test_greedy_tokens_are_the_torch_engines(engine: VllmEngine, tiny: Path) -> None:
+def test_greedy_tokens_equal_those_of_the_torch_engine(engine: VllmEngine, tiny: Path) -> None:
     greedy = Sampling(0.0, 12, (1,))
     torch_engine = TorchEngine("float32")
     torch_engine.load(tiny)

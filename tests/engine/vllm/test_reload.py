@@ -1,4 +1,4 @@
-"""After a reload vLLM uses only the new weights, although it keeps copies of some. Several architectures. Slow."""
+"""After a reload vLLM uses only the new weights, although it keeps copies of some weights. Slow; needs vLLM."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.12},
     **{"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
 }
-PROMPT, SEEDS = [5 + at * at % 40 for at in range(300)], list(range(8))  # vLLM caches it under the old weights
+PROMPT, SEEDS = [5 + at * at % 40 for at in range(300)], list(range(8))  # vLLM caches the prompt under the old weights
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -46,9 +46,9 @@ def test_a_reload_replaces_every_weight(vllm_python: str, tmp_path: Path, config
         engine.load(tmp_path / str(seed))
         torch_engine.load(tmp_path / str(seed))
         [group], [expected] = (each.generate([PROMPT], [SEEDS], sampling) for each in (engine, torch_engine))
-        assert [one.tokens for one in group] == [one.tokens for one in expected]
+        assert [completion.tokens for completion in group] == [completion.tokens for completion in expected]
         for one, other in zip(group, expected, strict=True):
             torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-3, rtol=0)
             torch.testing.assert_close(one.hidden_TH.float(), other.hidden_TH.float(), atol=1e-2, rtol=0.02)
-    assert engine.process.pid == process and engine.process.poll() is None, "without a restart"
+    assert engine.process.pid == process and engine.process.poll() is None, "vLLM was not restarted"
     engine.close()

@@ -1,10 +1,10 @@
-"""The vLLM engine as a worker sees it: `Engine`'s methods, over a socket to a child process in vLLM's own environment.
+"""The worker's side of the vLLM engine: `Engine`'s methods, over a socket to a child process in vLLM's own environment.
 
 vLLM and Shoal pin different versions of libraries, so vLLM has its own environment; `SHOAL_VLLM_PYTHON` is the path of
 its Python (docs/operate.md). The child imports only modules of Shoal whose dependencies that environment has. All
-groups of all calls are in vLLM's scheduler at once; it computes a shared prompt once where its prefix cache can. After
+groups of all calls are in vLLM's scheduler at once. It computes a shared prompt once where its prefix cache allows. After
 a task environment replies, the next turn is a new request, which joins while the others continue. Calls from several
-threads share the socket: one of them reads for all.
+threads share the socket: one thread reads for all of them.
 
 Invariant: every wait has a deadline; the child ends with this process, at `close`, or at the first error. Every completion
 is checked, because the worker signs it: a broken child must not make an honest worker look like a liar.
@@ -102,7 +102,7 @@ class VllmEngine:
     """One child process. The first `load` starts vLLM in it; later ones replace its weights in place."""
 
     def __init__(self, dtype: DtypeName, threads: int = 0, python: str = "") -> None:
-        """`python`: that of vLLM's environment; "" reads SHOAL_VLLM_PYTHON. `threads`: 0 leaves the number to vLLM.
+        """`python`: path of the Python in vLLM's environment; "": SHOAL_VLLM_PYTHON. `threads`: 0 lets vLLM choose.
 
         Raise ShoalError if vLLM is missing or has another version.
         """
@@ -145,7 +145,7 @@ class VllmEngine:
         if self.loaded:
             self._load(folder)
             return
-        first = Path(self.folder.name) / "first"  # vLLM starts slowly: the caller may delete the version meanwhile
+        first = Path(self.folder.name) / "first"  # a copy: the caller may delete the version while vLLM starts
         shutil.copytree(folder, first, copy_function=_link)
         self._load(first)
         shutil.rmtree(first)

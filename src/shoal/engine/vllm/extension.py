@@ -1,4 +1,4 @@
-"""The code that runs inside vLLM: Shoal's seeded sampling, a record of it, and replacing weights in place.
+"""The code that runs inside vLLM: it samples by seed, records each sampled token, and replaces weights in place.
 
 vLLM is extended at three public points: `LogitsProcessor` (sampling), `worker_extension_cls` (`Extension`, called by
 `collective_rpc`), and a forward pre-hook on the model's logits module. The hook receives exactly the final hidden states
@@ -51,7 +51,7 @@ class SampleRecord:
     """The sampled tokens. Global, because vLLM creates both the sampler and the extension, and does not connect them."""
 
     hidden_BH: Tensor | None = None  # from which the current step's logits are computed
-    # By request and position. A prompt's chunk also samples a token; vLLM discards it, and the next chunk's replaces it.
+    # By request and position. Each chunk of a prompt also samples a token; vLLM discards it, and the next one replaces it.
     sampled: dict[str, dict[int, Sampled]] = field(default_factory=dict)
     count: int = 0  # tokens sampled so far, over all requests
 
@@ -125,15 +125,15 @@ class Extension:
         model.logits_processor.register_forward_pre_hook(keep, with_kwargs=True)
 
     def shoal_sampled(self) -> int:
-        """Return how many tokens were ever sampled."""
+        """Return the number of tokens sampled so far."""
         return RECORD.count
 
     def shoal_take(self, id: str) -> tuple[list[int], dict[str, Tensor]]:
         """Return a finished request's tokens in order, with hidden states (T, H) and logprobs (T,), and forget it."""
-        sampled = [token for _, token in sorted(RECORD.sampled.pop(id).items())]
-        return [one.token for one in sampled], {
-            "hidden": torch.stack([one.state_H for one in sampled]),
-            "logprobs": torch.tensor([one.logprob for one in sampled], dtype=torch.float32),
+        samples = [sample for _, sample in sorted(RECORD.sampled.pop(id).items())]
+        return [sample.token for sample in samples], {
+            "hidden": torch.stack([sample.state_H for sample in samples]),
+            "logprobs": torch.tensor([sample.logprob for sample in samples], dtype=torch.float32),
         }
 
     def shoal_reload(self, folder: str) -> None:

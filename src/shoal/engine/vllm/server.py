@@ -8,8 +8,8 @@
 
 All requests are in vLLM's scheduler at once; new ones join between two steps. A request is done when vLLM ends it, at an
 end token or at `max_tokens`.
-Invariant: no request is in flight while weights change. The process ends when the socket closes, even during a step, and
-then removes FOLDER, which it shares with the client, because the client may have been killed.
+Invariant: no request is in flight while weights change. The process ends when the socket closes, even during a step. It
+then removes FOLDER, which it shares with the client, because a killed client cannot.
 Left out: several models, and any network: the socket is one end of a pair, and the trusted client has the other.
 """
 
@@ -136,7 +136,7 @@ class Server:
         tokens = list(output.token_ids)
         sampled, tensors = self.llm.collective_rpc("shoal_take", args=(id,))[0]
         if sampled != tokens:
-            raise RuntimeError(f"vLLM returned other tokens than were sampled: {tokens[:8]}, {sampled[:8]}")
+            raise RuntimeError(f"vLLM returned tokens that differ from the sampled ones: {tokens[:8]}, {sampled[:8]}")
         if output.finish_reason == "length" and len(tokens) < self.max_tokens[id]:
             raise RuntimeError(f"prompt and completion exceed the model's context: cut off after {len(tokens)} tokens")
         del self.max_tokens[id]
@@ -180,7 +180,7 @@ def _read(connection: socket.socket, inbox: "queue.Queue[Frame | Exception]", en
 def main() -> int:
     folder, connection = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
     connection.set_inheritable(False)  # so that it closes when this process ends
-    os.dup2(2, 1)  # what vLLM prints goes to the worker's log
+    os.dup2(2, 1)  # vLLM's output goes to the worker's log
     inbox: queue.Queue[Frame | Exception] = queue.Queue()
 
     def end() -> None:

@@ -2,8 +2,8 @@
 
     4 bytes  length of the header      8 bytes  length of the tensors      header, then tensors; big-endian
 
-Invariant: nothing is unpickled, nothing longer than the bounds is read, and memory is allocated as bytes arrive, not as a
-frame claims. This module imports only what both environments have.
+Invariant: nothing is unpickled, and nothing longer than the bounds is read. Memory is allocated as bytes arrive, whatever
+length a frame claims. This module imports only packages that both environments have.
 """
 
 import json
