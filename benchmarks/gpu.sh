@@ -30,7 +30,7 @@ step() { # NAME SECONDS COMMAND...
 
 measured=(--config "$CONFIG" --device "$DEVICE" "${SIZES[@]}")
 step check 60 "$BIN/shoal" check "$CONFIG" --set "model.device=$DEVICE"
-step proofs 60 "$BIN/python" -m pytest -q tests/toploc/test_toploc_largest.py
+step proofs 60 "$BIN/python" -m pytest -q tests/toploc
 step parts 180 "$BIN/python" -m benchmarks.speed.device learner worker validator "${measured[@]}" --out "$LOGS/parts.json"
 ((RANKS < 2)) || step ranks 120 "$BIN/python" -m torch.distributed.run --nproc-per-node "$RANKS" -m benchmarks.speed.device \
     learner "${measured[@]}" --out "$LOGS/ranks.json"
