@@ -30,7 +30,7 @@ def every_database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
 def every_database_slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run the test once on each database. On PostgreSQL it counts as slow, because its module has many tests."""
+    """Run the test once on each database. On PostgreSQL the test counts as slow, because its module has many tests."""
     yield from _on_database(request, monkeypatch)
 
 

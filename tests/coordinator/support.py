@@ -74,7 +74,7 @@ class Harness:
         renews: bool = True,
         working_on: list[str] | None = None,
     ) -> HeartbeatAnswer:
-        """Send a node's heartbeat. `renews`: it has completed every request for a new fingerprint."""
+        """Send a node's heartbeat. `renews`: the node has completed every request for a new fingerprint."""
         computed = Fingerprint(version=version or 0, value=fingerprint) if fingerprint else None
         done = self.pool.members.checkers.renewals(key) if renews else 0
         beat = Heartbeat(
@@ -116,7 +116,7 @@ class Harness:
         replay: Replay | None = None,
         spent: ToleranceSpent | None = None,
     ) -> None:
-        """Give a verdict. If it needs a second one and `confirmed` is set, give the same from another validator."""
+        """Give a verdict. If it must be confirmed and `confirmed` is set, another validator gives the same verdict."""
         self.contents += 1
         if reason is None:
             self.pool.judgement.accepted_stored(validator, id, "8" * 64)

@@ -93,7 +93,7 @@ def pool() -> Harness:
     return harness
 
 
-def test_work_that_is_late_for_its_workers_usual_time_is_assigned_again(pool: Harness) -> None:
+def test_work_is_assigned_again_after_twice_its_workers_usual_time(pool: Harness) -> None:
     pool.task(ALICE)
     pool.task(BOB)
     assert "catch up" in pool.beat(CAROL, 0).waiting_for
@@ -154,7 +154,7 @@ def test_a_worker_that_misses_tasks_rests_longer_each_time_and_is_suspended(pool
     assert {shown.name: shown.missed for shown in pool.status().nodes}["worker-a"] == 5
     for _ in range(4):
         miss(pool, CAROL)
-    assert pool.node(CAROL).suspensions == 1, "a new key is suspended after four"
+    assert pool.node(CAROL).suspensions == 1, "a new key is suspended after four missed tasks"
 
 
 def test_accepted_work_ends_the_rest_but_erases_only_part_of_the_missed_share(pool: Harness) -> None:
@@ -268,7 +268,7 @@ def test_less_than_three_percent_of_the_groups_are_wasted(
 
 def test_no_groups_are_requested_that_the_next_batch_could_not_use() -> None:
     harness = staffed_pool(validators=(VALIDATOR,), async_level=0)
-    harness.accepted(ALICE, useful=(True, False))  # half of the groups are useful, and three of four are missing
+    harness.accepted(ALICE, useful=(True, False))  # half of the groups are useful, and the batch lacks three
     assert (harness.task(ALICE).groups, harness.task(BOB).groups) == (2, 2)
     harness.accepted(ALICE, useful=(True, True))
     assert harness.state(f"{BOB[:16]}-000000") == "open"

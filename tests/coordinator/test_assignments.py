@@ -114,7 +114,7 @@ def test_a_silent_workers_task_does_not_count_as_in_progress(harness: Harness) -
     harness.clock.now_s += 31
     harness.beat(BOB, 0, wants=False)
     assert harness.task(CAROL).number == 0
-    harness.pool.assignments.uploaded(ALICE, silent.id, "9" * 64)  # it was only slow: its grant is still valid
+    harness.pool.assignments.uploaded(ALICE, silent.id, "9" * 64)  # Alice was only slow, so the upload is still allowed
 
 
 # --- nonces ----------------------------------------------------------------------------------------------------------

@@ -94,10 +94,10 @@ def test_a_draw_is_kept_when_the_submission_is_claimed_again(harness: Harness) -
     harness.draws(0.9)  # one draw; a second one would raise
     assert not claimed(harness).full
     again = harness.claim()
-    assert again is not None and not again.full, "by the validator, after its restart"
+    assert again is not None and not again.full, "the validator claims it again after a restart"
     harness.clock.now_s += 300.5
     other = harness.claim(OTHER_VALIDATOR)
-    assert other is not None and not other.full, "by another one, after the lease"
+    assert other is not None and not other.full, "another validator claims it after the lease"
 
 
 def test_each_submission_is_drawn_separately(harness: Harness) -> None:

@@ -84,7 +84,7 @@ def test_a_claim_keeps_the_fingerprint_that_its_worker_reported_before_the_first
     assert answer.assignment is not None
     harness.pool.assignments.uploaded(ALICE, answer.assignment.id, "9" * 64)
     [claim] = harness.claims(VALIDATOR, 8)
-    assert claim.fingerprint == "", "none was reported for version 1"
+    assert claim.fingerprint == "", "no fingerprint was reported for version 1"
 
 
 def test_the_newest_common_version_decides_whether_two_nodes_are_in_one_class(harness: Harness) -> None:
@@ -106,7 +106,7 @@ def test_with_exact_classes_only_workers_in_a_live_validators_class_get_tasks() 
     assert harness.beat(ALICE, fingerprint=ONE).assignment is not None
     refused = harness.beat(BOB, fingerprint=TWO)
     assert refused.assignment is None and "validator.classes" in refused.waiting_for
-    assert harness.beat(BOB).assignment is None, "it gets none without a fingerprint either"
+    assert harness.beat(BOB).assignment is None, "Bob gets no task without a fingerprint either"
     harness.clock.now_s += 31
     assert harness.beat(ALICE, fingerprint=ONE).assignment is None, "the validators are gone"
 
@@ -195,7 +195,7 @@ def test_a_lie_is_slashed_once_any_second_validator_confirms_it() -> None:
 
 
 def test_the_second_validator_checks_all_of_a_submission_whatever_was_drawn_for_the_first() -> None:
-    """Otherwise it could draw other rollouts that contain no lie, and the first validator would be blamed."""
+    """Otherwise the second validator could draw rollouts without a lie, and the first validator would be blamed."""
     harness = classes(alice=ONE, first=ONE, second=TWO)
     id = uploaded(harness)
     assert claimable(harness, VALIDATOR) == [id]
@@ -360,7 +360,7 @@ def test_mismatches_long_ago_do_not_suspend_the_worker(harness: Harness) -> None
 
 @pytest.mark.parametrize("classes", ["any", "exact"])
 def test_unconfirmed_mismatches_exclude_a_worker_from_all_classes_for_a_while(classes: str) -> None:
-    """The only validator then prefills its work just once; tolerances still allow honest work."""
+    """The only validator then prefills the worker's submissions just once, and accepts honest work with tolerances."""
     settings = {"validator": {"classes": classes}, "prompts_per_step": 64}
     harness = staffed_pool(workers=(ALICE,), validators=(VALIDATOR,), **settings)
     harness.beat(VALIDATOR, wants=False, fingerprint=ONE)

@@ -1,9 +1,9 @@
 """No lie pays: the expected pay of every strategy stays below its cost, while honest work earns exactly its cost.
 
 The rules are those of `trust.share` and `credit.Escrow`, at the defaults and the lowest share of checks that they
-allow. One submission's honest work costs 1 and pays 1, so honest profit is 0. With a margin, eviction would cost a liar
-more. A new key costs nothing. The liar knows every rule, and reads in the ledger which of its submissions were checked.
-All its pay is credited at the run's end if it was never caught. docs/trust.md has the calculation by hand.
+allow. One submission's honest work costs 1 and pays 1, so honest profit is 0. If it were larger, eviction would cost a
+liar more. A new key costs nothing. The liar knows every rule, and reads in the ledger which of its submissions were
+checked. All its pay is credited at the run's end if it was never caught. docs/trust.md has the calculation by hand.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from shoal.coordinator.trust import share
 from shoal.validator.judge import SPOT_ROLLOUTS
 
 DEFAULTS = ValidatorSection()
-FLOOR = 1 / DEFAULTS.escrow_checks  # the lowest that the config allows
+FLOOR = 1 / DEFAULTS.escrow_checks  # the lowest floor that the config allows
 LIVES, HORIZON = 1_000, 700  # keys per strategy, submissions per key
 
 Plan = Callable[["Life"], np.ndarray]  # which keys lie in their next submission
@@ -120,7 +120,7 @@ def profit(plan: Plan, lie: Lie, floor: float, checks: int) -> tuple[float, floa
     shares = np.array([share(n, floor) for n in range(HORIZON + 1)])
     alive, honest_in_a_row = np.ones(LIVES, bool), np.zeros(LIVES, int)
     pay, cost = np.zeros(LIVES), np.zeros(LIVES)
-    waits = np.zeros((max(checks, 1), LIVES))  # row k: submissions with k whole checks passed after them
+    waits = np.zeros((max(checks, 1), LIVES))  # row k: submissions that were followed by k passed full checks
     for number in range(HORIZON):
         chance = shares[honest_in_a_row]
         lies = plan(Life(number, chance, rng, waits.sum(0))) & alive

@@ -88,7 +88,7 @@ def test_while_unchecked_groups_fill_half_a_batch_every_submission_is_checked(ha
     harness.pool.judgement.trust.random = lambda: 0.9
     ids = [harness.accepted(useful=useful).id for useful in ((True, False), (True, True), (True, False))]
     full = [task.full_check for id in ids if (task := harness.pool.db.submissions.get(id))]
-    assert full == [True, False, True], "checked: the newcomer's, and the next one while two unchecked groups wait"
+    assert full == [True, False, True], "the first is a newcomer's; during the third, two unchecked groups wait"
     assert harness.pool.batches.of_step(0).ready
     rows = harness.pool.db.connection.rows("SELECT checked FROM groups WHERE batch = 0 ORDER BY seq")
     assert [bool(checked) for (checked,) in rows] == [True, False, False, True]

@@ -70,7 +70,7 @@ def test_a_worker_restarted_during_an_upload_gets_the_same_task_again(proven: Ha
 
 
 def alone(harness: Harness) -> Assignment:
-    """Return an announced task whose worker gets no later one, because its version is too old for another step."""
+    """Return an announced task whose worker gets no later task, because the version is too old for another step."""
     harness.publish(1, 2)
     for _ in range(4):
         harness.accepted("b" * 64, 2)
@@ -94,7 +94,7 @@ def test_a_draining_worker_finishes_its_tasks_and_leaves_without_penalty(proven:
     assert second is not None
     proven.pool.members.drain(ALICE)
     proven.pool.assignments.uploaded(ALICE, first.id, FILE)
-    assert proven.task() == second, "a restart does not lose it"
+    assert proven.task() == second, "a restart does not lose the task"
     proven.pool.assignments.uploaded(ALICE, second.id, FILE)
     assert proven.beat(ALICE).state == "left"
     assert (proven.beat(ALICE).state, proven.beat(ALICE).assignment) == ("left", None)
@@ -227,7 +227,7 @@ def test_a_task_in_progress_may_take_longer_than_its_deadline(several: Harness) 
     assert beat(several, "", first, second).assignment is not None
     assert several.state(first) == several.state(second) == "open"
     beat(several, "", second)
-    assert (several.state(first), several.state(second)) == ("expired", "open"), "it lost the first"
+    assert (several.state(first), several.state(second)) == ("expired", "open"), "the worker lost its first task"
 
 
 def test_a_slow_worker_with_several_tasks_has_missed_none(several: Harness) -> None:

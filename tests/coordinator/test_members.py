@@ -120,7 +120,7 @@ def leaves(one_place: Harness, key: str) -> None:
 
 def test_a_full_run_admits_no_new_worker(one_place: Harness) -> None:
     assert is_full(one_place) and one_place.pool.members.role(BOB) is None
-    assert not is_full(one_place, ALICE), "a restart"
+    assert not is_full(one_place, ALICE), "a restarted worker keeps its place"
     one_place.join("d" * 64, "relay")
 
 

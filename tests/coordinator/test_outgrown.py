@@ -144,6 +144,6 @@ def test_a_coordinator_on_another_machine_continues_where_the_first_was_killed(
     ledger = Ledger(open_postgres(settings.coordinator.database))
     kinds = [entry.kind for entry in ledger.entries()]
     assert [kinds.count(kind) for kind in ("started", "registered", "policy", "accepted")] == [2, 4, 1, 2]
-    assert "accepted" in kinds[len(kinds) - kinds[::-1].index("started") :], "by the second coordinator"
+    assert "accepted" in kinds[len(kinds) - kinds[::-1].index("started") :], "the second coordinator accepted work"
     verify_chain(ledger.entries(), identity.public)
     assert not list(tmp_path.rglob("*.parquet")) and not list(tmp_path.rglob("pool.sqlite"))

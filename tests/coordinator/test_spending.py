@@ -1,4 +1,4 @@
-"""A worker that exploits the tolerance over many submissions is dismissed, not slashed. An honest worker is neither."""
+"""A worker that exploits tolerances over many submissions is dismissed, not slashed. Honest workers are not dismissed."""
 
 import json
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_an_honest_worker_is_never_dismissed(harness: Harness) -> None:
 
 
 def test_an_honest_worker_with_an_engine_with_wider_limits_is_never_dismissed() -> None:
-    """Its figures are at two thirds of its own limits, and beyond those of the other engines."""
+    """Its figures are at two thirds of its own limits, and beyond the limits of the other engines."""
     own = {"proof_exponent_mean": 16.0, "proof_mantissa_mean": 3.8, "logprob_error_mean": 0.16}
     settings = config()
     settings = settings.model_copy(
@@ -122,7 +122,7 @@ def submissions_until_detected(draw: Any, regenerated: int = 4) -> int | None:
 
 
 def test_a_worker_that_spoils_rare_right_answers_is_detected_by_regenerated_rollouts() -> None:
-    """A submission has two right answers, as SmolLM2's do at first; eight more mismatches do not affect its reward."""
+    """A submission has two right answers, as with SmolLM2 at first. Eight more mismatches do not affect its reward."""
     rng = np.random.default_rng(0)
 
     def spoils() -> tuple[int, int]:
@@ -135,7 +135,7 @@ def test_a_worker_that_spoils_rare_right_answers_is_detected_by_regenerated_roll
 
 
 def test_numerics_that_change_rewards_both_ways_are_no_evidence() -> None:
-    """Even if they help twice as often as they hurt, the most that REWARD_TILT allows."""
+    """REWARD_TILT allows them to help twice as often as they hurt."""
     rng = np.random.default_rng(0)
     for chance in (0.5, 2 / 3):
         for _ in range(20):

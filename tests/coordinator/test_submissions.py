@@ -249,7 +249,7 @@ def test_a_worker_that_is_suspended_or_left_is_paid_for_its_uploads(harness: Har
     assert harness.pool.judgement.escrow.tokens_by_credit() == {(ALICE, "credited"): 20}
 
 
-def test_a_dismissed_worker_is_paid_nothing_more_and_its_lie_still_slashes(
+def test_a_dismissed_worker_is_paid_nothing_more_and_is_still_slashed_for_a_lie(
     wide: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide.accepted()
@@ -303,7 +303,7 @@ def test_a_workers_own_figures_earn_nothing(harness: Harness) -> None:
 
 @pytest.mark.parametrize("reason", [Reason.UNREADABLE, Reason.PROOF])
 def test_a_rejection_drops_no_valid_work(harness: Harness, reason: Reason) -> None:
-    """Others' work counts, and so does this worker's earlier accepted work unless it is slashed."""
+    """Others' work counts, and so does this worker's earlier accepted work unless the worker is slashed."""
     before = harness.accepted(BOB, useful=(True, False))
     bad, good = harness.upload(BOB), harness.upload(ALICE)
     harness.claim()

@@ -84,7 +84,7 @@ def test_a_ledger_of_many_pages_is_read(site: Site, tmp_path: Path, monkeypatch:
     assert len(ledger(site, node)) == 1 + 4 + 2, "started, 4 registered, 2 witnessed; nothing after the restart"
 
 
-def test_a_truncated_ledger_is_noticed_after_a_restart_of_both(tmp_path: Path) -> None:
+def test_a_truncated_ledger_is_noticed_after_coordinator_and_validator_restart(tmp_path: Path) -> None:
     folder, earlier = tmp_path / "coordinator", tmp_path / "earlier.sqlite"
     with served(folder) as site:
         node = validator(site, tmp_path)
@@ -115,7 +115,7 @@ def test_a_damaged_head_file_is_reported(site: Site, tmp_path: Path) -> None:
         Witness(node, tmp_path / "validator").sign()
 
 
-def test_only_a_head_of_this_ledger_by_its_own_signer_is_recorded(site: Site, tmp_path: Path) -> None:
+def test_only_a_head_of_this_ledger_signed_by_its_sender_is_recorded(site: Site, tmp_path: Path) -> None:
     node, other = validator(site, tmp_path), validator(site, tmp_path, "other")
     chain = ledger(site, node)
     head = Head(run=RUN, seq=chain[-1].seq, digest=chain[-1].digest)

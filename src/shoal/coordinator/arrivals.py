@@ -3,21 +3,22 @@
     expected    a worker's own time from task to upload, at most MAX_SLOWDOWN times the pool's median. For a newcomer:
                 the pool's 90th percentile, with the same limit; START_S until the pool has accepted any work
     late        after LATE times the expected time. A late task no longer counts as in progress; its work is assigned
-                again. It may still be uploaded while a batch can take its version, which raises its worker's own time
-    missed      its worker requests another task and will not upload this one: the worker has newer weights, it lost a
-                task that is older than `assignment.DEADLINE_S`, or it lost an announced file
+                again. It may still be uploaded while a batch can take its version. If it is accepted, its worker's own
+                time becomes longer
+    missed      its worker requests another task and will not upload this one, because the worker has newer weights, or
+                lost a task that is older than `assignment.DEADLINE_S`, or lost an announced file
     rest        after a miss, for the pool's median time * 2 ^ (tasks missed in a row - 1) * 2 ^ (8 * share missed)
     suspension  when the recent share of missed tasks reaches SUSPEND_SHARE
 
-The share is an exponential average over about 8 tasks. It starts at INITIAL_SHARE. So 4 missed tasks suspend a new key,
-and 6 in a row suspend a key with a good record. A task that is uploaded too late does not count as missed: the worker
-was slow, but it did the work.
+The share of missed tasks is an exponential average over about 8 tasks. It starts at INITIAL_SHARE. So 4 missed tasks
+suspend a new key, and 6 in a row suspend a key with a good record. A task that is uploaded too late does not count as
+missed: the worker was slow, but it did the work.
 
 A worker's next task has as many groups as the worker can finish in the pool's median time:
 
     newcomer                           base, which is `workers.groups_per_submission`
     slower than SIMILAR * median       size * median / own time
-    about as fast, below base          twice as many, at most base
+    not slower, size below base        twice as many, at most base
     faster                             size * median / own time, at most twice as many and at most `workers.largest`
 
 The size does not change which tasks are drawn: a larger task begins with the groups of a smaller one. A group earns the
@@ -121,7 +122,7 @@ class Arrivals:
     def missed(self, tasks: Sequence[Submission]) -> None:
         """Close tasks that their worker will not upload. The worker must rest, and is suspended if it misses too many.
 
-        The tasks are of one worker. They count as one missed task, because one crash can lose all of them.
+        All tasks belong to one worker. They count as one missed task, because one crash can lose all of them.
         """
         for task in tasks:
             self.db.submissions.move(task, "miss")

@@ -1,20 +1,20 @@
-"""Task assignment: which task a worker gets next, or why it must wait, and how long it may upload the result.
+"""Task assignment: which task a worker gets next, or why it must wait, and until when it may upload the result.
 
     nonce = HMAC-SHA256(secret, run, worker, number, version), truncated to 128 bits
 
 Invariants: a worker generates at most `workers.in_flight` tasks at a time, all of one version, and uploads them in
-order. So it cannot skip a task and upload later ones: when the first is too old, all are. A worker cannot get different
-tasks by restarting or by loading older weights. Nonces are unpredictable, and each later task is of the same version or
-a newer one. So a worker that picks among its tasks misses the others (see `arrivals`). While a worker uploads a file,
-one more task may be open: the file's hash was announced first, so that task cannot influence the file. Only a worker
-with accepted work has more than one task. No task is assigned while enough work for the open batch is in progress, so
-queues stay short and rollouts fresh. While a worker with accepted work is live, keys without any get at most half of
-the open batch's work. A submission is uploaded once, by its worker, within its grant.
+order. So it cannot skip a task and upload later ones: all its tasks become too old at the same time. A worker cannot
+get different tasks by restarting or by loading older weights. Nonces are unpredictable, and each later task is of the
+same version or a newer one. So if a worker picks among its tasks, the others count as missed (see `arrivals`). While a
+worker uploads a file, one more task may be open. That task cannot influence the file, because the file's hash was
+announced first. Only a worker with accepted work has more than one task. No task is assigned while enough work for the
+open batch is in progress, so queues stay short. While a worker with accepted work is live, keys without accepted work
+get at most half of the open batch's work. A submission is uploaded once, by its worker, while `may_upload` allows it.
 
 A nonce depends only on the assignment and the coordinator's key, so an assignment keeps its nonce even after kill -9.
 Without that key, a nonce is indistinguishable from random bits. Nonces are stored in the table of submissions, the
 ledger and the submitted files, so anyone with one of these can derive the tasks again (`tasks.derive`).
-Left out: a new secret after the database is restored from an older copy. The coordinator then assigns some numbers a
+Left out: changing the key when the database is restored from an older copy. The coordinator then assigns some numbers a
 second time with the same nonces, so a worker may already know those tasks.
 """
 
@@ -82,7 +82,7 @@ class Assignments:
             if lost_uploads or missed:
                 self.arrivals.missed([*lost_uploads, *missed])
             if resumed := [task for task in lost if task not in missed]:
-                return self.describe(resumed[0])  # the worker restarted: with a new task, it could choose
+                return self.describe(resumed[0])  # the worker restarted; with a new task, it could choose between two
             node = self.db.nodes.get(worker)
             if reason := self._why_busy(worker, node, loaded, oldest_allowed) or _why_resting(node, now_s):
                 return reason
@@ -168,15 +168,15 @@ class Assignments:
         )
 
     def _next_size(self, node: Member | None, step: int, version: int, newest: int, now_s: float) -> int:
-        """Return the number of groups of this worker's next task; 0 if enough for the open batch are in progress.
+        """Return the number of groups of this worker's next task; 0 if enough groups are in progress.
 
         More groups would only grow stale in the queue. Late tasks, and those of silent workers, do not count as in
         progress. While a worker with accepted work is live, half of the batch is reserved for such workers.
 
         A task of the worker's usual size may be larger than the batch needs: the rest goes into the next batch. If the
         next batch cannot use the rest, because the version will be too old or the run over, the task is no larger than
-        needed. If the learner has also not yet published version `step`, all groups count as useful, so that none is
-        left over.
+        needed. If the learner has also not yet published version `step`, all groups count as useful, so that no group
+        is left over.
         """
         section = self.config.coordinator
         fits_next_batch = version > step - section.async_level and step + 1 < self.config.run.steps
@@ -206,9 +206,9 @@ class Assignments:
     def may_upload(self, worker: str, id: str, content_hash: str = "") -> Submission:
         """Return the submission. Raise PoolError unless this worker may upload the file with this hash for it.
 
-        The grant is valid while this is the worker's oldest open task and a batch can still take its version. An upload
-        of a version that is too old has no penalty: its task becomes stale. A file other than the announced one ends
-        the task as missed: the worker signed both the announcement and the upload.
+        The worker may upload while this is its oldest open task and a batch can still take the task's version. If the
+        version is too old, the task becomes stale, without a penalty. A file other than the announced one ends the task
+        as missed, because the worker signed both the announcement and the upload.
         """
         task = self.db.submissions.get(id)
         if task is None:

@@ -18,8 +18,8 @@ first verdict counts (`judgement`), so a liar gains nothing by a delay.
 
 A worker with an inexact submission is asked to reload its weights and to report a new fingerprint. A different
 fingerprint puts it into another class. MISMATCHES confirmed inexact submissions within WINDOW_S suspend the worker. The
-same number of unconfirmed ones excludes it from all classes for WINDOW_S. Its work is then judged with tolerances,
-which costs it nothing and saves the validator a second prefill. Inexact submissions that were uploaded before the
+same number of unconfirmed ones excludes it from all classes for WINDOW_S. Its work is then judged with tolerances. This
+costs the worker nothing and saves the validator a second prefill. Inexact submissions that were uploaded before the
 worker could report a new fingerprint count as one mismatch.
 
 Invariants: a false fingerprint gains nothing; it only chooses the validator and makes the check stricter. A flipped bit
@@ -38,7 +38,7 @@ from shoal.coordinator.submissions import Submission
 from shoal.ledger.connection import Connection
 from shoal.protocol.messages import HARD, Heartbeat, Reason, Verdict
 
-MAX_VERSIONS = 8  # per node
+MAX_VERSIONS = 8  # number of fingerprints kept per node
 SCHEMA = [
     """CREATE TABLE IF NOT EXISTS fingerprints (
     key TEXT NOT NULL, version BIGINT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (key, version))""",
@@ -207,7 +207,7 @@ class Checkers:
             return
         if known.get(reported.version) == reported.value or self.db.policies.digest(reported.version) is None:
             return
-        if reported.version in known:  # the machine, its libraries or its memory changed, so its class did too
+        if reported.version in known:  # the machine, its libraries or its memory changed, so its class changed too
             log.info("%s changed its fingerprint for version %d", key[:16], reported.version)
             table.forget(key)
         table.put(key, reported.version, reported.value)
@@ -250,8 +250,8 @@ class Checkers:
         """Return whether this validator may check a submission now.
 
         If the worker's class has live validators, only they may check it. A doubted submission goes to a different
-        validator: only one of the worker's class can confirm that work is inexact; any other one can confirm a hard
-        rejection.
+        validator. Only a validator of the worker's class can confirm that work is inexact. Any validator can confirm a
+        hard rejection.
         """
         eligible, doubt = self.peers(submission.worker), self.replays.doubt(submission.id)
         if doubt is not None:
@@ -287,7 +287,7 @@ class Checkers:
         return self.db.submissions.move(submission, "doubt", validator=None, accepted_hash=None, full_check=True)
 
     def first_verdict(self, submission: Submission) -> tuple[str, Verdict] | None:
-        """Return a doubted submission's first validator and its verdict; else None."""
+        """Return a doubted submission's first validator and its verdict; None for other submissions."""
         doubt = self.replays.doubt(submission.id)
         return None if doubt is None else (doubt.by, Verdict.model_validate_json(doubt.verdict))
 

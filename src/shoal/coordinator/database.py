@@ -1,8 +1,8 @@
 """The pool's shared state: tables of members, submissions and groups, policy versions, history, and the ledger.
 
 Invariants: `transaction()` is atomic, ledger entries included, so kill -9 at any moment leaves consistent state. A
-version has one digest. Every history entry, replacements included, gets a higher sequence number than all before it, so
-a reader that continues from its last cursor misses nothing and gets nothing twice. Anyone may request a page of
+version has one digest. Every history entry, even a replacement, gets a higher sequence number than all earlier entries.
+So a reader that continues from its last cursor misses no entry and gets none twice. Anyone may request a page of
 history, so a page's size is bounded. Only the newest samples are kept.
 
 Ledger entries:
@@ -37,7 +37,7 @@ HISTORY = f"""CREATE TABLE IF NOT EXISTS history (
 RUN = "CREATE TABLE IF NOT EXISTS run (started_s DOUBLE PRECISION NOT NULL)"
 SCHEMA = [*nodes.SCHEMA, *submissions.SCHEMA, *groups.SCHEMA, POLICIES, HISTORY, RUN]
 PAGE_BYTES = 256 << 10  # entries per response; a larger entry is sent alone
-OWN_PAGE_BYTES = 4 << 20  # the same for this process, which rewrites its record after each page
+OWN_PAGE_BYTES = 4 << 20  # the same when this process reads, because it rewrites the run's metrics after each page
 READ_ROWS = 32  # per query
 
 Kind = Literal["step", "evaluation", "sample"]

@@ -74,9 +74,9 @@ class Nonces:
     """A `signing.NonceStore` that survives restarts.
 
     A nonce is deleted only once a nonce more than `keep_s` newer is stored. From then on, requests as old as the
-    deleted nonce are refused. So neither a changed setting nor a clock that jumps back makes a used nonce valid again.
-    `keep_s` must be at least twice MAX_AGE_S, or slow requests are refused. Do not call `spend` inside a transaction: a
-    rollback would undo it.
+    deleted nonce are refused. So a clock that jumps back cannot make a used nonce valid again. `keep_s` must be at
+    least twice MAX_AGE_S, or slow requests are refused. Do not call `spend` inside a transaction: a rollback would undo
+    it.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Nonces:
         now_s: float = 0.0,
         served_before: bool = False,
     ) -> None:
-        """`boot` identifies the machine's boot. `served_before`: whether requests were served earlier. After a crash of
-        the server or in a restored copy, the table of nonces is empty even then."""
+        """`boot` identifies the machine's boot. `served_before`: whether requests were served earlier. The table of
+        nonces cannot tell, because it is empty after a crash of the database server and in a restored copy."""
         self.connection = connection
         self._keep_s = keep_s
         self._newest_s = -1  # newest `created_s` that this process served
@@ -201,7 +201,7 @@ def check_empty(folder: Path) -> None:
 def create_pool(folder: Path, config: Config, run: str, url: str, *, task_data: Path | None = None) -> list[str]:
     """Create a pool's folder. Return the next steps as lines of text. Raise PoolFolderError, AddressError.
 
-    `task_data`: a folder in the same file system, which is moved into the new one as the task set.
+    `task_data`: a folder in the same file system, which is moved into the new folder as the task set.
     """
     url = server_url(url)
     settings = _reachable(config, url)

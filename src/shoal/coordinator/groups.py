@@ -2,8 +2,8 @@
 
     accepted -> in the batch of one step | stale            (useful groups only)
 
-Invariants: a group is in at most one batch, and stays in it. Scores are sums of whole millionths, so they do not depend
-on order.
+Invariants: a group is in at most one batch, and stays in it. Scores are sums of whole millionths, so the order of
+the additions does not change them.
 """
 
 from dataclasses import dataclass
@@ -167,7 +167,7 @@ class Groups:
         return None if reward is None else (reward, flat)
 
     def signal(self, step: int) -> Signal:
-        """Count the groups accepted while `step` was open, and those of them with unequal rewards.
+        """Count the groups accepted while `step` was open, and how many of them have unequal rewards.
 
         Also count the run's newest groups in a row with equal rewards, and give the range of their rewards.
         """

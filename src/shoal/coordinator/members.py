@@ -274,6 +274,7 @@ def missing_requirement(reported: Capability | None, required: RequirementsSecti
 def _entry(key: str, invite: InvitePayload) -> tuple[str, str]:
     """Return the node's name and its entry in the list of used invites. Each key may use an open invite once.
 
-    The name includes 64 bits of the key, so nobody can make a key that takes the name of a stranger before it joins.
+    The name includes 64 bits of the key, so nobody can make a key that takes the name of a stranger that has not
+    joined yet.
     """
     return (f"{invite.name[:23]}-{key[:16]}", f"{invite.nonce} {key}") if invite.open else (invite.name, invite.nonce)

@@ -85,7 +85,7 @@ class Member:
     name: str
     role: Role
     url: str | None
-    invite: str  # its nonce
+    invite: str  # the invite's nonce; for an open invite, followed by a space and the key
     seen_s: float
     version: int | None
     stats: str  # JSON of messages.Stats
@@ -172,7 +172,7 @@ class Nodes:
 
     def beat_all(self, beats: Sequence[tuple[str, float, int | None, str]]) -> None:
         """Record heartbeats of different nodes: key, time, version, stats."""
-        whole = len(beats) - len(beats) % BATCH_ROWS  # two statement shapes only, so both stay prepared
+        whole = len(beats) - len(beats) % BATCH_ROWS  # only two forms of the statement, so both stay prepared
         for first in range(0, whole, BATCH_ROWS):
             self._beat(beats[first : first + BATCH_ROWS])
         for beat in beats[whole:]:

@@ -4,9 +4,9 @@
     assignments  which task a worker gets next        learning    reports by learner, origin and evaluator
     batches      what the learner trains on
 
-Invariants: each public method of a part is one transaction, ledger entries included; a part that calls another shares
-its transaction. A co-signed head is recorded only if this ledger contains it and the sender signed it. Anyone with a
-co-signed head notices if the ledger is truncated or rewritten.
+Invariants: each public method of a part is one transaction, ledger entries included. If one part calls another, both
+share the transaction. A co-signed head is recorded only if this ledger contains it and the sender signed it. Anyone
+with a co-signed head notices if the ledger is truncated or rewritten.
 """
 
 import random

@@ -9,7 +9,7 @@
     doubt   the verdict needs confirmation by a second validator
 
 Invariants: an id, made of the worker's key and the submission's number, is unique. Only `move` writes the state, by
-compare-and-swap. Accepted, rejected, expired and stale are final. `credit` writes the columns `tokens` and `credit`.
+compare-and-swap. Accepted, rejected, expired and stale are final. Only `credit` writes `tokens` and `credit`.
 """
 
 from collections.abc import Sequence
@@ -169,7 +169,7 @@ class Submissions:
         self.connection.change("UPDATE submissions SET accepted_hash = ? WHERE id = ?", accepted_hash, id)
 
     def honest_in_a_row(self, worker: str) -> int:
-        """Count the worker's submissions since its last rejection that passed a full check."""
+        """Count the worker's submissions that passed a full check since its last rejection."""
         return self._integer(
             "SELECT count(*) FROM submissions WHERE worker = ? AND state = 'accepted' AND full_check AND seq >"
             " (SELECT coalesce(max(seq), 0) FROM submissions WHERE worker = ? AND state = 'rejected')",

@@ -4,15 +4,15 @@
 
 Any rejection, even a soft one, resets n to 0. Every submission gets the cheap checks and a prefill of a few rollouts;
 `share` is the probability that it is prefilled whole. The draw uses the system's randomness and happens when a
-validator claims the submission, so nobody can predict it. While as many unchecked groups wait as a batch may take,
-every submission is fully checked.
+validator claims the submission, so nobody can predict it. Once the waiting unchecked groups are as many as a batch may
+take, every submission is fully checked.
 
 Each submission that was prefilled whole and judged by tolerances is one observation. Bets against the honest bounds in
 `[evidence]` add up over all observations. They detect a worker that exploits the tolerances a little at a time:
 
     beyond     tokens differ from their seeds' tokens more often, or by more, than honest numerics explain
     better     the differing tokens are in a group's better completions;  worse: in its worse ones
-    easier     the differing tokens are in groups of higher mean reward;  harder: in groups of lower
+    easier     the differing tokens are in groups of higher mean reward;  harder: in groups of lower mean reward
     proof, logprob     checked values are near their limits on average, as with slightly different weights
     distribution       tokens are more, or less, likely than sampling explains
     improved, spoiled  rollouts are better, or worse, than their seeds yield (if `evidence.regenerated`)
@@ -21,7 +21,7 @@ Invariants: every worker is checked sometimes. The probability that an honest wo
 `evidence.ALPHA`, over all bets and however long it works. The evidence is statistical and rests on calibration, so it
 slashes nobody: the worker is dismissed. It gets no more tasks, its unbatched groups are dropped and its pending credit
 is forfeited (docs/trust.md). Exactly replayed submissions do not count: they have no tolerance to exploit. A worker's
-evidence changes in the transaction that judges the submission, so a restart neither loses nor repeats any.
+evidence changes in the transaction that judges the submission, so a restart neither loses nor repeats it.
 """
 
 import json
@@ -49,7 +49,7 @@ THETAS = (0.1, 0.4, 1.5, 3.0)  # each bet on a frequency pays best at e^theta (1
 STAKES = (0.3, 0.8)  # share of the capital that a bet on an average stakes
 CHOICE_STAKE = 0.8  # the same for bets on regenerated rollouts
 DISMISSAL_NATS = math.log(1 / ALPHA)  # evidence that dismisses a worker
-UNMEASURED_MEAN = 2 / 3  # assumed honest mean as a share of the limit; limits are 1.5 times the worst honest value
+UNMEASURED_MEAN = 2 / 3  # of the limit: honest mean if none was measured; a limit is 1.5 times the worst honest value
 
 log = logging.getLogger(__name__)
 
@@ -121,8 +121,8 @@ class Trust:
         if process.evidence < DISMISSAL_NATS:
             return ""
         return (
-            f"its {process.observations} submissions together are e^{process.evidence:.0f} times likelier if it chooses"
-            f" within the limits than if it is honest (strongest bets: {', '.join(process.strongest(2))})"
+            f"its {process.observations} submissions together are e^{process.evidence:.0f} times likelier if it"
+            f" exploits the limits than if it is honest (strongest bets: {', '.join(process.strongest(2))})"
         )
 
     def dismiss(self, worker: str, submission: str, why: str) -> bool:

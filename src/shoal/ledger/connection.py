@@ -28,7 +28,7 @@ class DatabaseFullError(ShoalError):
 
 
 class DatabaseLostError(ShoalError):
-    """The database server is gone, or closed this connection. Nothing uncommitted was stored."""
+    """The database server is gone, or closed this connection. Uncommitted changes are lost."""
 
     restart_helps = True
 

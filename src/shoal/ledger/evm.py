@@ -15,9 +15,9 @@ Settling copies the ledger's entries about accounts into the contract, one by on
     credited     credit(worker, entry digest, tokens)        a digest is credited once
     slashed      slash(worker, entry digest, hash of the rejected file)
 
-The contract refuses an entry that it already has, and the settler checks before it sends. So if the settler crashes,
-repeats itself or misses an answer, nothing is counted twice or left out. The contract stores digests: a ledger that
-lacks one of them is not the ledger that was settled.
+The contract refuses an entry that it already has. The settler also asks for each entry before it sends it. So if the
+settler crashes, repeats itself or misses an answer, each entry still counts once. The contract stores digests: a ledger
+that lacks one of them is not the ledger that was settled.
 Left out: several entries in one transaction; reorganisations (wait for more blocks on chains that have them); fees that rise
 while a transaction waits.
 """
@@ -43,7 +43,7 @@ NO_KEY = b"\0" * 32
 KEY = re.compile("[0-9a-fA-F]{64}")
 ANSWER_S = 10.0
 WAIT_S = 120.0
-# Raised while reading a malformed answer.
+# Errors that reading a malformed answer can raise.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 KINDS = ("registered", "credited", "slashed")
 NO_PAYER = "0x" + "00" * 20  # for a member without a payer: nobody can stake for it
@@ -145,7 +145,7 @@ class Web3Chain:
         except ImportError as error:
             raise LedgerError("a chain needs web3.py: pip install 'shoal[evm]'") from error
         finally:
-            sys.setrecursionlimit(limit)  # a dependency sets 100,000: nested JSON would then crash the process
+            sys.setrecursionlimit(limit)  # a dependency sets 100,000; deeply nested JSON would then crash the process
         self.web3: Any = Web3(Web3.HTTPProvider(url, request_kwargs={"timeout": ANSWER_S}))
         self._host = urlsplit(url).netloc.rpartition("@")[2]  # for messages: the rest of the URL may hold a key
         self._signer = self.web3.eth.account.from_key(private_key) if private_key else None

@@ -4,7 +4,7 @@
     register   once per key, with a role
     stake      at risk; unstaked stake stays at risk for UNSTAKE_S, then it can be withdrawn
     credit     once per piece of work, in tokens as the validators counted them
-    slash      for one piece of work: everything at risk goes to the pool, and nothing to whoever slashed
+    slash      for one piece of work: the pool gets everything at risk; whoever slashes gets nothing
 
 Two backends pass the same tests: `LedgerStakes` here, in the hash-chained signed ledger, and `EvmStakes`, a contract on an
 EVM chain (`evm`). Keys are public keys in hex; `work` names a submission.

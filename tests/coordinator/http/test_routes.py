@@ -152,7 +152,7 @@ def test_strangers_cannot_make_the_coordinator_write_anything(site: Site) -> Non
         assert database.execute(count).fetchone() == (before[0] + 1,), "only the admitted key's nonce is stored"
 
 
-def test_changed_requests_old_ones_and_those_for_another_run_are_refused(site: Site) -> None:
+def test_changed_requests_old_requests_and_requests_for_another_run_are_refused(site: Site) -> None:
     auth = SignedAuth(site.identities["validator"], RUN)
     headers = next(auth.auth_flow(httpx.Request("POST", f"{site.url}/v1/claims", content=b"{}"))).headers
     refused(ANYONE.post(f"{site.url}/v1/claims", content=b"[]", headers=headers), 401, "body changed")

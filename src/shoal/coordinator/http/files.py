@@ -2,10 +2,10 @@
 
     announce (size, SHA-256) -> grant -> the node's PUT to the bucket -> stored: checked, named, recorded
 
-Invariants: only a key with a valid grant may upload, up to the size limit, or get a URL for the bucket. A file gets its
-name only once the pool accepts it, so at most one upload per grant is kept, and a refused upload leaves nothing. A node
-may announce at most MAX_FILES different files per task, so a worker's files in the bucket are bounded. The bytes of a
-failed upload count against its sender's rate. No credential leaves this process.
+Invariants: only a key with a valid grant may upload (up to the size limit) or get a URL for an upload to the bucket. A
+file gets its name only once the pool accepts it, so at most one upload per grant is kept, and a refused upload leaves
+nothing. A node may announce at most MAX_FILES different files per task, so a worker's files in the bucket are bounded.
+The bytes of a failed upload count against its sender's rate. No credential leaves this process.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class BucketFiles:
     def __init__(self, bucket: "Bucket", max_bytes: int) -> None:
         self.bucket = bucket
         self.max_bytes = max_bytes
-        self._announced: dict[tuple[str, str], set[str]] = {}  # by kind and submission: SHA-256s, until one is stored
+        self._announced: dict[tuple[str, str], set[str]] = {}  # by kind, submission: SHA-256s, until one file is stored
         self._storing = asyncio.Lock()
 
     def grant(self, key: str, kind: FileKind, id: str, file: Announced) -> UploadGrant:

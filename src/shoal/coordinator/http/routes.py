@@ -1,8 +1,8 @@
 """The coordinator's HTTP interface: a table of routes. Each route authenticates the request, then calls the pool.
 
 Invariant: `/healthz`, `/metrics`, `/v1/run`, `/v1/offer`, `/v1/status` and `/v1/history` are public. Every other route
-needs a fresh signature: `/v1/register` by any key, with an invite; `/v1/bookings` by the coordinator's own key, which
-its operator has; the rest by a registered key of a role in the table.
+needs a fresh signature. `/v1/register` takes any key, with an invite. `/v1/bookings` takes only the coordinator's own
+key, which its operator has. All other routes take only registered keys of the roles in the table.
 `protocol.server` has the code that all routes share; `files` has the routes of rollout files.
 """
 
@@ -189,7 +189,7 @@ class Coordinator:
         return answer.model_copy(update={"reader_grant": self._reader_grant(request.key)})
 
     def _reader_grant(self, key: str) -> str:
-        """Return a reader grant, cached for half of its validity: signing is a large part of a heartbeat's cost."""
+        """Return a reader grant, cached for half of its validity, because signing is much of a heartbeat's cost."""
         now_s, (until_s, grant) = time.time(), self._grants.get(key, (0.0, ""))
         if not READER_GRANT_S / 2 < until_s - now_s <= READER_GRANT_S:  # or the clock was set back
             until_s = now_s + READER_GRANT_S

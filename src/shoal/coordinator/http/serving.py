@@ -66,7 +66,7 @@ class ServedRun:
         """Open the run. Its metrics go to `record_to` (default: `folder`).
 
         `reports`: when the run has finished, also write a summary and a picture there. Raise TrackerError, PoolError,
-        LedgerError, InviteError if the published invite is not this run's, and database errors.
+        LedgerError, database errors, and InviteError if the published invite is not this run's.
         """
         identity = Identity.load_or_create(folder / KEY)
         self.folder = folder
@@ -160,7 +160,7 @@ class WorkLog:
     def __init__(self, connection: Connection, written: Iterable[Line]) -> None:
         """`written`: the lines written before a restart."""
         self.connection = connection
-        self._written: set[int] = set()  # submissions above the floor
+        self._written: set[int] = set()  # numbers of the written submissions above `_floor`
         self._floor = 0  # all submissions up to this one are written
         self._version, self._download = -1, 0
         for line in written:
