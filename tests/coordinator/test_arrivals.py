@@ -251,7 +251,7 @@ def test_a_laptop_and_a_large_node_finish_their_tasks_in_about_the_same_time(mon
 def test_less_than_three_percent_of_the_groups_are_wasted(
     async_level: int, learn_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wasted groups are useful ones that became too old or were uploaded too late, as in a run's summary."""
+    """Wasted groups are useful groups that became too old or were uploaded too late, as in a run's summary."""
     monkeypatch.setattr(simulation, "STEPS", 40)
     monkeypatch.setattr(simulation, "LEARN_S", learn_s)
     pool = Simulation(

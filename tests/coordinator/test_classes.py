@@ -236,7 +236,7 @@ def test_a_lie_whose_version_is_gone_before_the_second_verdict_is_slashed_by_the
     if second == "claims it and dies":
         assert claimable(harness, OTHER_VALIDATOR) == [id]
         harness.clock.now_s += 301
-    harness.publish(1, 2, 3, 4, 5)  # relays hold five
+    harness.publish(1, 2, 3, 4, 5)  # relays hold five versions
     assert claimable(harness, VALIDATOR if second == "never claims" else OTHER_VALIDATOR) == []
     slashed_by_the_first(harness, id)
 

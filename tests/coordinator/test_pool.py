@@ -53,7 +53,7 @@ def test_a_pool_killed_inside_a_transaction_reopens_as_before_that_transaction(t
     killed.join(120)
     assert killed.exitcode == 9
     harness = open_pool(path)
-    whole = die_at - 1 - (die_at in (7, 9))  # "slashed" and "batch" are in the transaction of the entry before
+    whole = die_at - 1 - (die_at in (7, 9))  # "slashed" and "batch" share the transaction of the entry before
     assert harness.kinds() == KINDS[:whole]
     verify_chain(harness.pool.db.ledger.entries(), COORDINATOR.public)
     status = harness.status()

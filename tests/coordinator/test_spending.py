@@ -1,4 +1,4 @@
-"""A worker that exploits tolerances over many submissions is dismissed, not slashed. Honest workers are not dismissed."""
+"""A worker that exploits tolerances over many submissions is dismissed, not slashed. Honest workers remain members."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def submitted(harness: Harness, used: ToleranceSpent | None, key: str = ALICE, *
     return harness.state(task.id)
 
 
-SPENDING = {  # each exploits one tolerance, within the limits of every check of one submission
+SPENDING = {  # each exploits one tolerance, without exceeding any limit on a single submission
     "more tokens": {"beyond": (90, 8, 0, 0)},
     "larger margins": {"beyond": (40, 40, 8, 0)},
     "two far tokens": {"beyond": (30, 10, 3, 3)},
@@ -135,7 +135,7 @@ def test_a_worker_that_spoils_rare_right_answers_is_detected_by_regenerated_roll
 
 
 def test_numerics_that_change_rewards_both_ways_are_no_evidence() -> None:
-    """REWARD_TILT allows them to help twice as often as they hurt."""
+    """REWARD_TILT allows honest numerics to help twice as often as they hurt."""
     rng = np.random.default_rng(0)
     for chance in (0.5, 2 / 3):
         for _ in range(20):

@@ -88,7 +88,7 @@ def test_an_expired_claim_goes_to_another_validator_whose_verdict_alone_counts(h
 
 
 def test_a_submission_expires_when_relays_no_longer_hold_its_version(caplog: pytest.LogCaptureFixture) -> None:
-    """A dead validator leaves its claim behind; the next one would wait for weights that nobody serves."""
+    """A dead validator leaves its claim behind; the next validator would wait for weights that nobody serves."""
     harness = open_pool(prompts_per_step=20)
     for key in (ALICE, BOB):
         harness.join(key)
@@ -185,7 +185,7 @@ def test_a_hard_rejection_evicts_and_slashes(harness: Harness, reason: Reason) -
         "nonce": task.nonce,
         "file": "9" * 64,
         "full": True,
-        "validator": OTHER_VALIDATOR,  # the one that confirmed the rejection
+        "validator": OTHER_VALIDATOR,  # the validator that confirmed the rejection
         "reason": reason,
     }
     assert body == expected
@@ -275,7 +275,7 @@ def test_a_detail_that_quotes_a_workers_file_is_logged_in_one_line(caplog: pytes
     assert line.isprintable() and len(line) < 300
 
 
-# --- faults of the protocol testnet that must not return -------------------------------------------------------------
+# --- known faults that must not return -------------------------------------------------------------------------------
 
 
 COORDINATOR = Path(__file__).parents[2] / "src" / "shoal" / "coordinator"

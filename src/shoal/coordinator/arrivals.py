@@ -46,7 +46,7 @@ SUSPEND_SHARE = 0.5
 SHARE_WEIGHT = 1 / 8  # weight of one task in a worker's share of missed tasks
 TIME_WEIGHT = 1 / 4  # weight of one task in a worker's average time
 MAX_REST_S = 600.0
-LARGE_POOL, REFRESH_S = 256, 1.0  # a single time hardly moves a large pool's median: cache the times for REFRESH_S
+LARGE_POOL, REFRESH_S = 256, 1.0  # one time hardly moves a large pool's median, so cache the times for REFRESH_S
 SIMILAR = 4 / 3
 
 

@@ -74,7 +74,7 @@ class Assignments:
                 return f"version {loaded}, which this worker reports as loaded, to be published"
             assigned = self.db.submissions.newest_version_of(worker)
             if loaded < assigned:
-                return f"this worker to load version {assigned}"  # with two versions it could choose between tasks
+                return f"this worker to load version {assigned}"  # two versions would let it choose a task
             lost_uploads = self._check_announced(worker, uploading, oldest_allowed)
             tasks = [task for task in self.db.submissions.held_by(worker) if not task.announced]
             lost = [task for task in tasks if task.id not in working_on]

@@ -24,7 +24,7 @@ worker could report a new fingerprint count as one mismatch.
 
 Invariants: a false fingerprint gains nothing; it only chooses the validator and makes the check stricter. A flipped bit
 in any machine costs at most the credit of the submissions that it made inexact. A submission keeps the fingerprint that
-its worker had at the first claim. At most one rejection of a submission waits for confirmation, the first one.
+its worker had at the first claim. Only the first rejection of a submission can wait for confirmation.
 docs/trust.md explains why one validator's rejection needs confirmation, even though validators are trusted.
 """
 
@@ -326,7 +326,7 @@ class Checkers:
         if not confirmed:
             self.notify(f"{submission.id} by {name} is inexact, and no second validator could confirm it")
         if renewal.pending or uploaded_s <= renewal.done_s:
-            return  # counts as one with the mismatch for which the renewal was requested
+            return  # this mismatch and the one that caused the renewal count as one
         self.fingerprints.add_mismatch(submission.worker, now_s, confirmed=confirmed)
         if self.fingerprints.mismatches(submission.worker, now_s - WINDOW_S, confirmed=confirmed) < MISMATCHES:
             return

@@ -11,8 +11,8 @@ honest submissions, even right after it earned trust. docs/trust.md calculates w
     offered     stake that a stranger has deposited; enough of it lets the stranger join
     at_risk     stake that slashing a member would take
 
-Invariants: a submission's credit leaves `pending` once, and the transaction of the event that causes this also adds the
-ledger entry. Credited tokens are never taken back. A stake that its owner can still withdraw at once counts only as
+Invariants: a submission's credit leaves `pending` once, in the transaction of the event that causes this, together with
+a ledger entry. Credited tokens are never taken back. A stake that its owner can still withdraw at once counts only as
 offered, and earns no task. Only a stranger that joins by stake waits for a chain. Accepted work enters the ledger
 first. `Settlement` then sends the entries in order and retries, even after a restart, until the chain accepts them.
 Left out: what a token is worth; chain reorganisations; a chain that makes blocks more slowly than the pool makes entries.
@@ -183,7 +183,7 @@ class Settlement:
     # --- on the event loop -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Settle until cancelled; retry if the chain is unreachable. Raise LedgerError for another run's contract."""
+        """Settle until cancelled; retry if the chain is unreachable. Raise LedgerError for a wrong contract or key."""
         pause_s = POLL_S
         while True:
             members, before = self._queue_entries(), self.stakes.members

@@ -36,7 +36,7 @@ HISTORY = f"""CREATE TABLE IF NOT EXISTS history (
     seq {SERIAL}, kind TEXT NOT NULL, key TEXT NOT NULL, body TEXT NOT NULL, UNIQUE (kind, key))"""
 RUN = "CREATE TABLE IF NOT EXISTS run (started_s DOUBLE PRECISION NOT NULL)"
 SCHEMA = [*nodes.SCHEMA, *submissions.SCHEMA, *groups.SCHEMA, POLICIES, HISTORY, RUN]
-PAGE_BYTES = 256 << 10  # entries per response; a larger entry is sent alone
+PAGE_BYTES = 256 << 10  # size of the entries in a response; a larger entry is sent alone
 OWN_PAGE_BYTES = 4 << 20  # the same when this process reads, because it rewrites the run's metrics after each page
 READ_ROWS = 32  # per query
 

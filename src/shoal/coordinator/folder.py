@@ -151,7 +151,7 @@ def open_state(folder: Path, section: CoordinatorSection) -> tuple[Connection, N
 
 def _lock(path: Path) -> None:
     """Lock a file until this process ends. Raise PoolFolderError if another process holds the lock."""
-    file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)  # never closed
+    file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)  # stays open, because closing it would unlock it
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -162,7 +162,7 @@ def open_tables(folder: Path) -> Connection:
     """Open the tables of this folder's coordinator. Raise PoolFolderError, ConfigError, DatabaseLostError."""
     if (folder / TABLES).is_file():
         return open_sqlite(folder / TABLES)
-    for path in (folder / CONFIG, folder.parent / CONFIG):  # of a pool, then of `shoal run`
+    for path in (folder / CONFIG, folder.parent / CONFIG):  # the config of a pool; else the config of `shoal run`
         if path.is_file() and (database := config_module.load(path).coordinator.database):
             from shoal.ledger.postgres import open_postgres
 

@@ -2,8 +2,8 @@
 
     accepted -> in the batch of one step | stale            (useful groups only)
 
-Invariants: a group is in at most one batch, and stays in it. Scores are sums of whole millionths, so the order of
-the additions does not change them.
+Invariants: a group is in at most one batch, and stays in it. Scores are sums of whole millionths, so the order of the
+additions does not change them.
 """
 
 from dataclasses import dataclass

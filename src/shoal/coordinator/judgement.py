@@ -47,10 +47,10 @@ class Judgement:
     def claim(self, validator: str, limit: int) -> Claims:
         """Lease up to `limit` submissions to a validator: the oldest that it may check, and others of the same version.
 
-        A submission with an expired lease may be claimed again. The draw of which submissions to prefill whole happens
-        here, after the upload, so no worker knows it in advance. A submission whose version the relays have dropped
-        expires, because waiting for that version would block a validator. If it already has a first verdict, that
-        verdict counts instead.
+        A submission with an expired lease may be claimed again. The draw that decides whether to prefill it whole
+        happens here, after the upload, so no worker knows it in advance. A submission whose version the relays have
+        dropped expires, because waiting for that version would block a validator. If it already has a first verdict,
+        that verdict counts instead.
         """
         with self.db.transaction():
             now_s = self.db.clock()
@@ -200,8 +200,8 @@ class Judgement:
         return True
 
     def _back_off(self, worker: str, reason: Reason) -> None:
-        """Suspend a worker after repeated unusable files. Each may cost a validator its whole time limit. A single one
-        may be due to a disk error."""
+        """Suspend a worker after repeated unusable files. Each may cost a validator its whole time limit. A single
+        unusable file may be due to a disk error."""
         faults = self.db.submissions.count_rejected(worker, [str(reason) for reason in UNUSABLE], newest=REMEMBERED)
         if faults > ACCIDENTS:
             why = f"{faults} of its newest {REMEMBERED} files were unusable, the last one: {reason.value}"
@@ -211,8 +211,8 @@ class Judgement:
         """Return the validator's reason, or another one if it accepted content that was already accepted.
 
         Content of the worker's own earlier submission is `replayed`. Content of another worker's submission is
-        `context`, a soft reason. Rows contain their worker's seeds, so if two workers' rows are equal, a validator is
-        broken, and nobody knows which worker lied.
+        `context`, a soft reason. Rows contain their worker's seeds. If the rows of two workers are equal, a validator
+        is broken, and nobody knows which worker lied.
         """
         owner = self.db.submissions.content_owner(verdict.content) if verdict.content else None
         if verdict.reason is not None or owner is None:

@@ -183,7 +183,7 @@ class Members:
         self.db.nodes.move(key, "drain", "it asked to leave", self.db.clock())
 
     def _refresh(self, key: str) -> Member:
-        """Return the member after due transitions: an elapsed suspension ends, and a drained worker leaves."""
+        """Return the member, after transitions that are due: an elapsed suspension ends, a drained worker leaves."""
         node, now_s = self.db.nodes.get(key), self.db.clock()
         if node is None:
             raise PoolError("this key is not registered", 403)
@@ -197,8 +197,8 @@ class Members:
     def _state_for(self, node: Member) -> Literal["running", "finished", "evicted", "left"]:
         """Return the state to report to a node.
 
-        Workers, validators and the learner finish when the last version is published; other roles, when it is
-        evaluated.
+        Workers, validators and the learner finish when the last version is published. Other roles finish when that
+        version is evaluated.
         """
         role = node.role
         if node.evicted:

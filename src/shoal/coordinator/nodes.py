@@ -9,9 +9,9 @@
 
 A node without recent heartbeats (`seen_s`) counts as gone, but keeps its state. Its next heartbeat brings it back.
 
-A suspension lasts base_s * 2 ^ (previous suspensions), at most MAX_SUSPENSION_S, by the coordinator's clock, and ends by
-itself. It lengthens later ones until FORGET_S after its end. A suspended key keeps its membership, its open task and
-its credit. A draining or departed key serves its suspension when it returns.
+A suspension lasts base_s * 2 ^ (previous suspensions), at most MAX_SUSPENSION_S, by the coordinator's clock, and ends
+by itself. It lengthens later suspensions until FORGET_S after its end. A suspended key keeps its membership, its open
+task and its credit. A draining or departed key serves its suspension when it returns.
 
 Invariants: a key, a name and an invite each occur once. A (state, event) pair that is not in the table changes nothing.
 Only `banned` is final. No way back to `active` shortens a suspension, not even leaving and returning. Only `move`

@@ -17,8 +17,8 @@ Each submission that was prefilled whole and judged by tolerances is one observa
     distribution       tokens are more, or less, likely than sampling explains
     improved, spoiled  rollouts are better, or worse, than their seeds yield (if `evidence.regenerated`)
 
-Invariants: every worker is checked sometimes. The probability that an honest worker is ever flagged is at most
-`evidence.ALPHA`, over all bets and however long it works. The evidence is statistical and rests on calibration, so it
+Invariants: every worker is checked sometimes. The probability that an honest worker is ever dismissed is at most
+`evidence.ALPHA`, over all bets and any length of time. The evidence is statistical and rests on calibration, so it
 slashes nobody: the worker is dismissed. It gets no more tasks, its unbatched groups are dropped and its pending credit
 is forfeited (docs/trust.md). Exactly replayed submissions do not count: they have no tolerance to exploit. A worker's
 evidence changes in the transaction that judges the submission, so a restart neither loses nor repeats it.
@@ -49,7 +49,8 @@ THETAS = (0.1, 0.4, 1.5, 3.0)  # each bet on a frequency pays best at e^theta (1
 STAKES = (0.3, 0.8)  # share of the capital that a bet on an average stakes
 CHOICE_STAKE = 0.8  # the same for bets on regenerated rollouts
 DISMISSAL_NATS = math.log(1 / ALPHA)  # evidence that dismisses a worker
-UNMEASURED_MEAN = 2 / 3  # of the limit: honest mean if none was measured; a limit is 1.5 times the worst honest value
+# Assumed for an unmeasured honest mean, as a share of its limit. Limits are 1.5 times the worst honest value.
+UNMEASURED_MEAN = 2 / 3
 
 log = logging.getLogger(__name__)
 

@@ -298,7 +298,7 @@ def settle(entry: Entry, contract: EvmStakes) -> bool:
     try:
         _send(entry, contract)
     except LedgerError:
-        if is_settled(entry, contract):  # by an earlier transaction that was slow
+        if is_settled(entry, contract):  # settled by an earlier transaction that was slow
             return False
         raise
     return True

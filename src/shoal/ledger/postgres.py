@@ -122,7 +122,7 @@ class PostgresConnection(Connection):
         self.postgres.close()
 
     def _execute(self, sql: str, arguments: tuple[object, ...], take: Callable[[psycopg.Cursor[Any]], T]) -> T:
-        """Run a statement and return `take` of its cursor. Raise DatabaseFullError or DatabaseLostError."""
+        """Run a statement. Return the result of `take` for its cursor. Raise DatabaseFullError, DatabaseLostError."""
         with self._named_errors():
             return take(self.postgres.execute(_psycopg_sql(sql), [_storable(argument) for argument in arguments]))
 

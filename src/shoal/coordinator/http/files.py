@@ -153,7 +153,7 @@ class FileRoutes:
         ):
             async for piece in body_pieces(request.content.readany, head, limit_bytes):
                 check_newest()  # a client that lost its connection may have started a new upload
-                kind.may_store(head.key, id, "")  # a slow upload ends with its grant
+                kind.may_store(head.key, id, "")  # ends a slow upload when its grant ends
                 received.append(len(piece))
                 await asyncio.to_thread(file.write, piece)
             async with self._storing:  # else uploads that end together would all be kept
