@@ -6,7 +6,8 @@ While one step trains, the leader prefetches the files of the next step as soon 
 Invariant: every group is signed by a registered validator, is within the async level, and has plausible values. All
 ranks have the same groups in the same order. A file that breaks the schema is moved to quarantine. A group is left out
 and counted if it is in such a file, belongs to another run, is too old, or has implausible values.
-Nothing in a full batch may stop the learner. A full batch never changes, so it would stop every restarted learner, too.
+Nothing in a full batch may stop the learner. A full batch never changes, so a batch that stops the learner would also
+stop it after every restart.
 """
 
 import json

@@ -5,7 +5,7 @@ With several ranks and bf16 compute, FSDP's fp32 shards are the masters themselv
 gathers them.
 With `learner.lora` (LoRA, arXiv 2106.09685; `model/adapters`) low-rank adapters are trained instead of the weights. A
 published version holds the base weights, which never change, and the adapters in bf16. Workers and validators apply the
-adapters as the learner does, so all compute the same policy, and only adapters are transferred. After the last step the
+adapters as the learner does, so all compute the same policy. Only adapters are transferred. After the last step the
 adapters are merged into the base weights, and also written for peft.
 Invariant: the learner computes with exactly the weights that it publishes. If a weight is its own master, no function
 here changes it.

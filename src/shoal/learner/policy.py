@@ -199,7 +199,7 @@ class Policy:
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a version: (name, bf16 tensor on the CPU). All ranks must iterate to the end.
 
-        Only the leader gets tensors; the other ranks send it their shards and get empty ones.
+        Only the leader gets tensors; the other ranks send it their shards and get empty tensors.
         """
         tensors = self.model.state_dict()
         for name in self.stored:

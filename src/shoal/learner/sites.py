@@ -120,7 +120,7 @@ class PolicySite:
         return answer["result"]
 
     def _gathered(self) -> dict[str, Tensor]:
-        """Return the live masters with one rank; else full copies on the leader's CPU, and {} on other ranks."""
+        """With one rank, return the live masters. Otherwise return full copies on the leader's CPU, and {} elsewhere."""
         if self.ranks.size == 1:
             return self.policy.masters
         result = {name: self.ranks.gathered(master, torch.float32) for name, master in self.policy.masters.items()}

@@ -182,7 +182,7 @@ class RowLayout:
 
 
 def restore_index(batches: Sequence[tuple[Tensor, Tensor]], length: int) -> Tensor:
-    """Return where each position of a row is in the row's batches, flattened and concatenated.
+    """Return the index of each position of a row in the row's flattened and concatenated batches.
 
     A batch is two tensors of the same shape: positions, and whether each is padding.
     """

@@ -91,7 +91,7 @@ def use_threads(threads: int) -> Iterator[None]:
 
 
 def release_memory() -> None:
-    """Return freed memory to the system. Call this after freeing a large model. Takes milliseconds per gigabyte.
+    """Return freed memory to the system. Call this after freeing a large model. It takes milliseconds per gigabyte.
 
     Otherwise glibc keeps most freed blocks below its threshold (32 MB in children of `shoal run`).
     """

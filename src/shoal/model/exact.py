@@ -261,7 +261,7 @@ def _part(queries: slice, first_S: Tensor, count_S: Tensor) -> Part:
 
 
 class Plan:
-    """A layout's batches. `restore_T`: where each position's output is among the batches' outputs."""
+    """A layout's batches. `restore_T`: the index of each position's output among the batches' outputs."""
 
     def __init__(self, layout: RowLayout, heads: int, depth: int) -> None:
         self.batches = batches(layout, heads, depth)

@@ -88,7 +88,7 @@ def build_model(build: Callable[[str], Any], config: Any, numerics: Numerics) ->
     """Build a model with Shoal's attention, its adapters and, if requested, exact products. Return it in eval mode.
 
     `build` takes the name under which transformers finds the attention. Raise UnsupportedModelError if the model
-    cannot use it.
+    cannot use this attention.
     """
     name = {"exact": exact.NAME, "fast": attention.NAME}[numerics]
     AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)

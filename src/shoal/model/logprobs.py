@@ -106,7 +106,7 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return each target's logprob under softmax(change(hidden @ head.T + bias) / temperature), and optionally the entropy.
 
-    hidden_NH and head_VH are in the compute dtype, target_N is int64. (logp_N, entropy_N or None) are float32, in nats,
+    hidden_NH and head_VH are in the compute dtype, and target_N is int64. (logp_N, entropy_N or None) are float32, in nats,
     and differentiable in hidden, head and bias.
     """
     logp_N, entropy_N = _ChosenLogprobs.apply(hidden_NH, head_VH, bias_V, target_N, how)  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """Exact or fast: whether a token's results have the same bits in every batch and process.
 
-    exact   a token's hidden state, logits and logprob depend only on its own prefix and the weights: products and
+    exact   a token's hidden state, logits and logprob depend only on its own prefix and the weights, because products and
             attention sum in a fixed order (`products`, `exact`). Machines with equal fingerprints get the same bits.
     fast    the fastest kernels (`attention`); results differ by rounding with batch and packing.
 

@@ -28,7 +28,7 @@ LARGEST_NOISE = 16.7  # nats; from uniforms of 23 bits
 def rollout_seed(run: str, step: int, worker: str, submission: int, rollout: int, nonce: str = "") -> int:
     """Return the 63-bit seed of one rollout: a hash of everything that identifies it.
 
-    `nonce`: the assignment's, which makes seeds unpredictable before it is given out; "" without an assignment.
+    `nonce`: the assignment's nonce, or "" without an assignment. Nobody can predict the seed before the nonce is known.
     """
     name = f"shoal/seed\n{run}\n{step}\n{worker}\n{submission}\n{rollout}" + (f"\n{nonce}" if nonce else "")
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1

@@ -70,7 +70,7 @@ def read_config(name: str, *, fetch: bool) -> dict[str, Any]:
     """Return the config.json of model `name`, without reading weights or importing torch. Raise ModelNotFoundError.
 
     For a bundled model that does not exist yet, return only the number of positions. For a hub model that is not on this
-    machine, fetch the config if `fetch`, else return an empty one.
+    machine, fetch the config if `fetch`, else return an empty config.
     """
     if name in BUNDLED_FOLDERS:
         if (bundled_dir(name) / "config.json").exists():

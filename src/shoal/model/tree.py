@@ -67,7 +67,7 @@ class Pack:
 
 
 def split(tree: Tree, row_tokens: int) -> list[Tree]:
-    """Split a tree that does not fit a row into several with the same prompt. Completions stay whole and in order."""
+    """Split a tree that does not fit a row into trees with the same prompt. Completions stay whole and in order."""
     branches = list(tree.branches())
     parts = split_lengths(len(tree.prompt), [len(completion) for completion, _ in branches], row_tokens)
     return [_tree(tree.prompt, branches[part.start : part.stop]) for part in parts]

@@ -1,8 +1,8 @@
 """Two ranks of one site train as one rank does. The ranks are real processes that communicate over gloo.
 
-They compute the same micro-batches, but round the gradient's norm differently, and clipping scales the gradient by the
-norm. AdamW moves a weight by lr * m / sqrt(v). So if a gradient is only rounding error, its weight may move by up to lr
-in either direction.
+One and two ranks compute the same micro-batches, but round the gradient's norm differently. Clipping scales the gradient
+by the norm. AdamW moves a weight by lr * m / sqrt(v). So if a gradient is only rounding error, its weight may move by up
+to lr in either direction.
 """
 
 import json
