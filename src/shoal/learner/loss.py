@@ -84,7 +84,8 @@ def policy_loss(
     logp_N: the policy's logprobs, with gradient. behaviour_N: logprobs under the sampling version. advantage_N: the
     advantage of each token's rollout. denominator: `denominator()` of the *global* batch. rollout_N, needed by gspo:
     int64, each token's rollout; a rollout's tokens are contiguous. reference_N is needed if settings.beta > 0, and
-    entropy_N is needed if settings.entropy > 0. All but rollout_N are float32. Logprobs are in nats. Raise ValueError if an input is missing.
+    entropy_N is needed if settings.entropy > 0. All but rollout_N are float32. Logprobs are in nats. Raise ValueError if
+    an input is missing.
     """
     weight_N = torch.ones_like(logp_N)
     match settings.kind:
@@ -130,9 +131,9 @@ def grpo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: Los
     """Two-sided clipping: J = min( min(r, delta) * A, clip(r, 1-epsilon, 1+epsilon_high) * A ).
 
     PPO's clip leaves one case unbounded: for A < 0 and a large r, J and its gradient grow with r. A delta above
-    1 + epsilon_high bounds this case and changes nothing else. This is dual-clip PPO with c = delta (arXiv 1912.09729). Source: INTELLECT-2 (arXiv
-    2505.07291, section 3.4). dr_grpo (Dr. GRPO, arXiv 2503.20783) has the same J; it differs in `denominator` and in
-    advantages without std.
+    1 + epsilon_high bounds this case and changes nothing else. This is dual-clip PPO with c = delta (arXiv 1912.09729).
+    Source: INTELLECT-2 (arXiv 2505.07291, section 3.4). dr_grpo (Dr. GRPO, arXiv 2503.20783) has the same J; it differs
+    in `denominator` and in advantages without std.
     """
     return _clipped(_ratio(logp_N - behaviour_N), advantage_N, settings)
 

@@ -147,7 +147,7 @@ def _explained(problem: str) -> Iterator[None]:
 
 
 def _trees(model: Any) -> list[Tree]:
-    """Return a tree of three completions and a tree of one completion. All sequences have the same length, without padding."""
+    """Return a tree of three completions and a tree of one. All sequences are equally long, without padding."""
     text = model.config.get_text_config(decoder=True)
     sizes = [value for field, value in text.to_dict().items() if LIMITING.search(field) and type(value) is int]
     length = max([LENGTH, *(size + BEYOND for size in sizes if size <= SMALL)])
