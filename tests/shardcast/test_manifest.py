@@ -73,7 +73,7 @@ def test_the_digest_depends_on_the_contents():
     assert len(digests) == 5
 
 
-def test_the_digest_does_not_depend_on_the_parts():
+def test_the_digest_does_not_depend_on_which_streams_can_be_fetched():
     whole, both, delta_only = manifest(), manifest(**delta()), manifest(anchor=False, **delta())
     assert whole.digest == both.digest == delta_only.digest
     assert len({each.canonical() for each in (whole, both, delta_only)}) == 3

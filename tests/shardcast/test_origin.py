@@ -229,7 +229,7 @@ def test_parents_of_kept_versions_are_kept(tmp_path):
 # Killed processes
 
 
-@pytest.mark.parametrize("commits", range(10))  # of 2 lists, 4 shards, the manifest, 2 lists; 9: it is not killed
+@pytest.mark.parametrize("commits", range(10))  # 2 lists, 4 shards, the manifest, 2 lists; with 9 it is not killed
 @pytest.mark.parametrize("renamed", [False, True])
 def test_an_origin_killed_at_any_commit_loses_nothing_and_resumes(tmp_path, commits, renamed):
     digest = published(tmp_path, 7).publish(tmp_path / "model7", 7).digest
@@ -241,7 +241,7 @@ def test_an_origin_killed_at_any_commit_loses_nothing_and_resumes(tmp_path, comm
         assert restarted.publish(tmp_path / "model7", 7).digest == digest
 
 
-@pytest.mark.parametrize("commits", range(7))  # of 2 lists, the delta, the manifest, 2 lists; 6: it is not killed
+@pytest.mark.parametrize("commits", range(7))  # 2 lists, the delta, the manifest, 2 lists; with 6 it is not killed
 @pytest.mark.parametrize("renamed", [False, True])
 def test_an_origin_killed_at_any_commit_of_a_delta_loses_nothing_and_resumes(tmp_path, commits, renamed):
     digest = opened(stepped(tmp_path, 7), 7).digest

@@ -53,7 +53,7 @@ def fetch(
     timeout_s: float = DAY_S,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Path, Manifest]:
-    """Fetch a version (default: the newest) into `out`/v000007/. Raise FetchError, after `timeout_s` at the latest."""
+    """Fetch a version (default: the newest) into `out`/v000007/. Raise FetchError, at the latest after `timeout_s`."""
     client = Client(urls, Access(public_key), out, wait_s=wait_s, timeout_s=timeout_s)
     return fetch_with(client, version, progress)
 

@@ -1,12 +1,12 @@
 """The listening socket of a server: it limits open connections and resets idle or stalled ones.
 
-Invariant: every accepted connection counts until it is closed, and a server accepts no more than its file limit allows. A
-connection over its address's limit, or over the total limit, is closed without being read. At the total limit, the
-oldest connection that has sent no request is reset too, so idle clients cannot lock others out. A client is reset if it
-sends no request within `headers_s`, or does not read the response, even during a `sendfile`. Time in which this process
-did not run does not count, so an overloaded or frozen server does not blame clients for its own delay. Malformed
-requests (answered with 400) and clients that disconnect early are not logged, because for each aiohttp would log a
-traceback with the whole request, up to hundreds of kilobytes.
+Invariant: every accepted connection counts until it is closed. A server accepts no more connections than its file limit
+allows. A connection over its address's limit, or over the total limit, is closed without being read. At the total
+limit, the oldest connection that has sent no request is reset too, so idle clients cannot lock others out. A client is
+reset if it sends no request within `headers_s`. It is also reset if it stops reading the response, even during a
+`sendfile`. Time in which this process did not run does not count, so an overloaded or frozen server does not blame
+clients for its own delay. Malformed requests (answered with 400) and clients that disconnect early are not logged.
+Otherwise aiohttp would log a traceback and the whole request for each of them, up to hundreds of kilobytes.
 Left out: limits across processes; slow-reader detection on systems other than Linux.
 Source: BBR, draft-ietf-ccwg-bbr; `struct tcp_info` of Linux, include/uapi/linux/tcp.h.
 """
@@ -74,7 +74,7 @@ def affordable(wanted: int) -> int:
 
 # On long lossy links BBR is several times faster than CUBIC, which treats each loss as congestion.
 CONGESTION = b"bbr"
-# Limits unsent bytes in the kernel, because each stalled reader costs this much memory.
+# Limit of unsent bytes in the kernel. Each stalled reader costs this much memory.
 UNSENT_BYTES = 2 << 20
 BACKLOG = 1024
 LONGEST_PERIOD_S = 1.0
@@ -89,7 +89,7 @@ class Patience:
 
     headers_s: float = 10.0  # from accept to the first complete request
     idle_s: float = 75.0  # between two requests
-    stall_s: float = 30.0  # of reading nothing, or less than slowest_Bps on average, while data waits
+    stall_s: float = 30.0  # while data waits: without reading, or reading slower than slowest_Bps on average
     slowest_Bps: float = 10_000.0
 
 
@@ -102,9 +102,9 @@ class ClientConnection(socket.socket):
     def __init__(self, listener: Listener, peer: tuple[str, int], fd: int) -> None:
         super().__init__(listener.family, listener.type, listener.proto, fileno=fd)
         self.listener, self.peer = listener, peer
-        self.requested = False  # it sent a complete request
-        self.reader: str | None = None  # who sent the last request, if passes are used
-        # moved_s: the last progress. since_s, since_bytes: the start of the period whose average speed is checked.
+        self.requested = False  # the client sent a complete request
+        self.reader: str | None = None  # the reader who sent the last request; None without a guard
+        # moved_s: time of the last progress. since_s, since_bytes: start of the period whose average speed is checked.
         self.accepted_s = self.moved_s = self.since_s = time.monotonic()
         self.taken_bytes = self.since_bytes = 0
 
@@ -176,7 +176,7 @@ class Listener(socket.socket):
             accepted.close()
             raise ConnectionAbortedError("too many connections")  # asyncio ignores it, as if the client had left
         connection = ClientConnection(self, peer, accepted.detach())
-        prefer_bbr(connection)  # again: a route's setting overrides the one inherited from the listener
+        prefer_bbr(connection)  # again, because a route's setting overrides the listener's
         if earlier := self.open.get(peer):
             self.forget(earlier)
         self.open[peer] = connection

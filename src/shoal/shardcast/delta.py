@@ -1,27 +1,30 @@
 """Encode and apply the exact difference between two versions of a model folder.
 
-In one RL step at most a few per cent of the bf16 words change. A safetensors file with the same header
-in both versions is encoded as the changed words of each tensor. Any other file is marked as unchanged or sent whole.
+In one RL step at most a few per cent of the bf16 words change. If a safetensors file has the same header in both
+versions, only the changed words of each tensor are encoded. Any other file is marked as unchanged or sent whole.
 
-    delta    MAGIC, one kind per file of the new version, then the bodies of the files that are not SAME
-    file     TENSORS: blake3 of the safetensors header, the pieces of all its tensors     WHOLE: its bytes, in pieces
-    piece    at most PIECE_WORDS words of one tensor, preceded by a kind (except in a WHOLE file)
+    delta    MAGIC, then one kind for each file of the new version, then a body for each file that is not SAME
+    body     TENSORS: the blake3 hash of the safetensors header, then all pieces of all tensors
+             WHOLE: all pieces of the file, each as words of one byte, without a kind
+    piece    a kind, then at most PIECE_WORDS words of one tensor, encoded according to the kind
              SAME: nothing     WHOLE: the new words
-             CHANGES: the number of changed words, a gap for each (words of four bytes), a step for each
-    words    byte plane by byte plane, lowest first: length, bytes
-             length 0: all zeros     the plane's size: raw bytes     shorter: a zstd frame
+             CHANGES: the number of changed words, a gap for each (as words of four bytes), a step for each (as words)
+    words    the lowest byte of every word (a plane), then the second byte of every word, and so on
+    plane    a length and then as many bytes
+             length 0: all bytes are zero     number of words: raw bytes     any other length: a zstd frame
 
-A gap is the number of unchanged words before a changed one, so positions ascend. A step is new minus old as integers,
-modulo the word size, in zigzag coding (0, -1, 1, -2 as 0, 1, 2, 3). It is often one unit in the last place. Numbers have
-four bytes, kinds have one; all are little-endian.
+A gap is the number of unchanged words directly before a changed word. A step is the new word minus the old word: an
+integer with wrap-around in zigzag coding (0, -1, 1, -2 become 0, 1, 2, 3). It is often one unit in the last place.
+Numbers and lengths have four bytes, kinds have one. All are little-endian.
 
 Invariant: paths, sizes and headers come from the caller and the old version, never from the delta. No length in a delta
-can make the reader allocate more memory than these require. A malformed delta causes DeltaError or wrong words, so the
-caller must verify the files that `apply` writes against the manifest. `encode` reads each new file once, except that it
-reads an unchanged file without tensors twice. `apply` reads and writes each file once for a whole chain of deltas.
-Left out: merging the deltas of several versions into one (readers fetch the chain), renamed files (sent whole), and grouping
-words by exponent, which makes smaller deltas but takes more CPU time (benchmarks/weights/deltas.py compares encodings).
-Source: docs/shardcast.md has the measurements; the paper sends whole checkpoints.
+can make the reader allocate more memory than these sizes require. A malformed delta causes DeltaError or wrong words.
+So the caller must verify the files that `apply` writes against the manifest. `encode` reads each new file once, or
+twice if the file is SAME. `apply` reads and writes each file once for each run of deltas (see `passes`).
+Left out: merging the deltas of several versions into one (readers fetch all of them), renamed files (sent whole), and
+grouping words by exponent, which makes smaller deltas but takes more CPU time.
+Source: docs/shardcast.md has the measurements, and benchmarks/weights/deltas.py compares encodings. The INTELLECT-2
+paper sends whole checkpoints.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ class Writer:
         gaps_K = (np.diff(places_K, prepend=-1) - 1).astype("<u4")
         steps_K = _zigzag(new[places_K] - old[places_K])
         packed = bytes([Kind.CHANGES]) + _number(len(places_K)) + self._packed(gaps_K) + self._packed(steps_K)
-        # Below this size do not try whole words: they are slow to compress and hardly ever smaller.
+        # Try whole words only above this size: below, they are hardly ever smaller, and compressing them is slow.
         if len(packed) > new.nbytes // 4:
             packed = min(packed, bytes([Kind.WHOLE]) + self._packed(new), key=len)
         self.write(packed)
@@ -211,15 +214,15 @@ def encode(
 
 def passes(chain: Iterable[Link]) -> list[list[Link]]:
     """Split a chain of deltas into runs that `apply` can merge. All deltas of a run produce files of the same names and
-    sizes, and no file is sent whole by one of them and as changed tensors by another. Raise DeltaError."""
+    sizes. No file is WHOLE in one delta of the run and TENSORS in another. Raise DeltaError."""
     runs: list[list[Link]] = []
-    kinds: list[Kind] = []  # of the files in the last run
+    kinds: list[Kind] = []  # one for each file, over the last run
     for link in chain:
         with link.delta.open("rb") as file:
             file_kinds = Reader(file, len(link.files)).file_kinds
         if runs and runs[-1][0].files == link.files and all(map(_compatible, kinds, file_kinds)):
             runs[-1].append(link)
-            kinds = list(map(max, kinds, file_kinds))  # another kind replaces SAME, which is the smallest
+            kinds = list(map(max, kinds, file_kinds))  # SAME is the smallest kind, so any other replaces it
         else:
             runs.append([link])
             kinds = file_kinds
@@ -230,8 +233,8 @@ def apply(
     old: Path, run: Sequence[Link], out: Path, on_write: Callable[[memoryview], None] = lambda data: None
 ) -> None:
     """Apply `run` (one delta, or a run from `passes`) to the folder `old`, and write the result into another folder,
-    `out`. Pass all bytes of the new files to `on_write`, in encoded order, so that the caller need not read them to
-    verify them.
+    `out`. Pass all bytes of the new files to `on_write`, in encoded order, so that the caller can verify them
+    without reading them.
 
     Raise DeltaError, and OSError from the disk. The files in `out` are then incomplete.
     """

@@ -1,7 +1,7 @@
 """A version's files: where safetensors files store their tensors, and how the concatenated files are cut into shards.
 
 Invariant: the tensors of a `Layout` fill the file without gaps, from the end of the header to the end of the file. Each
-holds a whole number of words (numbers of 1, 2 or 4 bytes). A `Cutter` hashes each byte once.
+tensor holds a whole number of words (numbers of 1, 2 or 4 bytes). A `Cutter` hashes each byte once.
 Left out: words of other widths (such tensors are treated as bytes).
 Source: the safetensors format: eight bytes of header length (little-endian), the header in JSON, the data.
 """
@@ -151,8 +151,8 @@ class StreamFiles:
 
 
 class Cutter:
-    """Hash the shards of a byte string that comes in pieces. Also write each shard to the file that `create` returns
-    for its index, if `create` is given."""
+    """Hash the shards of a byte string that comes in pieces. If `create` is given, also write each shard to a file: the
+    one that `create` returns for the shard's index."""
 
     def __init__(self, shard_size_bytes: int, create: Callable[[int], NewFile] | None = None) -> None:
         self.shard_size_bytes = shard_size_bytes
@@ -215,7 +215,8 @@ T = TypeVar("T")
 
 @contextmanager
 def alongside(act: Callable[[T], None]) -> Iterator[Callable[[T], None]]:
-    """Yield a function that runs `act` on its argument in another thread. The caller must not change it afterwards."""
+    """Yield a function that runs `act` on its argument in another thread. The caller must not change the argument
+    afterwards."""
     with ThreadPoolExecutor(1) as thread:
         running: list[Future[None]] = []
 

@@ -1,11 +1,13 @@
 """Access control of a server: passes and bans.
 
     grant   signed by the pool: the reader with this key may read this run's weights until a given time
-    pass    grant~visit.signature: signed by the reader, for one server at one time
+    visit   signed by the reader: the reader requests something from one server at a given time
+    pass    GRANT~VISIT
 
-Invariant: every request except /healthz needs a pass. A reader who is not banned signed it for this server's URL, at
-most `PASS_S` ago. It contains a grant that `pool_key` signed for this audience. So a relay cannot use its readers'
-passes elsewhere. A ban also resets the reader's connections.
+Invariant: every request except /healthz needs a valid pass. Its visit must name this server's URL, be at most `PASS_S`
+old, and be signed by the reader in the grant, who must not be banned. Its grant must be signed by the pool for this
+audience, and not expired. So a relay cannot use its readers' passes elsewhere. A ban also resets the reader's
+connections.
 Left out: a nonce (a pass replayed to the same server within a minute reveals nothing new), and a rate limit
 per reader (`connections` limits each address).
 Source: RFC 6750 (bearer tokens), RFC 9449 (proof of possession).
@@ -34,7 +36,7 @@ VISIT_DOMAIN = b"shoal shardcast visit 1\n"
 MAX_PASS_CHARS = 4096
 PASS_S = 60.0  # as for signed requests; the clocks of honest machines differ by less
 RENEW_S = 20.0  # a reader reuses a pass for this long
-MAX_KNOWN = 4096  # cached verified passes, so that not every shard costs a signature check
+MAX_KNOWN = 4096  # verified passes to cache, so that not every shard costs a signature check
 
 _SIGNED = re.compile(r"([A-Za-z0-9_-]+)\.([0-9a-f]{128})")
 

@@ -3,14 +3,16 @@
 A manifest names a version's files, shards and hashes. A publication is everything that an origin publishes from one store.
 Each manifest and statement holds the publication's random id. An origin that starts over with an empty store starts
 another publication, and readers switch to it.
-Invariant: a `Manifest` object is always well-formed: sizes add up, paths stay inside the folder, bounds hold.
-`SignedManifest.open` returns only manifests signed by the expected key. `Manifest.digest` names the version everywhere
-in Shoal. It covers the canonical JSON without the transfer options (anchor, delta), publication and date: publishing the
-same files again as the same version gives the same digest.
-Statements of one publication have increasing serials, even across restarts and clock changes; the one with the highest
-serial is valid. Between publications `latest` decides, by the reader's clock.
-Left out: key rotation, several signers, and proof of freshness: mirrors that withhold the latest statement can keep a reader
-behind. (In a pool the coordinator names each version.)
+
+Invariant: a `Manifest` object is always well-formed: sizes add up, paths stay inside the folder, and numbers are within
+their bounds. `SignedManifest.open` returns only manifests signed by the expected key.
+`Manifest.digest` names the version everywhere in Shoal. It is the hash of the canonical JSON without the transfer
+options (anchor, delta), the publication and the date. So the same files, published again as the same version, have the
+same digest.
+Within a publication the serials of statements increase, even across restarts and clock changes. The statement with the
+highest serial is valid. Between publications `latest` decides by the reader's clock.
+Left out: key rotation, several signers, and proof of freshness. Mirrors that withhold the latest statement can keep a
+reader behind. (In a pool the coordinator names each version.)
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: checkpoints are sharded, and clients verify what they assembled.
 Source: the timestamp role of The Update Framework.
 """
@@ -37,12 +39,12 @@ MAX_SHARDS = 100_000
 MAX_FILES = 10_000
 MAX_PATH_CHARS = 512
 MAX_VERSION = 10**9 - 1
-MAX_MANIFEST_BYTES = 16 << 20  # signed; with MAX_SHARDS of content and MAX_SHARDS of a delta it has 14 MiB
+MAX_MANIFEST_BYTES = 16 << 20  # limit of a signed manifest; with MAX_SHARDS for content and for delta it has 14 MiB
 
 # Domain separation: nothing else that this key signs is a valid manifest.
 SIGNATURE_DOMAIN = b"shoal shardcast manifest 5\n"
 
-# How the output of `SignedManifest.to_bytes` ends.
+# How the output of `SignedManifest.to_bytes` ends and begins.
 _ENDING = re.compile(rb',"key":"([0-9a-f]{64})","signature":"([0-9a-f]{128})"}')
 _BEGINNING, _ENDING_BYTES = b'{"manifest":', 217
 
@@ -103,8 +105,8 @@ class Delta(_Record):
 
 
 class Manifest(_Record):
-    """One version. `content` is its files, concatenated in listed order. The content of an anchor can be fetched;
-    any other version has only a delta."""
+    """One version. `content` is its files, concatenated in listed order. Only the content of an anchor can be fetched;
+    for any other version, only its delta."""
 
     format: Literal[5] = FORMAT
     run: str = Field(pattern=r"^[\x20-\x7e]{1,200}$")
@@ -148,7 +150,7 @@ class Manifest(_Record):
         return blake3(_canonical(self.model_dump(exclude=excluded))).hexdigest()
 
     def supersedes(self, other: Manifest) -> bool:
-        """Whether this is of another publication than `other`, or later in the same one."""
+        """Whether this manifest belongs to another publication than `other`, or is later in the same one."""
         return self.publication != other.publication or self.created_s > other.created_s
 
 
@@ -182,13 +184,15 @@ class SignedManifest(_Record):
         if ending is None or not body.startswith(_BEGINNING + b'"'):
             raise ManifestError("malformed signed manifest: not a text with a key and a signature")
         try:
-            # This is a string, because it starts with a quote.
+            # The result is a string, because this JSON text starts with a quote.
             text = json.loads(body[len(_BEGINNING) : ending.start()].decode("ascii"))
             text.encode("ascii")  # escapes may decode to other characters
             return cls(manifest=text, key=ending[1].decode(), signature=ending[2].decode())
         except ValueError as error:
             why = str(error)[:100]
-        raise ManifestError(f"malformed signed manifest: {why}")  # not chained: the error contains the whole text
+        raise ManifestError(
+            f"malformed signed manifest: {why}"
+        )  # not chained: the original error contains the whole text
 
     def open(self, public_key: str, *, run: str | None = None, version: int | None = None) -> Manifest:
         """Verify the signature, and `run` and `version` if given. Return the manifest. Raise ManifestError."""
@@ -277,7 +281,7 @@ def first_problem(error: ValidationError) -> str:
 
 # Domain separation: nothing else that this key signs is a valid statement.
 STATEMENT_DOMAIN = b"shoal shardcast newest 2\n"
-CURRENT_S = 3600.0  # statements no further than this from the reader's clock count as current
+CURRENT_S = 3600.0  # a statement is current if its date is within this time of the reader's clock
 
 
 MAX_SERIAL = 10**18
@@ -304,7 +308,7 @@ class Newest(_Record):
         )
 
     def outdates(self, manifest: Manifest) -> bool:
-        """Whether the manifest is of another publication, from before the origin started over."""
+        """Whether the manifest belongs to another publication, from before the origin started over."""
         return manifest.publication != self.publication
 
 
@@ -332,8 +336,8 @@ class SignedNewest(_Record):
 
 
 def latest(first: Newest | None, second: Newest | None, now_s: float) -> Newest | None:
-    """Return the valid statement of two. Between publications prefer a statement that is current by the reader's clock,
-    then the later one. So statements from an origin whose clock was ahead lose once the clock is corrected."""
+    """Return the valid one of two statements. Between publications prefer a statement that is current by the reader's
+    clock, then the later one. So statements from an origin whose clock was ahead lose once the clock is corrected."""
     if first is None or second is None:
         return first or second
     if first.publication == second.publication:
@@ -362,7 +366,7 @@ def version_name(version: int) -> str:
 
 
 def parse_version(name: str) -> int | None:
-    """Parse a version folder's name; None if it is not one. Each version has one name: v0000007 is not version 7."""
+    """Parse a version folder's name; None if it is not one. "v0000007" is not one: each version has only one name."""
     if not re.fullmatch(VERSION_PATTERN, name, re.ASCII):
         return None
     version = int(name[1:])

@@ -7,8 +7,8 @@ anchor.
 Invariant: a file that looks like a private key in text form, or is named like one, is never published, even through a
 symbolic link. A link is followed only if its target is inside the folder, or inside the Hugging Face cache entry that
 the folder is a snapshot of. Files and folders whose names start with a dot are not published.
-A version is in versions.json only with a signed manifest and all its shards on disk. After a crash at any moment, publishing
-the version again completes it, with the same digest.
+A version is listed in versions.json only after its signed manifest and all its shards are on disk. After a crash at any
+moment, publishing the version again completes it with the same digest.
 `server.app` serves the same store.
 Left out: deltas across more than one version (a client chains them); detection of private keys in binary formats, or
 after the first 64 KiB of a file.
@@ -171,7 +171,7 @@ class Latest:
         for file in manifest.files:
             (target / file.path).parent.mkdir(parents=True, exist_ok=True)
             try:
-                os.link((folder / file.path).resolve(), target / file.path)  # not a link to a link
+                os.link((folder / file.path).resolve(), target / file.path)  # not a link to a symbolic link
             except OSError:  # another device, or a file system without hard links
                 shutil.copyfile(folder / file.path, target / file.path)
         self._known = manifest.version, file_times(target, manifest.files)
@@ -187,7 +187,7 @@ class Latest:
                 return manifest
         except FileNotFoundError:
             return None
-        # Left by an earlier process, or the files were modified: compare the contents.
+        # An earlier process left these files, or somebody modified them, so compare the contents.
         return manifest if StreamFiles(self.folder, manifest.files).match(manifest.content) else None
 
 
@@ -257,7 +257,7 @@ class Origin:
             return held
         folder, files = files_at(path)
         before = file_times(folder, files)
-        # A version damaged on disk keeps its date, so that clients do not take the repaired one for a later version.
+        # A version damaged on disk keeps its date, so that clients do not take the repaired version for a later one.
         created_s = self._later() if held is None else held.created_s
         self._shard_bytes(_total(files))  # raises before any shard is written
         modified = f"{path} was modified while it was published; write a version elsewhere, then rename it to this path"
@@ -303,8 +303,8 @@ class Origin:
     def _compare(
         self, version: int, folder: Path, files: Sequence[FileEntry], parent: Manifest
     ) -> tuple[Stream, Delta | None, bool]:
-        """Make the delta from the last published version, and hash the content. If an anchor is due, also write its
-        shards. Read the files once, sequentially."""
+        """Make the delta from the last published version, and hash the content. If an anchor is due, also write the
+        anchor's shards. Read the files once, sequentially."""
         anchor, total_bytes = self._anchor_is_due(parent.version), _total(files)
         cutter = Cutter(self._shard_bytes(total_bytes), self._new_shard(version) if anchor else None)
         try:

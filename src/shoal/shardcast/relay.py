@@ -1,18 +1,19 @@
 """The relay: mirror the newest upstream versions into a store, and serve shards while they arrive.
 
 `upstream` may list origins and relays in any order. Each server publishes its path from the origin in versions.json. The
-servers nearest to the origin are this relay's parents, and those as far from the origin as this relay are its siblings.
-Servers downstream of this relay are never used, so there are no loops. Siblings share the parents' uplink: each shard
-has one owner among them (rendezvous hashing), which fetches it from a parent; the others fetch it from the owner while
-it is still arriving. So each byte leaves the origin about once, however many relays there are. With several parents,
-relays spread over them (`by_preference`) and use another one if the preferred one fails.
+servers nearest to the origin are this relay's parents. Servers as far from the origin as this relay are its siblings.
+Servers downstream of this relay are never used, so there are no loops. Siblings share the parents' uplink: rendezvous
+hashing chooses one relay among them as each shard's owner. The owner fetches the shard from a parent. The others fetch
+it from the owner while it is still arriving. So each byte leaves the origin about once, however many relays there are.
+With several parents, relays spread over them (`by_preference`). If the preferred parent fails, a relay uses another.
 
     origin ──shard 1──▶ relay A ──shard 1──▶ relay B         owner of shard 1: A
            ──shard 2──▶ relay B ──shard 2──▶ relay A         owner of shard 2: B
 
-If an owner is down or slow, the next one takes its place. The last resort is always a parent.
-Invariant: a version is listed only after its manifest was verified with the learner's key, and a shard gets its final name
-only after its hash matched. So this store holds only what the learner published, whatever upstream sends.
+If an owner is down or slow, the next relay in hash order takes its place. If all relays before this
+one are unavailable, this relay fetches the shard from a parent.
+Invariant: a version is listed only after its manifest was verified with the learner's key. A shard gets its final name
+only after its hash matched. So every listed version and every finished shard is the learner's, whatever upstream sends.
 `server.app` serves the same store.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: relays mirror the origin and serve shards before the version is whole.
 """
@@ -50,7 +51,7 @@ SLOW = 0.25  # siblings below this fraction of the best sibling's speed are skip
 
 
 class Place:
-    """The parents and siblings of a relay."""
+    """The place of a relay in the network: its parents and siblings."""
 
     def __init__(self, own: str) -> None:
         """`own`: the id of this relay's store."""
@@ -101,9 +102,8 @@ def owners_of(shard: ShardEntry, ids: Sequence[str]) -> list[str]:
 def by_preference(own: str, sources: Sequence[Source]) -> list[Source]:
     """Return the sources in this relay's order of preference. Over all relays, each source is the first choice in proportion
     to its expected throughput. The order changes only if throughputs change much."""
-    best_Bps = (
-        max((source.standing.speed_Bps() or 0.0 for source in sources), default=0.0) or 1.0
-    )  # if none is measured
+    # 1.0 if no speed is measured
+    best_Bps = max((source.standing.speed_Bps() or 0.0 for source in sources), default=0.0) or 1.0
 
     def draw(source: Source) -> float:
         number = int(blake3(f"{own} {source.url}".encode()).hexdigest()[:13], 16)
@@ -130,7 +130,7 @@ class ShardFile:
 
 PARTS: tuple[Part, ...] = ("delta", "full")
 PARALLEL = 2  # concurrent shards per owner
-MAX_QUERIED = 8  # servers that a relay queries each round
+MAX_QUERIED = 8  # servers that a relay queries in each round of `mirror`
 VERSION_TIMEOUT_S = 3600.0  # for one part of a version
 FORGET_SILENT_S = 10.0  # how long after its last answer a silent server's listing is forgotten
 
@@ -140,7 +140,7 @@ class RelayStatus:
     versions: list[int] = field(default_factory=list)  # complete and verified by this process, newest first
     mirroring: int | None = None
     bytes_in: int = 0
-    arrival: Arrival | None = None  # of the last mirrored version
+    arrival: Arrival | None = None  # the last mirrored version
     last_error: str | None = None
 
 
@@ -157,8 +157,8 @@ class Relay:
         longest_pause_s: float = 5.0,
         stall_s: float = 15.0,
     ) -> None:
-        """`upstream` may be a function, called each round. A version without progress for `stall_s` is retried next round,
-        unless there is a newer one. Raise FetchError for a bad URL."""
+        """`upstream` may be a function, called in each round of `mirror`. A version without progress for `stall_s` is
+        retried in the next round, unless there is a newer version. Raise FetchError for a bad URL."""
         for url in () if callable(upstream) else upstream:
             split_server(url)
         self.upstream: Callable[[], Sequence[str]] = upstream if callable(upstream) else lambda: upstream
@@ -170,7 +170,7 @@ class Relay:
         self._held: dict[int, Manifest] = {}  # stored manifests, complete or not
         # Missing shards of each version. The files are hashed once, even if the version fails every round.
         self._missing: dict[int, set[tuple[Part, ShardEntry]]] = {}
-        self._queried: list[Source] = []  # in this round
+        self._queried: list[Source] = []  # servers queried in this round
         self._known: dict[Source, Listing] = {}  # last listing of each server, forgotten after a long silence
         self._heard_s: dict[Source, float] = {}  # when the last listing arrived
         self.place = Place(store.id)
@@ -203,7 +203,7 @@ class Relay:
         listed = {version for listing in listings.values() for version in listing.versions}
         # Take only the newest versions of each source, so that a bogus list cannot displace the others.
         newest = {version for listing in listings.values() for version in listing.versions[: self.store.keep]}
-        needed: set[int] = set()  # parents of the versions handled before
+        needed: set[int] = set()  # parents of the versions considered so far
         place = 0
         for version in sorted({*listed, *self._held}, reverse=True):
             if version not in needed and (place >= self.store.keep or version not in newest | self._held.keys()):
@@ -234,7 +234,7 @@ class Relay:
             self._queried = parents + random.sample(others, MAX_QUERIED - len(parents))
         listings, _ = await sources.ask_all(lambda source: source.listing(), among=self._queried)
         now_s = time.monotonic()
-        for source in self._queried:  # a lost packet makes a server silent for a moment
+        for source in self._queried:  # keep the listing of a server that one lost packet makes silent
             late = source.standing.silent() and now_s - self._heard_s.get(source, -math.inf) < FORGET_SILENT_S
             if source not in listings and not late:
                 self._known.pop(source, None)
@@ -253,7 +253,7 @@ class Relay:
         self.store.state(best)
 
     def _leave_outdated(self) -> None:
-        """Drop all versions of an abandoned publication: the origin may reuse their numbers."""
+        """Drop all versions of an abandoned publication, because the origin may reuse their numbers."""
         stated = self._stated
         outdated = [version for version, manifest in self._held.items() if stated and stated.outdates(manifest)]
         for version in outdated:
@@ -268,7 +268,7 @@ class Relay:
         """Store and return the newest manifest of a version; None if there is none."""
         held = self._held.get(version)
         if held is not None and not self._missing.get(version):
-            return held  # an incomplete one is queried again: the origin may have republished it
+            return held  # query an incomplete version again: the origin may have republished it
 
         async def offered(source: Source) -> Offer | None:
             try:
@@ -289,7 +289,7 @@ class Relay:
                 return None
             self.store.add_manifest(version, signed)
             self._held[version] = manifest
-            self._missing.pop(version, None)  # the shards on disk may be of the previous manifest
+            self._missing.pop(version, None)  # the shards on disk may belong to the previous manifest
         return self._held.get(version)
 
     async def _is_incomplete(self, manifest: Manifest) -> bool:

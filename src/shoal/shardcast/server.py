@@ -66,7 +66,7 @@ class Shelf:
         # Cached, because every request needs a path.
         self.manifest_path = lru_cache(MAX_PARSED)(store.manifest_path)
         self.shard_path = lru_cache(MAX_PATHS)(store.shard_path)
-        self.served_bytes = 0  # in complete bodies
+        self.served_bytes = 0  # only bodies that were sent completely
         self._parsed: dict[int, tuple[tuple[int, ...], ServedVersion]] = {}
 
     def held(self, version: int) -> ServedVersion | None:
@@ -120,7 +120,7 @@ def app(store: ShardStore | Path, *, wait_s: float = 10.0, guard: Guard | None =
     version = f"/{{version:{VERSION_PATTERN}}}"
     application.add_routes(
         [
-            # First, because most requests are for shards.
+            # This route is first, because most requests are for shards.
             web.get(f"{version}/{{part:full|delta}}/{{index:[0-9]{{5}}}}.shard", _shard),
             web.get(f"{version}/manifest.json", _manifest),
             web.get("/versions.json", _versions),
@@ -176,7 +176,7 @@ async def _note_request(
 
 
 class _File(web.FileResponse):
-    """A list or a manifest, sent whole: the Range header is ignored."""
+    """A list or a manifest, sent whole. The Range header is ignored."""
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         request = request.clone(headers={name: text for name, text in request.headers.items() if name != "Range"})
@@ -299,8 +299,8 @@ def _range(byte_range: ByteRange, size_bytes: int) -> tuple[int, int]:
 
 
 def _parse_range(request: web.BaseRequest) -> ByteRange:
-    """Parse the Range header. Return None (the whole body) for anything but a single range in a GET request: RFC 9110
-    (14.2) lets a server ignore other ranges, and requires it for other methods and malformed ranges."""
+    """Parse the Range header. Return None (the whole body) unless this is a GET request with a single valid range.
+    RFC 9110 (14.2): a server must ignore malformed ranges and ranges in other methods, and may ignore all others."""
     match = RANGE.fullmatch(request.headers.get("Range", "").strip())
     if request.method != "GET" or "If-Range" in request.headers or match is None:
         return None

@@ -42,16 +42,18 @@ from shoal.shardcast.manifest import (
     version_name,
 )
 
-KEEP = 5  # newest versions, plus those that their deltas need; like INTELLECT-2's relays
-FILE_MODE, FOLDER_MODE = 0o644, 0o755  # of a public store, so that another user's nginx can serve it
-_LOCKS: dict[tuple[int, Path], FileLock] = {}  # by process and store: a forked child does not hold its parent's locks
+KEEP = 5  # newest versions to keep, as INTELLECT-2's relays do; the parents of their deltas are kept too
+FILE_MODE, FOLDER_MODE = 0o644, 0o755  # in a public store, so that another user's nginx can serve it
+_LOCKS: dict[
+    tuple[int, Path], FileLock
+] = {}  # by process and store, because a forked child does not hold its parent's locks
 
 
 class ShardStore:
     def __init__(self, path: Path, *, keep: int = KEEP, lease_s: float = 60.0, public: bool = True) -> None:
-        """Keep the newest `keep` versions and the parents of their deltas. Also keep older versions that were read
-        within `lease_s`, but only the newest `keep` of these: otherwise readers could fill the disk. `public`: every
-        user of this machine may read the store, whatever the umask."""
+        """Keep the newest `keep` versions and the parents of their deltas. Also keep the newest `keep`
+        of the older versions that were read within `lease_s`. Without this limit readers could fill the disk. `public`:
+        every user of this machine may read the store, whatever the umask."""
         self.path, self.file_mode = path, FILE_MODE if public else None
         self.keep, self.lease_s = keep, lease_s
         self._requested_s: dict[int, float] = {}
@@ -87,7 +89,7 @@ class ShardStore:
         return path.read_text()
 
     def reached_via(self, path: Sequence[str]) -> None:
-        """Set the path in versions.json: the ids of the stores from the origin to the one before this."""
+        """Set the path in versions.json: the ids of the stores from the origin to the one before this store."""
         if tuple(path) != self._via:
             self._via = tuple(path)
             self._list(self.versions())

@@ -3,7 +3,7 @@
 folder      a folder of immutable, content-addressed files, and the interface of every store
 bucket      the same in an S3 bucket, with the signed URLs that nodes use; needs the extra `s3`
 rollouts    the two kinds of file: rows, header, signature
-columns     their schemas, and rows as plain arrays
-decode      Parquet to columns; checks every page header before decompression
+columns     the schemas of both kinds, and rows as plain arrays
+decode      reads Parquet into columns; checks every page header before decompression
 quarantine  reads submissions in a child process
 """

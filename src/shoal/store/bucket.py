@@ -6,8 +6,8 @@
     link   make a URL with which a node may download one file
 
 Invariant: a file under its final name has the content that the name states, and no node can write there. A grant is bound
-to one size and SHA-256, cannot overwrite a file, and reaches only names under `incoming/`. `check` and `get` read the
-file, so nothing depends on checks by the bucket. Credentials stay in this process.
+to one size and SHA-256, cannot overwrite a file, and reaches only names under `incoming/`. `check` and `get` read
+the file and verify its hash, so nothing depends on checks by the bucket. Credentials stay in this process.
 Called by the coordinator. Needs the extra `s3` (obstore). Left out: removing unfinished uploads; give `incoming/` a
 lifecycle rule of one day.
 """
@@ -197,7 +197,7 @@ def presigned(
     now_s: float,
     expires_s: int,
 ) -> str:
-    """Return a URL with which its holder may make only this kind of request, signed in the query (Signature Version 4).
+    """Return a URL that lets its holder make only this request. The query holds the signature (Signature Version 4).
 
     The path of `url` must be percent-encoded. The request must carry `headers` (names in lower case) exactly as signed.
     Source: AWS, "Authenticating Requests: Using Query Parameters". Left out: header values with repeated spaces.

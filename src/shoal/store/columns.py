@@ -91,7 +91,9 @@ class FileLimits:
 class Column:
     """The values of n rows. Lists are concatenated; text and proofs are bytes (uint8)."""
 
-    values: np.ndarray[Any, Any]  # (n,); lists and text (sum of lengths,); proofs (sum of lengths, PROOF_BYTES)
+    values: np.ndarray[
+        Any, Any
+    ]  # shape (n,); of lists and text (sum of lengths,); of proofs (sum of lengths, PROOF_BYTES)
     lengths: np.ndarray[Any, Any] | None = None  # int32 (n,): elements per list, or bytes per text
 
     def __len__(self) -> int:

@@ -1,8 +1,8 @@
 """Decode Parquet to columns after checking every size in the file. This module also runs as a child process.
 
-A column chunk is a sequence of pages. Each page is a small Thrift header, with two sizes, a count of values and encodings,
-and then the compressed bytes. The footer and the headers may contradict each other, and Parquet readers trust the headers:
-a page of 100 compressed bytes may claim gigabytes. So every header is checked here first.
+A column chunk is a sequence of pages. Each page is a small Thrift header and then the compressed bytes. The header
+states two sizes, a count of values, and encodings. The footer and the headers may contradict each other, and Parquet
+readers trust the headers. A page of 100 compressed bytes may claim gigabytes, so every header is checked here first.
 
 Invariant: nothing is decompressed before the footer and all page headers have been checked. The pages of a chunk fill
 it exactly, hold as many values as the footer says, use the allowed encodings, and decompress to no more bytes than
@@ -13,7 +13,7 @@ child writes one line of JSON when it is ready. Then it reads files from stdin, 
 each file it writes a line of JSON, {"error": ...} or {"header", "signature", "rows", "size_bytes"}, and then `size_bytes`
 bytes of columns (`columns.pack`). The parent does not trust these answers.
 
-Only what our writer produces is allowed: data pages, no dictionaries, no statistics in page headers.
+A file may use only the features that our writer uses: data pages, no dictionaries, no statistics in page headers.
 Format: https://github.com/apache/parquet-format (parquet.thrift), Thrift compact protocol.
 """
 
@@ -43,7 +43,7 @@ from shoal.store.columns import (
 
 MAX_HEADER_BYTES = 4_096
 MAX_FOOTER_BYTES = 1 << 20
-ENCODINGS = {"PLAIN", "RLE"}  # no dictionaries: with one, a few bytes can stand for billions of values
+ENCODINGS = {"PLAIN", "RLE"}  # no dictionaries, in which a few bytes can stand for billions of values
 HEADER, SIGNATURE = b"shoal.header", b"shoal.signature"
 DATA_PAGE, DATA_PAGE_V2 = 0, 3  # PageType
 PLAIN, RLE = 0, 3  # Encoding

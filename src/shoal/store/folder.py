@@ -100,7 +100,7 @@ class IncomingFile:
 
     @property
     def content_hash(self) -> str:
-        """The hash of what was written so far."""
+        """The hash of the bytes written so far."""
         return self._hash.hexdigest()
 
     def commit(self) -> str:
@@ -119,7 +119,7 @@ class IncomingFile:
 
 @contextmanager
 def _named_errors(root: Path) -> Iterator[None]:
-    """Turn OSErrors into StoreErrors. Use it around file operations only: a network's OSError is not the store's fault."""
+    """Turn OSErrors into StoreErrors. Use it only around file operations: other OSErrors are not the store's fault."""
     try:
         yield
     except OSError as error:

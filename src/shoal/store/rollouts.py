@@ -53,13 +53,12 @@ class Header(BaseModel):
     policy_digest: str = Hex64
     worker: str = Hex64
     submission: int = Field(ge=0)
-    nonce: str = Field(pattern=r"^[0-9a-f]{32}$")  # of the assignment
-    groups: int = Field(default=0, ge=0)  # of the assignment
+    nonce: str = Field(pattern=r"^[0-9a-f]{32}$")  # the assignment's
+    groups: int = Field(default=0, ge=0)  # number of groups in the assignment
     signer: str = Hex64
-    # In submissions only: a digest of the prompts; the versions of the graders; ENGINE/DEVICE, which selects the limits that
-    # apply ("": the run's limits).
-    prompts: Annotated[str, Hex64] = "0" * 64
-    graded_with: str = Field(default="", max_length=1000)
+    # In submissions only. `engine` is ENGINE/DEVICE and selects the limits that apply ("": the run's limits).
+    prompts: Annotated[str, Hex64] = "0" * 64  # digest of the prompts
+    graded_with: str = Field(default="", max_length=1000)  # versions of the graders
     engine: str = Field(default="", max_length=40, pattern=r"^([a-z0-9]+/[a-z0-9]+)?$")
     prefilled: bool = True  # in accepted files only; false: most logprobs are the worker's own, unchecked
     content: Annotated[str, Hex64] = "0" * 64  # digest of the rows, proofs included
@@ -183,6 +182,6 @@ def _checked_header(decoded: Decoded, limits: FileLimits, *, domain: str) -> Hea
     if not verify(header.signer, decoded.header.encode(), decoded.signature, domain=domain):
         raise BadSignatureError(f"not signed by {header.signer[:16]}")
     for turns, n_tokens in zip(to_list(decoded.columns["turns"]), lengths["tokens"].tolist(), strict=True):
-        if not fit(turns, n_tokens):  # such turns could allocate memory for billions of tokens
+        if not fit(turns, n_tokens):  # such turns could make a reader allocate memory for billions of tokens
             raise RolloutFileError(f"turns of {turns[:8]} do not fit {n_tokens} tokens")
     return header

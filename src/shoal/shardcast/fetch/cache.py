@@ -87,7 +87,7 @@ class Partial:
 
 
 class PartialShard:
-    """Write one shard into its files: a `download.ShardSink`."""
+    """A `download.ShardSink` that writes one shard into the files it covers."""
 
     def __init__(self, partial: Partial, shard: ShardEntry) -> None:
         self.partial, self._at_bytes = partial, shard.index * partial.shard_size_bytes
@@ -126,7 +126,7 @@ def _allocate(path: Path, size_bytes: int) -> None:
 
 
 POLL_S = 0.05
-RESULTS = ("result", "result2")  # folders in which successive passes of deltas write, in turn
+RESULTS = ("result", "result2")  # folders into which successive passes of deltas write alternately
 TEMPORARY = ("full", "delta", *RESULTS)  # suffixes of an incomplete version's folders
 Stamps = tuple[tuple[int, int, int], ...]
 _VERIFIED: dict[Path, tuple[str, Stamps]] = {}  # by folder: digest and file stamps when this process verified it
@@ -150,8 +150,8 @@ class Cache:
         return signed, signed.open(self.public_key, run=self.run, version=version)
 
     def held(self, version: int, digest: str | None = None) -> tuple[Path, Manifest] | None:
-        """Return a complete verified version, with `digest` if given; None if it is not cached. Reads its files unless this
-        process has verified them and they were not modified since."""
+        """Return a complete verified version, with `digest` if given; None if it is not cached. Read and verify its
+        files, unless this process has verified them and they have not changed since."""
         manifest = self.manifest(version, digest)
         if manifest is None:
             return None
@@ -167,8 +167,8 @@ class Cache:
         return folder, manifest
 
     def manifest(self, version: int, digest: str | None = None) -> Manifest | None:
-        """Return the manifest of a cached version, with `digest` if given, whose files have the right sizes. Their
-        contents are not verified: this is enough to apply deltas, because the result is verified."""
+        """Return the manifest of a cached version if its files have the right sizes, and it has `digest` if given.
+        Do not verify the files' contents: if deltas are applied to them, the result is verified."""
         try:
             _, manifest = self.offer(version)
         except (OSError, ManifestError):
@@ -183,7 +183,7 @@ class Cache:
         """Return the manifest of the newest complete version of the latest publication."""
         newest: Manifest | None = None
         for version in self.versions():
-            if (manifest := self.manifest(version)) is None:  # of another run or key, or damaged
+            if (manifest := self.manifest(version)) is None:  # another run or key, or damaged
                 continue
             best, other = Newest.of(newest) if newest else None, Newest.of(manifest)
             if best is None or (best.outdates(manifest) and latest(best, other, now_s) is other):
@@ -231,8 +231,8 @@ class Cache:
         manifest_path(self.folder(version)).unlink(missing_ok=True)
 
     def retain(self, current: int) -> None:
-        """Keep `current`, the newest `keep` versions, and downloads of later versions. Remove all else, including
-        versions of other publications: the origin has started over."""
+        """Keep `current`, the newest `keep` versions, and downloads of later versions. Remove everything else,
+        including versions of other publications, which the origin has abandoned."""
         self._drop_outdated(current)
         for version in self.versions()[self.keep :]:
             if version != current:
@@ -248,7 +248,7 @@ class Cache:
             try:
                 manifest = self.offer(version)[1]
             except (OSError, ManifestError):
-                continue  # of another run or key
+                continue  # another run or key
             if manifest.publication != newest.publication or (
                 version > current and manifest.created_s < newest.created_s
             ):

@@ -3,7 +3,7 @@
     find      the newest version that servers offer or the cache has
     plan      the route with the fewest bytes: an anchor or a cached version, plus deltas
     fetch     each stream from several relays at once
-    apply     all deltas to the starting version, in one pass
+    apply     the deltas to the starting version, in one pass if possible
     verify    every file against the signed manifest; then give the folder its final name
 
 Invariant: the folder that `fetch` returns holds exactly the files that the learner published. A client never goes back to an
@@ -72,8 +72,8 @@ class Client:
         wait_s: float = 0.0,
     ) -> None:
         """`fallback` servers, such as the origin, are used only while no relay delivers. `relays` returns URLs that replace
-        `urls` during a fetch. `timeout_s` limits a fetch up to the last byte (verification follows). `wait_s` limits the
-        wait for a relay to answer, for a first version, or for a delta's parent."""
+        `urls` during a fetch. `timeout_s` limits a fetch until its last byte, without the verification. `wait_s` limits
+        the wait for a relay to answer, for a first version, or for a delta's parent."""
         if not urls and not fallback:
             raise FetchError("no relay is known; start one, or wait until one joins")
         for url in (*urls, *fallback):
@@ -97,7 +97,7 @@ class Client:
         return offer and offer[1]
 
     def fetch(self, version: int | None = None, *, digest: str | None = None) -> tuple[Path, Manifest]:
-        """Fetch a version (default: the newest; `digest`: accept only this one). Return its folder and manifest.
+        """Fetch a version (default: the newest), only with `digest` if given. Return its folder and manifest.
 
         Query the servers even if the version is cached, because the origin may have started over. If both `version` and
         `digest` are given, return a cached version without a query. If no server answers, return a cached version.
@@ -202,13 +202,13 @@ class Client:
     async def _find(
         self, sources: Sources, version: int | None, digest: str | None, wait_until_s: float, deadline_s: float
     ) -> Offer | None:
-        """Return the manifest to fetch: that of `version`, or else of the newest version that a relay offers."""
+        """Return the manifest of `version`, or by default of the newest version that a relay offers."""
         fresh = Freshness(self.access, self.cache)
 
         async def ask(number: int | None, enough: int) -> tuple[dict[Source, Offer | None], dict[str, str]]:
             async def question(source: Source) -> Offer | None:
                 if number is not None and digest is None:
-                    await source.listing()  # the statement in it tells whether the version is outdated
+                    await source.listing()  # its statement tells whether the version is outdated
                 outdated = fresh.outdated if digest is None else lambda manifest: False
                 return await offered(source, version=number, digest=digest, outdated=outdated)
 
@@ -333,7 +333,7 @@ class Freshness:
         return believed is not None and believed.outdates(manifest)
 
     def newest(self, offers: Sequence[Offer]) -> Offer | None:
-        """Return the newest of the offers and the cached version, so that a lagging server cannot take a client back."""
+        """Return the newest of the offers and the cached version, so that a lagging server cannot set a client back."""
         current = [offer for offer in offers if not self.outdated(offer[1])]
         best = max(current, key=lambda o: (o[1].version, o[1].created_s), default=None)
         here = self.here
@@ -393,7 +393,7 @@ async def offered(
     outdated: Callable[[Manifest], bool] = lambda manifest: False,
 ) -> Offer | None:
     """Return the manifest of `version`, or of the newest version for which the server has a valid one; None if the
-    server lists no version. Raise SourceError; the first bad manifest ends the search."""
+    server lists no version. Raise SourceError. The first bad manifest ends the search."""
     versions = [version] if version is not None else (await source.listing()).versions[:OFFERS_TRIED]
     refused: SourceError | None = None
     for candidate in versions:

@@ -4,14 +4,14 @@
 and suspect servers come last, in this order. The others come first, in random order weighted by expected throughput,
 which spreads the load and keeps measurements fresh. (For shards a relay passes its own order.)
 
-    questions (lists, manifests)   go to few servers, and to another when one fails, has nothing or is silent
+    questions (lists, manifests)   go to few servers, and to one more each time a server fails, has nothing or is silent
     shards                         go to one server at a time; if it fails, is silent or too slow, the next one continues
                                    at the same byte. A server is left out after MAX_STRIKES wrong copies, or if it still
                                    lacks the shard after CATCHES_UP_IN_S
 
-Invariant: a shard is delivered correct or not at all, and its sink's `done` is called once, after the hash matched. For
-every queried server there is an answer, or the reason why there is none. A download without progress ends with an
-error, whatever servers send.
+Invariant: a shard is delivered correct or not at all. Its sink's `done` is called once, after the hash matched. Every
+query returns, for each queried server, an answer or the reason why there is none. A download without progress ends with
+an error, whatever servers send.
 Paper: INTELLECT-2 (arXiv 2505.07291): servers are chosen by success rate times bandwidth, with a healing factor.
 """
 
@@ -37,13 +37,13 @@ Question = Callable[[Source], Coroutine[Any, Any, T]]
 OnFailure = Callable[[SourceError], None]
 Order = Callable[[ShardEntry, list[Source]], list[Source]]  # the servers for a shard, best first
 
-HEDGE_S, LONGEST_HEDGE_S = 0.2, 2.0  # delay before hedging a request
-SILENCE = 0.9  # fraction of hedge_s without an answer that counts as silence
+HEDGE_S, LONGEST_HEDGE_S = 0.2, 2.0  # delay before a request goes to a second server, too (hedging)
+SILENCE = 0.9  # a server that has not answered within this fraction of hedge_s counts as silent
 NOTHING_YET = 10  # wait this multiple of hedge_s for other servers once one has answered that it has nothing
 CATCHES_UP_IN_S = 1.5  # how long a server without the version is retried
 MAX_STRIKES = 3  # after this many wrong copies of a shard, a server is not asked for it again
 BROKE_OFF_S = 1.0  # silence in the middle of a shard after which its transfer counts as broken off
-FAR_SLOWER, LEAST_S = 4.0, 0.5  # limit of one attempt: a multiple of the other servers' time, plus a constant
+FAR_SLOWER, LEAST_S = 4.0, 0.5  # time limit of one attempt: a multiple of the other servers' time, plus a constant
 
 
 def loop_time() -> float:
@@ -120,10 +120,10 @@ class Sources:
         return sorted(among, key=key)
 
     async def ask(self, question: Question[T], *, enough: int = 1) -> tuple[dict[Source, T], dict[str, str]]:
-        """Query `enough` servers, and one more each time one fails, has nothing (NotHeld or None) or is silent for
-        `hedge_s`, until `enough` servers have given a result. If none answers, query the fallback, then the suspect
-        servers. Return the answers by server, and the reason for each URL that gave none. A silent server delays only
-        the first question, by `hedge_s`."""
+        """Query `enough` servers. Query one more each time a server fails, has nothing (NotHeld or None) or is silent
+        for `hedge_s`. Stop when `enough` servers have given a result. If no server answers, query the fallback, then
+        the suspect servers. Return the answers by server, and by URL the reasons for missing answers. A silent server
+        delays only the first question, by `hedge_s`."""
         reasons: dict[str, str] = {}
         answers: dict[Source, T] = {}
         suspects = [source for source in [*self.sources, *self.fallback] if source.standing.suspect()]
@@ -224,11 +224,12 @@ class Sources:
             if order is None:
                 source = self.ranked(candidates, strikes)[0]
             else:
-                source = min(candidates, key=lambda candidate: strikes[candidate])  # the first in order
+                # the first in order with the fewest strikes
+                source = min(candidates, key=lambda candidate: strikes[candidate])
             if (rest_s := source.standing.rest_s()) >= deadline_s - loop_time():
                 break
             await asyncio.sleep(rest_s)
-            # Tolerate silence if there is no other server, and in a relay: siblings may still be receiving the shard.
+            # Tolerate silence if there is no other server. Relays always do: siblings may still be receiving the shard.
             others = any(other not in (source, *self.fallback) for other in candidates)
             silence_s = quiet_s if others and order is None else math.inf
             try:
@@ -306,7 +307,7 @@ class Sources:
         raise SourceError(source.url, f"{what} took longer than {limit_s:.1f} s", retry_after_s=rest_s)
 
     def _quiet_s(self) -> float:
-        """Return the silence (in seconds) that moves a shard to another server: at least twice a shard's usual time."""
+        """Return the silence after which another server is tried for a shard: at least twice a shard's usual time."""
         return max(self.hedge_s(), 2 * median(self._took_s) if self._took_s else 0.0)
 
     def _usual_s(self, source: Source, size_bytes: int) -> float:
@@ -326,7 +327,7 @@ class ShardSink(Sink, Protocol):
 
 POLL_S = 0.05
 LEAST_BPS = 1024  # slower than this counts as no progress
-COUNTED_COPIES = 4  # bytes beyond this many copies of a shard do not count as progress: they repeat wrong ones
+COUNTED_COPIES = 4  # bytes beyond this many copies of a shard do not count as progress (wrong copies repeat)
 
 
 class StreamDownload:
@@ -347,7 +348,7 @@ class StreamDownload:
         on_shard: Callable[[ShardEntry], None] = lambda shard: None,
     ) -> None:
         """Fetch `parallel` shards of each of the `queues` at once, in order. `deadline_s` is in the event loop's time.
-        `stall_s`: the longest time in which no shard is finished and the speed stays below LEAST_BPS. `order` replaces
+        The download fails if for `stall_s` no shard is finished and the speed stays below LEAST_BPS. `order` replaces
         the ranking of servers."""
         self.sources, self.version, self.part, self.sink = sources, version, part, sink
         self.queues = [deque(queue) for queue in queues]

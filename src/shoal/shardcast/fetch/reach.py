@@ -4,9 +4,9 @@
     private   everything below, and private networks
     public    the internet
 
-Invariant: an untrusted URL cannot make this machine connect to its own services or its neighbours (SSRF): the address is
-checked after DNS resolution. Link-local addresses (cloud metadata services), multicast and unspecified addresses are always
-out of reach. Loopback addresses are never reached through a proxy.
+Invariant: an untrusted URL cannot make this machine connect to its own services or its neighbours (SSRF), because
+addresses are checked after DNS resolution. Link-local addresses (cloud metadata services), multicast and unspecified
+addresses are always out of reach. Loopback addresses are never reached through a proxy.
 Left out: limits on what an operator's own proxy connects to; SOCKS and https proxies; the system settings of macOS and
 Windows.
 """
@@ -29,7 +29,7 @@ from shoal.shardcast.fetch import FetchError
 
 class Proxy(NamedTuple):
     url: str  # may hold a name and a password
-    shown: str  # without these
+    shown: str  # the URL without them
 
 
 def proxy_for(url: str) -> Proxy | None:

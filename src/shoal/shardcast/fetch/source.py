@@ -1,7 +1,8 @@
 """One server, as a downloader sees it: its address, its record, three requests, and the checks of its responses.
 
-Invariant: what a `Source` returns is verified (manifest signature, shard size and hash). Any other response raises a
-SourceError that names the URL. Bytes that `Incoming` writes to its sink are unverified until `shard` returns.
+Invariant: the manifests (signature) and shards (size and hash) that a `Source` returns are verified. A listing is only
+the server's claim. Any bad response raises a SourceError that names the URL. Bytes that `Incoming` writes to its sink
+are unverified until `shard` returns.
 Left out: redirects (a relay could direct a worker to addresses in the worker's own network), and compression.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients download shards from relays and verify them; servers are ranked by
 success rate times bandwidth, with a healing factor.
@@ -47,7 +48,7 @@ class Standing:
     """The record of one server: speed, success, latency, failures. Bad records fade with time, so a
     server that was down or slow is tried again."""
 
-    WEIGHT = 0.25  # of the newest figure in the moving averages
+    WEIGHT = 0.25  # the newest measurement's weight in the moving averages
     HEALS_IN_S = 30.0
     FORGOTTEN_AFTER_S = 60.0
     SUSPECT_S = 60.0  # for this long after a bad answer, a server is used only if no other answers
@@ -60,7 +61,7 @@ class Standing:
         self._speed_Bps, self._measured_s = 0.0, -math.inf
         self._success, self._counted_s = 1.0, -math.inf
         self._answer_s: float | None = None
-        self._unanswered, self._silent_s = 0, -math.inf  # unanswered requests in a row; when the last was given up
+        self._unanswered, self._silent_s = 0, -math.inf  # consecutive unanswered requests; time of the last one
         self._bad_s = -math.inf
         self._failures, self._rest_until_s = 0, -math.inf  # consecutive failures
 
@@ -158,7 +159,7 @@ class Arrival:
 
 @dataclass
 class Access:
-    """How a downloader reaches servers, and their records. Shared by many downloads."""
+    """How a downloader reaches servers, and the servers' records. Many downloads share it."""
 
     public_key: str  # the learner's, ed25519, hex
     run: str | None = None
@@ -175,8 +176,8 @@ class Access:
 
 
 LARGE_BYTES = 256 << 10  # larger manifests are parsed in a thread
-READ_BUFFER_BYTES, SMALL_BUFFER_BYTES = 2 << 20, 64 << 10  # for a shard, for an answer
-WAKE_BYTES = 32 << 10  # a shard is read in pieces of this size; a server must send one within each idle timeout
+READ_BUFFER_BYTES, SMALL_BUFFER_BYTES = 2 << 20, 64 << 10  # for shards; for listings and manifests
+WAKE_BYTES = 32 << 10  # a shard is read in pieces of this size; a server must send one piece in each idle timeout
 LONGEST_RETRY_AFTER_S = 30.0
 
 Offer = tuple[SignedManifest, Manifest]
@@ -266,11 +267,11 @@ class Source:
         shard = incoming.shard
         what = f"shard {shard.index} ({part}) of version {version}"
         headers = {"Range": f"bytes={incoming.size_bytes}-"} if incoming.size_bytes else {}
-        # The hash is a cache key: an origin that starts over publishes other bytes under the same name.
+        # The hash is for caches: an origin that starts over publishes other bytes under the same name.
         path = f"{version_name(version)}/{shard_name(part, shard.index)}?{shard.hash[:16]}"
         async with self._get(path, what, headers) as response:
             if incoming.size_bytes and not _continues(response, incoming.size_bytes):
-                incoming.restart()  # the server ignores ranges and sends all of it
+                incoming.restart()  # the server ignores ranges and sends the whole shard
             incoming.senders.add(self.url)
             since_s, since_bytes = time.monotonic(), incoming.arrived_bytes
             with _read_in_pieces(response) as expect:
@@ -360,7 +361,7 @@ class Source:
 def _read_in_pieces(response: aiohttp.ClientResponse) -> Iterator[Callable[[int], None]]:
     """Let the kernel wake this process once per WAKE_BYTES of the body instead of once per packet.
 
-    On a slow link, waking up is most of the CPU time. Yield a function to call with the number of bytes still expected.
+    On a slow link, waking up takes most CPU time. Yield a function to call with the number of bytes still expected.
     """
     connection = response.connection  # None: the whole body has arrived
     socket = connection and connection.transport and connection.transport.get_extra_info("socket")
