@@ -77,7 +77,7 @@ CONGESTION = b"bbr"
 # Limit of unsent bytes in the kernel. Each stalled reader costs this much memory.
 UNSENT_BYTES = 2 << 20
 BACKLOG = 1024
-LONGEST_PERIOD_S = 1.0
+LONGEST_PERIOD_S = 1.0  # between two checks of all connections
 
 TCP_INFO = struct.Struct("=24xI92xQ16xI")  # tcpi_unacked (segments), tcpi_bytes_acked, tcpi_notsent_bytes
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -89,7 +89,7 @@ class Patience:
 
     headers_s: float = 10.0  # from accept to the first complete request
     idle_s: float = 75.0  # between two requests
-    stall_s: float = 30.0  # while data waits: without reading, or reading slower than slowest_Bps on average
+    stall_s: float = 30.0  # without reading, or reading slower than slowest_Bps on average, while data waits
     slowest_Bps: float = 10_000.0
 
 

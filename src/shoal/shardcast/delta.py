@@ -6,12 +6,12 @@ versions, only the changed words of each tensor are encoded. Any other file is m
     delta    MAGIC, then one kind for each file of the new version, then a body for each file that is not SAME
     body     TENSORS: the blake3 hash of the safetensors header, then all pieces of all tensors
              WHOLE: all pieces of the file, each as words of one byte, without a kind
-    piece    a kind, then at most PIECE_WORDS words of one tensor, encoded according to the kind
+    piece    a kind, then the data for at most PIECE_WORDS words of one tensor
              SAME: nothing     WHOLE: the new words
              CHANGES: the number of changed words, a gap for each (as words of four bytes), a step for each (as words)
     words    the lowest byte of every word (a plane), then the second byte of every word, and so on
     plane    a length and then as many bytes
-             length 0: all bytes are zero     number of words: raw bytes     any other length: a zstd frame
+             length 0: all bytes are zero     length = number of words: raw bytes     otherwise: a zstd frame
 
 A gap is the number of unchanged words directly before a changed word. A step is the new word minus the old word: an
 integer with wrap-around in zigzag coding (0, -1, 1, -2 become 0, 1, 2, 3). It is often one unit in the last place.

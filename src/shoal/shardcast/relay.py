@@ -10,8 +10,8 @@ With several parents, relays spread over them (`by_preference`). If the preferre
     origin ──shard 1──▶ relay A ──shard 1──▶ relay B         owner of shard 1: A
            ──shard 2──▶ relay B ──shard 2──▶ relay A         owner of shard 2: B
 
-If an owner is down or slow, the next relay in hash order takes its place. If all relays before this
-one are unavailable, this relay fetches the shard from a parent.
+If an owner is down or slow, the next relay in hash order takes its place. If all relays before this one fail, this
+relay fetches the shard from a parent.
 Invariant: a version is listed only after its manifest was verified with the learner's key. A shard gets its final name
 only after its hash matched. So every listed version and every finished shard is the learner's, whatever upstream sends.
 `server.app` serves the same store.
@@ -87,9 +87,9 @@ class Place:
         owners = owners_of(shard, [self.own, *self.siblings])
         owner = next(id for id in owners if id == self.own or healthy(self.siblings[id]))
         first = self.siblings.get(owner)
-        places = {parent: place for place, parent in enumerate(self.parents)}
-        last = len(places)
-        return sorted(usable, key=lambda s: (s is not first, s not in places, not healthy(s), places.get(s, last)))
+        ranks = {parent: rank for rank, parent in enumerate(self.parents)}
+        last = len(ranks)
+        return sorted(usable, key=lambda s: (s is not first, s not in ranks, not healthy(s), ranks.get(s, last)))
 
 
 def owners_of(shard: ShardEntry, ids: Sequence[str]) -> list[str]:
@@ -204,15 +204,15 @@ class Relay:
         # Take only the newest versions of each source, so that a bogus list cannot displace the others.
         newest = {version for listing in listings.values() for version in listing.versions[: self.store.keep]}
         needed: set[int] = set()  # parents of the versions considered so far
-        place = 0
+        adopted = 0  # versions with a manifest so far
         for version in sorted({*listed, *self._held}, reverse=True):
-            if version not in needed and (place >= self.store.keep or version not in newest | self._held.keys()):
+            if version not in needed and (adopted >= self.store.keep or version not in newest | self._held.keys()):
                 continue
             try:
                 manifest = await self._adopted(sources, version)
                 if manifest is None:
                     continue
-                place += 1
+                adopted += 1
                 if manifest.delta and not manifest.anchor:
                     needed.add(manifest.delta.parent)
                 if version in self.status.versions or (await self._is_incomplete(manifest) and not listings):

@@ -300,7 +300,7 @@ def _range(byte_range: ByteRange, size_bytes: int) -> tuple[int, int]:
 
 def _parse_range(request: web.BaseRequest) -> ByteRange:
     """Parse the Range header. Return None (the whole body) unless this is a GET request with a single valid range.
-    RFC 9110 (14.2): a server must ignore malformed ranges and ranges in other methods, and may ignore all others."""
+    RFC 9110 (14.2): a server must ignore malformed ranges and ranges in other methods. It may ignore all ranges."""
     match = RANGE.fullmatch(request.headers.get("Range", "").strip())
     if request.method != "GET" or "If-Range" in request.headers or match is None:
         return None

@@ -62,7 +62,7 @@ class Partial:
         return PartialShard(self, shard)
 
     def _can_resume(self) -> bool:
-        """Whether an earlier process created all these files. It writes the layout last."""
+        """Whether an earlier process created all these files. The layout is written last."""
         try:
             same = (self.folder / "layout").read_bytes() == self._description()
         except FileNotFoundError:
@@ -91,7 +91,7 @@ class PartialShard:
 
     def __init__(self, partial: Partial, shard: ShardEntry) -> None:
         self.partial, self._at_bytes = partial, shard.index * partial.shard_size_bytes
-        # One open file at a time: a version may have more files than a process may open.
+        # Keep one file open at a time, because a version may have more files than a process may open.
         self._open: tuple[Path, int] | None = None
 
     def write(self, offset_bytes: int, data: bytes) -> None:
@@ -168,7 +168,7 @@ class Cache:
 
     def manifest(self, version: int, digest: str | None = None) -> Manifest | None:
         """Return the manifest of a cached version if its files have the right sizes, and it has `digest` if given.
-        Do not verify the files' contents: if deltas are applied to them, the result is verified."""
+        Do not verify the files' contents. (The result of applying deltas to them is verified.)"""
         try:
             _, manifest = self.offer(version)
         except (OSError, ManifestError):

@@ -72,8 +72,8 @@ class Client:
         wait_s: float = 0.0,
     ) -> None:
         """`fallback` servers, such as the origin, are used only while no relay delivers. `relays` returns URLs that replace
-        `urls` during a fetch. `timeout_s` limits a fetch until its last byte, without the verification. `wait_s` limits
-        the wait for a relay to answer, for a first version, or for a delta's parent."""
+        `urls` during a fetch. `timeout_s` limits a fetch, except the final verification. `wait_s` limits the wait for a
+        relay to answer, for a first version, or for a delta's parent."""
         if not urls and not fallback:
             raise FetchError("no relay is known; start one, or wait until one joins")
         for url in (*urls, *fallback):
@@ -97,7 +97,7 @@ class Client:
         return offer and offer[1]
 
     def fetch(self, version: int | None = None, *, digest: str | None = None) -> tuple[Path, Manifest]:
-        """Fetch a version (default: the newest), only with `digest` if given. Return its folder and manifest.
+        """Fetch a version (default: the newest) and return its folder and manifest. Accept only `digest` if given.
 
         Query the servers even if the version is cached, because the origin may have started over. If both `version` and
         `digest` are given, return a cached version without a query. If no server answers, return a cached version.
@@ -333,7 +333,7 @@ class Freshness:
         return believed is not None and believed.outdates(manifest)
 
     def newest(self, offers: Sequence[Offer]) -> Offer | None:
-        """Return the newest of the offers and the cached version, so that a lagging server cannot set a client back."""
+        """Return the newest of the offers and the cached version, so that a lagging server cannot cause a downgrade."""
         current = [offer for offer in offers if not self.outdated(offer[1])]
         best = max(current, key=lambda o: (o[1].version, o[1].created_s), default=None)
         here = self.here

@@ -327,7 +327,9 @@ class ShardSink(Sink, Protocol):
 
 POLL_S = 0.05
 LEAST_BPS = 1024  # slower than this counts as no progress
-COUNTED_COPIES = 4  # bytes beyond this many copies of a shard do not count as progress (wrong copies repeat)
+COUNTED_COPIES = (
+    4  # at most this many copies of a shard count as progress, because further ones only repeat wrong bytes
+)
 
 
 class StreamDownload:

@@ -61,7 +61,8 @@ class Standing:
         self._speed_Bps, self._measured_s = 0.0, -math.inf
         self._success, self._counted_s = 1.0, -math.inf
         self._answer_s: float | None = None
-        self._unanswered, self._silent_s = 0, -math.inf  # consecutive unanswered requests; time of the last one
+        # Consecutive unanswered requests, and when the last one was given up.
+        self._unanswered, self._silent_s = 0, -math.inf
         self._bad_s = -math.inf
         self._failures, self._rest_until_s = 0, -math.inf  # consecutive failures
 
@@ -267,7 +268,7 @@ class Source:
         shard = incoming.shard
         what = f"shard {shard.index} ({part}) of version {version}"
         headers = {"Range": f"bytes={incoming.size_bytes}-"} if incoming.size_bytes else {}
-        # The hash is for caches: an origin that starts over publishes other bytes under the same name.
+        # Caches need the hash, because an origin that starts over publishes other bytes under the same name.
         path = f"{version_name(version)}/{shard_name(part, shard.index)}?{shard.hash[:16]}"
         async with self._get(path, what, headers) as response:
             if incoming.size_bytes and not _continues(response, incoming.size_bytes):
