@@ -1,7 +1,7 @@
 """Attacks on the sandbox under every tier that promises to withstand them (see `shoal.sandbox`).
 
 After each attack the pool's next program must run normally and the target of the attack must be unchanged. A program prints
-ESCAPED if its attack succeeds. `test_red_team_kernel` attacks the kernel's walls.
+ESCAPED if its attack succeeds. `test_red_team_kernel` has the attacks with system calls and on limits and privileges.
 """
 
 import os

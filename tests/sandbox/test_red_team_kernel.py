@@ -1,4 +1,4 @@
-"""Attacks on the kernel's walls: system calls, limits and privileges, also with one wall missing, and as another user."""
+"""Attacks with system calls and on limits and privileges, also with one protection missing, and as another user."""
 
 import os
 import platform
@@ -100,11 +100,11 @@ def test_a_program_gains_no_privilege(box: Sandbox, name: str) -> None:
     assert attack(box, source).stdout == stdout
 
 
-# One wall missing
+# One protection missing
 
 
 @pytest.mark.parametrize("missing", ["seccomp", "landlock"])
-def test_the_other_walls_hold_if_one_is_missing(box: Sandbox, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_protections_hold_without_one(box: Sandbox, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = forkserver.sources()
     line = {"seccomp": "    FILTERS[0].apply()\n",
             "landlock": "    kernel.restrict_files(config[\"binds\"], config[\"devices\"], SCRATCH)\n"}[missing]  # fmt: skip

@@ -45,7 +45,7 @@ def test_a_program_reads_its_input_and_the_result_names_the_tier(box: Sandbox) -
     assert 0 < result.cpu_s < 20 and 0 < result.wall_s < 60
 
 
-def test_a_budget_that_ends_stops_all_programs_and_a_stopped_budget_stops_none(box: Sandbox) -> None:
+def test_a_budget_that_runs_out_stops_all_programs_until_the_budget_is_stopped(box: Sandbox) -> None:
     endless = Program("import time\nprint(1, flush=True)\ntime.sleep(3600)")
     with Sandbox(box.tier, ProgramLimits(wall_s=3600.0), budget=(budget := Budget())) as bounded:
         budget.start(0.5)

@@ -1,6 +1,6 @@
-"""What all adapters share: child processes list tasks and score completions.
+"""The part that all adapters share: child processes list tasks and score completions.
 
-Here small fake libraries stand in for real ones.
+Here, small fake libraries replace the real libraries.
 """
 
 import json

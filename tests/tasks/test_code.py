@@ -1,4 +1,4 @@
-"""The reward `code`: what passes, what fails, and how a grade reports it. `test_code_redteam` has the attacks.
+"""The reward `code`: which programs pass or fail, and their grades. `test_code_redteam` has the attacks.
 
 If `HumanEval.jsonl.gz` is in the folder SHOAL_DATA or in ../shared/data, also test that HumanEval's solutions pass and
 that mutants of them fail.

@@ -29,7 +29,7 @@ TESTS = {
 STDIN = {"kind": "stdin", "cases": [{"input": "a\n", "output": SECRET}, {"input": "b\n", "output": "7"}]}
 STDIN_SOLUTION = f"print({{'a': {SECRET!r}, 'b': 7}}[input()])"
 
-# Searches all it can reach for the expected value: frames, heap, memory, files, environment, command lines and stdin.
+# Searches everything in reach for the expected value: frames, heap, memory, files, environment, command lines, stdin.
 SCAN = r"""
 import gc, glob, os, re, sys
 PATTERN = re.compile(rb"k9-[0-9a-f]{12}")

@@ -82,7 +82,9 @@ def test_a_question_with_two_answers_is_two_tasks_on_one_side_of_the_split(tmp_p
     lines = [row | {"answer": f"#### {n}"} for row in rows(20, "Ann") for n in (1, 2)]
     loaded = tasks.load(section(written(tmp_path / "some.jsonl", lines), heldout=5))
     assert not {task.question for task in loaded.train} & {task.question for task in loaded.heldout}
-    assert len(loaded.heldout) == 5 and len(loaded.train) == 34, "the fifth's other answer is dropped"
+    assert len(loaded.heldout) == 5 and len(loaded.train) == 34, (
+        "the fifth held-out question has another answer, which is dropped"
+    )
 
 
 def test_the_split_of_a_single_file_does_not_depend_on_the_order_of_its_rows(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def manifest(**changed: Any) -> bytes:
     ids=["empty", "no JSON", "another format", "chunk", "chunks", "files", "file outside", "absolute path"],
 )
 def test_a_manifest_of_another_format_or_beyond_its_bounds_is_refused(data: bytes, tmp_path: Path) -> None:
-    """A file counts as damaged if its name is not its hash, and is deleted. A hostile path must not reach `keys`."""
+    """A hostile path must not reach `keys`, because the store deletes a file whose name is not its hash."""
     (tmp_path / "keys").write_text("secret")
     taskset.TaskManifest.decode(manifest())
     section = TaskSection(digest=hashlib.sha256(data).hexdigest())

@@ -45,7 +45,7 @@ class Examiner:
         self.conversation = Conversation(self.config, self.environments, self.tokenizer, self.ends)
 
     def prompt(self, task: Task, number: int) -> list[int]:
-        """Return the prompt of task `number`, which determines its target length."""
+        """Return the prompt of `task`. Its index `number` determines its target length."""
         return prompt_tokens(self.tokenizer, self.config.tasks, task, cycled_target(self.config.tasks, number))
 
     def ask(
@@ -53,7 +53,7 @@ class Examiner:
     ) -> tuple[list[list[Completion]], list[list[Grade]]]:
         """Return each task's completions, one per seed, and their grades.
 
-        `first`: the index of the first task, which determines target lengths.
+        `first`: the index of the first task. The indices determine the target lengths.
         """
         prompts = [self.prompt(task, number) for number, task in enumerate(batch, start=first)]
         sampling = Sampling(temperature, self.config.sampling.max_tokens, self.ends)

@@ -1,13 +1,13 @@
 """The offline filter: measure pass rates of training tasks under one model, and keep the tasks within a band.
 
     results.jsonl       k graded completions per task: one line per task, in the order of the task set
-    manifest.json       the tasks whose pass rate lies in the band, bounds included, without a grader error
+    manifest.json       the tasks without a grader error whose pass rate lies in the band, bounds included
 
 The results of each batch of tasks are appended and fsynced. In a config, a source's `keep` names the manifest.
-Invariants: synced results are never computed again, and a resumed file has the same bytes as an uninterrupted one. So a
-file is resumed only after a complete batch, and only with its original settings (`settings.json`). The manifest depends
-only on the results, the band and the settings, so another band needs no new completions.
-Paper: the offline filter of INTELLECT-2 (arXiv 2505.07291), which keeps a pass@8 of 12.5 % to 50 %.
+Invariants: synced results are never computed again. A resumed run writes the same bytes as an uninterrupted run.
+Therefore a run resumes after the last complete batch, and only with its original settings (`settings.json`). The
+manifest depends only on the results, the band and the settings, so another band needs no new completions.
+Paper: the offline filter of INTELLECT-2 (arXiv 2505.07291), which keeps tasks with a pass@8 of 12.5 % to 50 %.
 """
 
 import fcntl
@@ -143,7 +143,7 @@ class PassRates:
 
     @contextmanager
     def _lock_results(self) -> Iterator[BinaryIO]:
-        """Open and lock the results file, and check that it has the same settings."""
+        """Open and lock the results file, and check that the settings of its results are unchanged."""
         self.out.mkdir(parents=True, exist_ok=True)
         with (self.out / RESULTS).open("a+b") as file:
             try:
@@ -283,9 +283,10 @@ def counts(results: Sequence[PassRate], kept: Sequence[PassRate], band: Band) ->
 
 
 def histogram(results: Sequence[PassRate]) -> dict[str, int]:
-    """Count tasks by pass rate: by correct completions if k <= MAX_BINS, else by tenths. Include empty bins.
+    """Count tasks by pass rate, and include empty bins.
 
-    A task with partial scores counts in the nearest bin.
+    If k <= MAX_BINS, there is a bin per number of correct completions, and a partial score counts in the nearest bin.
+    Otherwise, each bin covers a tenth.
     """
     k = max((result.n for result in results), default=1)
     if k <= MAX_BINS:

@@ -1,8 +1,8 @@
 """Run lm-evaluation-harness as a child process against an OpenAI-compatible endpoint.
 
-Invariant: a run's folder gets its final name only if the run succeeded. A killed or failed run is repeated with the
-completions in lm_eval's cache.
-Left out: suites that need logprobs of given continuations, which chat routes do not return.
+Invariant: a run's folder gets its final name only if the run succeeded. The repetition of a killed or failed run uses
+the completions in lm_eval's cache.
+Left out: suites that need logprobs of given continuations, because chat routes do not return these.
 """
 
 import importlib.util

@@ -1,9 +1,9 @@
 """The evaluator: measures the held-out accuracy of policy versions, greedy and sampled, during the run.
 
 It is an ordinary pool member that receives versions through SHARDCAST, so it measures the weights that workers use.
-Invariant: the first and the last version are evaluated on the same tasks with the same noise. The first is skipped only
-if relays no longer have it when this node joins. It is fetched at once, but evaluated only after the second version is
-published: on a single machine, an earlier evaluation would slow down the first batch.
+Invariant: the first and the last version are evaluated on the same tasks with the same noise. The first version is
+skipped only if relays no longer have it when this node joins. The evaluator fetches it at once, but evaluates it only
+after the second version is published, because an earlier evaluation would slow down the first batch on one machine.
 Left out: pass@k and named benchmark suites (`shoal eval`).
 """
 

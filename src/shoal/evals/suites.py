@@ -1,7 +1,8 @@
 """The suites of `shoal eval`: public benchmarks run by lm-evaluation-harness (lm_eval), three of them for code.
 
 lm_eval runs programs without a sandbox. So for code suites it only generates completions, from a task definition
-written here. They are graded in our sandbox. Rows become tasks as in training (`tasks/sources/schemas.py`).
+written here. Shoal runs their programs in its own sandbox. Rows become tasks as in training
+(`tasks/sources/schemas.py`).
 Sampling: temperature 0.6 and 32,768 tokens, as for DeepSeek-R1 (arXiv 2501.12948, section 3), but without its top-p of
 0.95, because engines here sample from the full distribution. Suites whose greedy accuracy is usually reported use
 temperature 0 and k = 1.

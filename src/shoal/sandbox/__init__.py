@@ -18,7 +18,7 @@ Keep expected outputs outside: run the program on an input, or call its function
 
 The tiers `bubblewrap` and `kernel` both promise:
 
-- wall time and output are bounded from outside; memory, CPU time, file size and open files by the kernel
+- a process outside bounds wall time, CPU time and output; Linux bounds memory, file size and open files
 - one process with at most eight threads beside the first; nothing outlives a run
 - no descriptor, environment or argument of the parent; no state of one run reaches the next
 - the host's files cannot be read; nothing can be written outside the scratch folder, whose total size is bounded

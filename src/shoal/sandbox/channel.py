@@ -1,12 +1,12 @@
 """Message channel between a program and the outside (`import channel`): frames, and plain data as bytes.
 
 A frame is its length (4 bytes, big-endian), then that many bytes. Plain data are numbers, text, bytes, booleans, None,
-lists, tuples, sets and dicts: no pickle, no objects, no code. A value is a one-byte tag, a length (4 bytes, big-endian;
-not for N, T and F), then that many bytes or values. Tags: N None, T True, F False, I int (two's complement), D float,
-C complex, S text, B bytes, L list, U tuple, E set, Z frozenset, M dict.
+lists, tuples, sets and dicts: no pickle, no objects, no code. A value begins with a one-byte tag: N None, T True,
+F False, I int (two's complement), D float, C complex, S text, B bytes, L list, U tuple, E set, Z frozenset, M dict.
+After every tag but N, T and F comes a length (4 bytes, big-endian), then that many bytes, values, or pairs of a dict.
 Invariant: `unpack` returns only builtins, so no method that a program overrides is ever called outside. The frame's
-length bounds the size of a value, and DEPTH bounds its nesting. This file runs on both sides, so it imports only
-modules that the server preloads.
+length bounds the size of a value, and DEPTH bounds its nesting. This file runs inside and outside the sandbox, so it
+imports only modules that the server preloads.
 Left out: object identity, generators, objects of other classes. Outside, `process.py` limits the size of frames.
 """
 
@@ -65,7 +65,7 @@ def serve(function: Callable[[Any], Any], describe: Callable[[BaseException], st
 
 
 class WireError(ValueError):
-    """A value is not plain data, or bytes do not encode one."""
+    """A value is not plain data, or bytes do not encode plain data."""
 
 
 def pack(value: Any, depth: int = 0) -> bytes:
@@ -108,8 +108,8 @@ def unpack(
 ) -> Any:
     """Return the value that `data` encodes. Raise WireError.
 
-    `make_set(kind, items)` and `make_dict(pairs)` replace sets and dicts: building one from hostile items can take
-    quadratic time.
+    `make_set(kind, items)` and `make_dict(pairs)` replace the construction of sets and dicts, which can take quadratic
+    time for hostile items.
     """
     value, end = _unpack(data, 0, depth, make_set or (lambda kind, items: kind(items)), make_dict)
     if end != len(data):

@@ -1,9 +1,9 @@
 """Control one fork server from outside: start it, send it programs, kill it, and choose the host files that it can see.
 
-Invariants: `kill` needs no cooperation from the server. It goes through a pidfd, and except in `plain` the kernel also
+Invariants: `kill` needs no cooperation from the server, because it signals a pidfd. Except in `plain`, Linux then also
 kills every process inside. A failed start raises StartError with the reason. The visible files are the interpreter, its
 library, the system's shared libraries and four devices. User files, Shoal's code and /etc are not visible, except the
-loader's cache.
+loader's cache in /etc.
 Left out: the program's output (`process.py`), installed packages.
 """
 
@@ -191,7 +191,7 @@ def executable() -> str:
 
 @cache
 def binds() -> list[str]:
-    """Return the files and folders to bind read-only, without those inside another."""
+    """Return the files and folders to bind read-only. Omit those inside another folder of the list."""
     prefix = Path(os.path.realpath(sys.base_prefix))
     bases = dict.fromkeys(("base", "platbase", "installed_base", "installed_platbase"), str(prefix))  # not the venv's
     library = [sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")]

@@ -4,10 +4,10 @@
     with Sandbox("plain", ProgramLimits(cpu_s=1.0), preloaded=preloaded) as box:
         RemoteFunction(box, "import adder, channel; channel.serve(adder.add)").call([1, 2]).value      # 3
 
-Invariant: every call ends in bounded time: with a value, with the exception it raised, or at a limit. A value consists
-only of builtins. Sets are refused, and dicts too in confined tiers, because building them from hostile items takes
-quadratic time.
-Left out: what a value means. It is untrusted.
+Invariant: every call ends in bounded time, with a value, with an exception or at a limit. A value consists only of
+builtins. Sets are refused, and dicts too in confined tiers, because building them from hostile items takes quadratic
+time.
+Left out: the meaning of values. Values are untrusted.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class CallResult:
     ending: Ending
     value: Any = None
     detail: str = ""  # the exception, or how the child died
-    repeatable: bool = False  # whether it used at most half of each limit
+    repeatable: bool = False  # whether the call used at most half of each limit
     cpu_s: float = 0.0
 
 

@@ -2,7 +2,7 @@
 
 Invariant: every failure raises an OSError that names the call. Landlock (`restrict_files`) denies opening files outside
 the named folders. If the kernel's version supports it, Landlock also denies TCP, signals to other processes, and
-connections to their abstract sockets.
+connections to abstract sockets of other processes.
 Left out: policy, which callers decide; UDP and Landlock's logging switches.
 """
 

@@ -4,8 +4,8 @@ In the tier `bubblewrap`, `main` executes bwrap, which executes the interpreter 
 creates the same namespaces and root folder itself and becomes process 1. In `plain`, it confines nothing and keeps its
 user. The interpreter gets its modules through a file descriptor. Its environment is empty, except in `plain`.
 Invariants: in confined tiers the server never runs as the host's root, which would escape RLIMIT_NPROC and could read
-root's files. Root first becomes a uid that no account has. All mounts happen in a private mount namespace, so the
-host's mounts never change.
+root's files. A process of root first changes to a uid that no account has, or else to `nobody`. All mounts happen in a
+private mount namespace, so the host's mounts never change.
 Left out: seccomp, Landlock and limits (`program.py`, once per program); scratch space (`server.py`).
 """
 
@@ -94,7 +94,7 @@ def reachable(path: str) -> bool:
 
 
 def expose(paths: Sequence[str]) -> None:
-    """Cover each folder that only root may enter with an empty one, and bind only `paths` back into it.
+    """Mount an empty folder over each folder that only root may enter, and bind only `paths` back into it.
 
     This happens in a private mount namespace.
     """

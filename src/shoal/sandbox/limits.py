@@ -1,6 +1,6 @@
 """Programs, their limits and their results, and the sandbox's errors.
 
-Invariant: all are immutable values except `Budget`.
+Invariant: all classes here except `Budget` are immutable values.
 Left out: comparing outputs. Expected outputs never enter the sandbox.
 """
 
@@ -44,7 +44,7 @@ class ProgramLimits:
 
 @dataclass(eq=False)
 class Budget:
-    """Wall time shared by many programs, from `start` to `stop`; unlimited otherwise.
+    """Wall time that many programs share. It is limited from `start` to `stop`, and unlimited otherwise.
 
     When it runs out, all running programs are stopped. A result does not tell whether that happened, so check `over`
     before you use the result.

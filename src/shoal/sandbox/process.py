@@ -1,8 +1,8 @@
 """One running program, seen from outside: read its output, send it frames, stop it at its limits.
 
-Invariant: whatever the program does, no call takes longer than the wall limit plus `GRACE_S`, and none keeps more than
-`output_bytes` plus one read in memory.
-Left out: what frames mean. They are untrusted bytes: parse them with limits, never unpickle them.
+Invariant: whatever the program does, no call takes longer than the wall limit plus twice `GRACE_S`. No call keeps more
+than `output_bytes` plus `CHUNK` bytes in memory.
+Left out: the meaning of frames. Frames are untrusted bytes: parse them with limits, and never unpickle them.
 """
 
 import contextlib
@@ -151,7 +151,7 @@ class SandboxProcess:
         return "exited" if code >= 0 else "killed"
 
     def _stop(self, outcome: Outcome) -> None:
-        """Close the leash: the supervisor kills everything and reports."""
+        """Close the leash. The supervisor then kills everything and reports."""
         if self._stopped is None:
             self._stopped = outcome
         self._hang_up()

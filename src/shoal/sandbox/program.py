@@ -127,7 +127,7 @@ def execute(source: str, scratch: str) -> NoReturn:
 
 
 def warm_up() -> None:
-    """Set up the interpreter as for a new script. The server does this once: every page that a fork changes is copied."""
+    """Set up the interpreter as for a new script. The server does this once, because each fork copies changed pages."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "shoal"]:
         del sys.modules[name]
     sys.modules["channel"] = channel

@@ -18,8 +18,8 @@ SECCOMP_MODE_FILTER = 2
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 COLUMN = {"x86_64": 0, "aarch64": 1}
 
-# name, x86_64 number, aarch64 number. Deliberately absent: all calls that create sockets except `socketpair`, memory that
-# RLIMIT_AS does not count (memfd_create, shmget, splice), kill by pidfd, and every privileged call.
+# name, x86_64 number, aarch64 number. Deliberately absent: calls that create sockets, except `socketpair`; calls for
+# memory that RLIMIT_AS does not count (memfd_create, shmget, splice); kill by pidfd; every privileged call.
 ALLOWED = """
 read 0 63, write 1 64, close 3 57, fstat 5 80, lseek 8 62, mmap 9 222, mprotect 10 226, munmap 11 215,
 brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, pread64 17 67, pwrite64 18 68,

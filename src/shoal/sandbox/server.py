@@ -4,8 +4,8 @@ Invariants: a program cannot affect the server, which never runs programs itself
 handles one request at a time, and exits when the socket closes or the pool's process dies. A supervisor exits when the
 program ends, when the pool closes its end of the leash (a socket), when the pool dies, or at the wall limit. By then
 every process that the program started is dead. Once the program's code runs, only the supervisor can write to the
-leash, so a program cannot fake a report. In confined tiers, server and supervisor are process 1 of their namespaces. In
-`plain`, the server is the supervisor.
+leash, so a program cannot fake a report. In confined tiers, the server and each supervisor are process 1 of a PID
+namespace. In `plain`, the server is the supervisor.
 Left out: concurrent programs (the pool starts more servers) and the program's output (the pool reads the pipes).
 """
 
@@ -156,7 +156,7 @@ def duplicate(descriptor: int, lowest: int) -> int:
 
 
 def keep_only(descriptors: list[int]) -> list[int]:
-    """Renumber these descriptors from LOWEST up. Close all others except stdio, also the server's socket."""
+    """Renumber these descriptors from LOWEST up. Close all others, including the server's socket, but not stdio."""
     high = [duplicate(descriptor, 64) for descriptor in descriptors]
     os.closerange(3, 64)
     kept = [duplicate(descriptor, LOWEST) for descriptor in high]

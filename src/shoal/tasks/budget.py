@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from shoal.config.tasks import TaskSection
 
-EPSILON = 1e-6  # rewards no further apart than this count as equal
+EPSILON = 1e-6  # rewards that differ by at most this count as equal
 
 
 def instruction(target_length: int) -> str:
@@ -20,7 +20,7 @@ def instruction(target_length: int) -> str:
 
 
 def cycled_target(section: TaskSection, number: int) -> int:
-    """Return the target length of task `number` in an evaluation or filter: the targets take turns. 0: no target."""
+    """Return the target length of task `number` of an evaluation or filter, cycling through all targets; 0: none."""
     targets = section.length_targets
     return targets[number % len(targets)] if targets else 0
 

@@ -5,8 +5,8 @@
 
 The answer becomes a user message, which every template supports. `TurnFrame` renders a conversation of placeholder
 messages to find the template's text around an answer.
-Invariants: worker, validator and evaluator use this code. An answer cannot contain control tokens: their names are
-deleted from its text.
+Invariants: worker, validator and evaluator use this code. An answer cannot contain control tokens, because their names
+are deleted from its text.
 Left out: templates that rewrite earlier turns, for example to drop reasoning. The model's own tokens stay unchanged.
 """
 

@@ -1,7 +1,7 @@
 """Tasks, grades, and the interfaces of rewards and environments.
 
 Invariants: a task is data, and the same on every machine. A grade depends only on the task and the completion. A
-machine's owner states in an environment variable whether the author of a run is trusted; the config cannot.
+machine's owner states in an environment variable whether the author of a run is trusted. The config cannot state it.
 """
 
 import os

@@ -172,7 +172,7 @@ class TaskView(Sequence[Task]):
 
 
 def _mapped(path: Path) -> pa.RecordBatch:
-    """Map a chunk and validate it fully: Arrow would follow a hostile file's offsets out of bounds."""
+    """Map a chunk and validate it fully, because Arrow would follow a hostile file's offsets out of bounds."""
     try:
         with pa.memory_map(str(path)) as source:
             batch = pa.ipc.open_file(source).get_batch(0)

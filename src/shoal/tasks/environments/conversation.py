@@ -82,7 +82,7 @@ class Conversation:
     def find_fault(self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> Fault | None:
         """Return how a finished completion differs from the environment's answers; None if it does not differ.
 
-        If there are several, return the first lie, or the first difference if none is a lie. `turns` must fit `tokens`.
+        Of several differences, return the first lie, or else the first difference. `turns` must fit `tokens`.
         """
         spans = model_spans(turns, len(tokens))
         faults = []

@@ -1,4 +1,4 @@
-"""Python: the model writes a program in a fenced block, ends its turn, and gets what the program prints.
+"""Python: the model writes a program in a fenced block, ends its turn, and gets the program's output.
 
     ```python
     print(12 * 7)
@@ -8,8 +8,8 @@ The last closed block of a turn counts. A turn without a closed block ends the c
 fresh process of the sandbox, within the limits of `tasks.sandbox`. If the program fails, the exception's last line
 follows the output.
 Invariant: no program can make an honest worker slashable. A worker that reports a different answer is slashed only if
-the program is `plain` (`inside/plain.py`), if it ends here without an error and within half of every limit, and if the
-reported answer is not the error for exceeding a limit.
+the program is `plain` (`inside/plain.py`), and ends on the validator without an error and within half of every limit.
+Even then, a worker that reports one of the errors in `STOPPED` is not slashed.
 Left out: state between turns, files, installed packages, several programs at once.
 """
 

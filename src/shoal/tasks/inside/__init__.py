@@ -19,7 +19,7 @@ from shoal.sandbox import PLAIN, Budget, CallResult, ProgramLimits, RemoteFuncti
 from shoal.tasks.task import Grade, GradeError
 
 RUN = "import inside; inside.main()"  # the program that runs a file with a `main`
-# The same time zone and thread count on every machine; hash seeds are fixed elsewhere.
+# The same time zone and thread count on every machine. `sandbox/forkserver.py` fixes the hash seed.
 SAME = """
 import os, sys, time
 os.environ |= {"OMP_NUM_THREADS": "1", "TZ": "UTC"}
@@ -37,7 +37,7 @@ def source(name: str) -> str:
 class Grader(RemoteFunction):
     """Calls `function`, defined in the source text `text`, with plain data in a sandbox's child processes.
 
-    What the function returns is never trusted. Each server runs the line `prepare` once, before its first call. `tier`,
+    The function's result is never trusted. Each server runs the line `prepare` once, before its first call. `tier`,
     `size`, `python` and `budget` are those of `Sandbox`. `reported_tier`: the tier recorded in grades.
     """
 

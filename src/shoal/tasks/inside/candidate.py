@@ -4,11 +4,11 @@ Invariant: no expected value ever reaches this process. The model's code may cha
 changes only its own answers. Each frame is answered with one frame:
 
 setup   [source, prompt, entry]         R   ready
-                                        P   text: it does not parse
-                                        X   [type, message]: it raised
+                                        P   text: the source does not parse
+                                        X   [type, message]: the source raised
 call    8 bytes, then [args, kwargs]    the same 8 bytes, then
                                         V   value
-                                        X   [type, message]: it raised
+                                        X   [type, message]: the function raised
                                         U   text: the value is not plain data
 """
 

@@ -1,7 +1,7 @@
 """Run a task's tests inside a second sandbox. Their `candidate` calls the completion's function in another process.
 
 Invariant: the model's code never runs here. Its answers arrive as plain data, so the tests compare builtins. Only the
-frame P means that the tests passed. It is sent after all of them ran.
+frame P means that the tests passed. It is sent after all tests ran.
 
 in      [tests, prompt, entry], once
 out     C [args, kwargs]: a call, which is answered with V value, X [type, message] or U text, as in `candidate`
@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.sandbox.channel import DEPTH, WireError, pack, receive, send, unpack
 
-# Never raised again here, because they change how the tests run: a StopIteration ends `all(map(...))` early with True.
+# `rebuilt` replaces these by a RuntimeError, because a StopIteration would end `all(map(...))` early with True.
 NOT_RAISED = (StopIteration, StopAsyncIteration)
 
 

@@ -2,13 +2,13 @@ r"""Decide with math-verify whether two mathematical answers are equal. Runs in 
 
 `judge` raises whatever the library raises.
 Invariants: gold and answer are parsed in the same way. Each is one answer: a list of guesses does not equal one of its
-members. Text never runs as Python: the library turns digits into numbers through sympy's `eval`, where an audit hook
-allows only numbers and symbols. The hook also refuses to write files, start processes or open sockets.
+members. Text never runs as Python. The library turns digits into numbers with sympy's `eval`, but an audit hook allows
+only numbers and symbols there. The hook also refuses to write files, start processes or open sockets.
 
 Whole numbers and fractions must be exactly equal. Other numbers must agree to six decimals and four significant digits.
 These also count as equal: expressions that simplify to the same expression; sets in any order, but tuples only in the
 same order; intervals with the same ends; `x = 5` and 5; 50 %, 50 and 0.5. Units, degrees and currency are dropped, so 5
-cm equals 5 m. Case is ignored. Numbers of more than `MAX_DIGITS` digits are not computed and equal only the same text.
+cm equals 5 m. Case is ignored. A number of more than `MAX_DIGITS` digits is not computed. It equals only the same text.
 """
 
 import itertools
@@ -203,7 +203,7 @@ def exactly(gold: Any, answer: Any) -> bool | None:
 
 
 def small_and_apart(gold: Any, answer: Any) -> bool:
-    """Return whether both are small and differ in significant digits. To the library, 6.6e-34 equals 9.1e-31."""
+    """Return whether both numbers are small and not nearly equal. To the library, 6.6e-34 equals 9.1e-31."""
     if not (is_number(gold) and is_number(answer)):
         return False
     pairs = itertools.product(readings(gold), readings(answer))
@@ -216,7 +216,7 @@ def apart(number: Any, other: Any) -> bool:
 
 
 def same_but_for_rounding(gold: Any, answer: Any) -> bool:
-    """Return whether two numbers agree to 12 digits. By the library's 15 digits, 7^{0.5} differs from the root of 7."""
+    """Return whether two numbers agree to 12 digits. The library compares 15, and finds 7^{0.5} unequal to sqrt(7)."""
     if not (is_number(gold) and is_number(answer) and (gold.has(Float) or answer.has(Float))):
         return False
     difference = abs(gold.doit() - answer.doit()).evalf()
@@ -253,7 +253,7 @@ def smallest(gold: Any) -> float:
 
 
 def digits(value: Any) -> float:
-    """Return a bound on the digits of the numbers that computing `value` creates; infinite for towers of powers."""
+    """Return a bound on the digits of all numbers in the computation of `value`; infinite for towers of powers."""
     if isinstance(value, Number):
         return 1.0 + (
             abs(float(math.log10(abs(value.p)))) + math.log10(value.q) if isinstance(value, Rational) and value else 0
@@ -301,7 +301,7 @@ def harmless(source: str) -> bool:
 
 
 def refuse(event: str, args: tuple[Any, ...]) -> None:
-    """Refuse dangerous events as an audit hook (PEP 578). Allow imports: the library imports some modules late."""
+    """Refuse dangerous audit events (PEP 578). Allow imports, because the library imports some modules late."""
     if event == "compile" and isinstance(args[1], str) and args[1].startswith("<"):
         source = args[0].decode() if isinstance(args[0], bytes) else args[0]
         if source is None or not harmless(source):

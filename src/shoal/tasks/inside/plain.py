@@ -43,7 +43,7 @@ def plain(source: str) -> bool:
 
 
 def _names(nodes: list[ast.AST]) -> bool:
-    """Return whether functions are only called, other names are variables, and lazy results are iterated at once."""
+    """Return whether functions are only called, other names are variables, and lazy results are only iterated."""
     names = [node for node in nodes if isinstance(node, ast.Name)]
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     variables = {name.id for name in names if isinstance(name.ctx, ast.Store)}

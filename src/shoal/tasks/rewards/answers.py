@@ -1,4 +1,4 @@
-"""The reward `number`: 1 if the last number of the completion, or of its last box, is the answer, as in GSM8K.
+"""The reward `number`: 1 if the last number of the last box, or else of the completion, is the answer, as in GSM8K.
 
 Invariant: a grade depends only on the task's answer and the completion. Numbers are compared as canonical text, exactly
 and at any length. If the task's answer has no number, every grade is a `grader_error`.

@@ -1,9 +1,9 @@
 """The reward `code`: 1 if the completion's program passes all tests of its task, in the sandbox.
 
 Invariants: expected values never enter the process that runs the model's code. Output is compared here, outside the
-sandbox. Assertions run in a second sandboxed process, which calls the first one through this one. A program cannot fake
-a pass by printing or patching anything, or by its exit code. Every call carries a random number, and its answer must
-begin with the same number, so a program cannot write answers before it is called. Nothing that comes out of either
+sandbox. Assertions run in a second sandboxed process, which calls the first process through this one. A program cannot
+fake a pass by printing or patching anything, or by its exit code. Every call carries a random number, and its answer
+must begin with the same number, so a program cannot write answers before it is called. Nothing that comes out of either
 process is evaluated here. The program is extracted in time linear in the completion's length, and never parsed here,
 because hostile source can crash a parser. A grade is `repeatable` only if the program stayed below half of its time
 limits and hit no other limit.
@@ -74,7 +74,7 @@ class Candidate:
         frame = self._receive()
         if frame[:NUMBER_BYTES] != number:
             raise FailedError("it answered before it was called")
-        if len(frame) == NUMBER_BYTES:  # the tests' process would end, and the tests would be blamed
+        if len(frame) == NUMBER_BYTES:  # it would end the tests' process, and the tests would be blamed
             raise FailedError("its answer is empty")
         return frame[NUMBER_BYTES:]
 

@@ -26,7 +26,7 @@ NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,5})?", re.ASCII)
 
 @dataclass(frozen=True)
 class Pairs:
-    """A dict from the sandbox, as pairs: hostile keys could make building a real dict quadratic."""
+    """A dict from the sandbox, as pairs, because building a real dict from hostile keys could take quadratic time."""
 
     items: Sequence[tuple[Any, Any]]
 

@@ -101,7 +101,7 @@ class Graders:
         return [combine({name: by_name[name][n] for name in weights}, weights) for n in range(len(tasks))]
 
     def _grade_with(self, reward: Reward, name: str, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """Grade, with one retry. A failure of this machine must not become a score of 0: it would look like a lie."""
+        """Grade, with one retry. A failure of this machine must not become a score of 0, which looks like a lie."""
         try:
             return reward.grade(tasks, completions)
         except SandboxError:  # the sandbox has replaced its servers: try again

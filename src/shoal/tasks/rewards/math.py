@@ -11,8 +11,8 @@ How the final answer is chosen:
 
 1. If there is a `</think>`, only the text after the last one counts.
 2. The answer is the content of the last `\boxed{...}`. Boxes joined to it by "and", "or" or a comma on the same line
-   form one list with it. If the last box is empty, has no braces or never closes, there is no answer. "The final answer
-   is" after the box overrides it.
+   form one list with it. If the last box is empty, has no braces or never closes, there is no answer. A later "the
+   final answer is" overrides the box.
 3. Without a box, it is the text after the last "answer is", "answer:" or "####".
 4. Otherwise it is the whole text, if that is mathematics without prose.
 5. Otherwise it is the last formula in math delimiters or environments, or the last number in prose.
@@ -202,7 +202,7 @@ def _after_mark(text: str, numbers_only: bool = False) -> str | None:
     spans = sorted([*(span for span in formulas if span[1] <= len(sentence)), *_numbers(sentence)])
     if not spans:
         return None if numbers_only else tidy(sentence) or None
-    # In "the value of $x$ is 3" the answer follows the verb. If the sentence begins with a number, that is the answer.
+    # In "the value of $x$ is 3" the answer follows the verb. A number at the start of the sentence is the answer.
     if block is not None or spans[0][0] > 0:
         inside = [(start, end) for start, end, _ in formulas]
         for verb in VERB.finditer(sentence):

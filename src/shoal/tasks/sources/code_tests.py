@@ -44,7 +44,7 @@ def asserts(entry: str, code: str, prompt: str = "") -> str:
 def apps(raw: Any) -> str:
     """Convert APPS's format, {"inputs": [...], "outputs": [...], "fn_name": optional}. Raise RowError, LeftOutError.
 
-    If every expected output is a list of one value, unwrap it, because APPS wraps each output.
+    If every expected output is a list of one value, expect that value, because APPS wraps each output in a list.
     """
     raw = parsed(raw, "input_output") if raw != "" else {}
     if not isinstance(raw, Mapping):

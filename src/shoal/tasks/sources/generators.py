@@ -1,7 +1,7 @@
 """The generators `arithmetic` and `functions`: verifiable tasks for a small model and a short run.
 
-`arithmetic` makes small sums. The options do not change a sum's text, and a hash of the text decides which sums are
-held out.
+`arithmetic` makes small sums. A hash of a sum's text decides whether the sum is held out. The options do not change
+that text.
 `functions` asks for small Python functions. Their tests are computed from the expressions that the questions describe.
 A function that ignores its argument fails them.
 """

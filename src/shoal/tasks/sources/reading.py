@@ -215,7 +215,7 @@ def _from_hub(source: SourceSection, split: str) -> list[Path]:
 
 
 def _of_config(names: Sequence[str], config: str, source: SourceSection) -> list[str]:
-    """Return the files of a data set's config: those in a folder of that name, or else those with it in their name.
+    """Return the files of a data set's config: those in a folder of that name, or else those whose name contains it.
 
     Without a config, the files must be in one folder. Raise TasksNotFoundError.
     """

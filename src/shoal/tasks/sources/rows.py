@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield every row with its number, counted from 1; in JSON lines, that is its line. Raise TasksNotFoundError.
+    """Yield every row with its number, counted from 1. In JSON lines, count empty lines too. Raise TasksNotFoundError.
 
     `columns`: read only these from Parquet.
     """

@@ -149,7 +149,7 @@ def verification_info(row: Row) -> TaskFields:
 
 
 def _info(info: Any) -> Row:
-    """Return the object that `info` is or encodes, as JSON or as a Python literal."""
+    """Return `info` as an object. Read text as JSON or as a Python literal. Raise RowError."""
     if isinstance(info, str):
         try:
             info = json.loads(info)
