@@ -137,7 +137,7 @@ def test_prometheus_metrics_are_by_source() -> None:
 
 
 def test_scores_beyond_one_per_completion_are_refused() -> None:
-    with pytest.raises(ValueError, match="exceeds one per completion"):
+    with pytest.raises(ValueError, match="exceeds a score of 1 per completion"):
         group("sums", [1, 1], outcomes=Outcomes(graded=1))
 
 

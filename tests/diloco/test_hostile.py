@@ -100,7 +100,7 @@ def test_rounds_wait_ever_less_often_for_a_site_that_returns_but_never_offers(re
     assert len([each for each in read(meeting) if "b" in each["dealt"]]) == len(missing)
     b.heal("it trains at last")
     rounds([b, a], 1)
-    assert meeting.waiting_for() == ["a", "b"]  # rounds wait for it as before
+    assert meeting.waiting_for() == ["a", "b"]  # rounds wait for b as before
 
 
 def read(meeting: Meeting) -> list[dict[str, Any]]:

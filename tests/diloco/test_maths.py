@@ -158,9 +158,9 @@ def test_every_parameter_is_restored_and_the_order_of_names_does_not_matter():
     [
         ({"a": 1.0, "b": 1.2, "c": 30.0}, [], {"c"}),
         ({"a": 1.0, "b": float("nan")}, [], {"b"}),
-        ({"a": 1.0, "b": 30.0}, [], set()),  # with two sites, it is unknown which is wrong
+        ({"a": 1.0, "b": 30.0}, [], set()),  # of two sites, it is unknown which one is wrong
         ({"a": 1.0, "b": 30.0}, [1.0, 1.1], {"b"}),
-        ({"a": 1.0, "b": 1e-9, "c": 1e-9}, [1.0], set()),  # two tiny norms do not make an honest one an outlier
+        ({"a": 1.0, "b": 1e-9, "c": 1e-9}, [1.0], set()),  # two tiny norms do not make an honest norm an outlier
         ({"a": float("inf")}, [], {"a"}),
     ],
 )

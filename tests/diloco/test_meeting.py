@@ -303,7 +303,7 @@ def test_every_share_is_given_once_and_lost_shares_are_counted(tmp_path):
     assert a.link.take() == 3
     assert meeting.members.unfinished() == 0
     meeting.leave("a")
-    assert meeting.members.unfinished() == 1  # until it returns with its place
+    assert meeting.members.unfinished() == 1  # until a returns and knows where in the data it continues
     meeting.join("a", Greeting(about=ABOUT, placed=True))
     assert meeting.members.unfinished() == 0
     meeting.join("b", Greeting(about=ABOUT, placed=False))  # its folder is gone
@@ -392,7 +392,7 @@ def test_a_meeting_with_a_flipped_bit_is_not_opened(name, tmp_path):
     meeting = open_meeting(tmp_path, terms(sites=2, momentum=0.9))
     rounds(joined(meeting, "ab"), 2)
     whole = (tmp_path / name).read_bytes()
-    for at in (0, 9, len(whole) // 4, len(whole) // 2, -len(whole) // 4, -3):  # header, each fragment, velocity
+    for at in (0, 9, len(whole) // 4, len(whole) // 2, -len(whole) // 4, -3):  # in the header and throughout the data
         (tmp_path / name).write_bytes(whole)
         flip(tmp_path / name, at)
         with pytest.raises(StateError, match=rf"{name} is damaged: .* Restore the meeting's folder from a backup"):

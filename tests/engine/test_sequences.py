@@ -179,7 +179,7 @@ submissions = st.lists(
     min_size=1,
     max_size=8,
 )
-# (rows, cache in long rows, join_tokens)
+# (rows, size of the cache in long rows, join_tokens)
 limits = st.tuples(st.integers(1, 6), st.sampled_from([1, 3, 8, 100]), st.sampled_from([1, 70, 2048]))
 
 

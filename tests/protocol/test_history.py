@@ -170,7 +170,7 @@ def test_an_offer_is_believed_with_its_coordinators_signature() -> None:
     [
         (
             {"protocol": VERSION + 1},
-            f"speaks protocol {VERSION + 1}, but this machine speaks {VERSION}: install its version",
+            f"speaks protocol {VERSION + 1}, but this machine speaks {VERSION}: install the same version",
         ),
         ({"requirements": {"places": 8, "magic": 1}}, "is not an offer of this version"),
         ({"signer": OTHER}, "cannot be trusted: "),

@@ -1,11 +1,12 @@
-"""Make real_states.npz, and print the errors between honest machines and those of liars, in both dtypes.
+"""Make real_states.npz, and print the errors of proofs by honest machines and by liars, in both dtypes.
 
     python tests/toploc/make_real_states.py
 
 The file holds the last hidden states (after the norm) of 512 tokens that SmolLM2-135M-Instruct generated at temperature 1,
-in 16 chunks of 32. They are computed by prefill in three dtypes, by decoding with a cache in two, as a worker does, and in
-float32 with weights rounded to 8 and 4 bits. An entry is stored only if at least one of these computations has it among the
-128 largest of its chunk. The others occur in no proof, and are zero in the tests. `BFLOAT16` quotes the printed figures.
+in 16 chunks of 32. They are computed by prefill in three dtypes, and by decoding with a cache in two dtypes, as a worker
+does. They are also computed in float32 with weights rounded to 8 and 4 bits. An entry is stored only if it is among the 128
+largest of its chunk in at least one of these computations. Other entries occur in no proof, and are zero in the tests.
+`BFLOAT16` quotes the printed figures.
 """
 
 import sys
@@ -21,7 +22,7 @@ from shoal.model.sources import SMOLLM2, resolve
 from shoal.toploc import build, verify
 
 PROMPT = "Tell me a story about a lighthouse."
-SEED = 1  # thresholds of 60/40/40 accept one constant in 15 of this seed's 16 chunks, and in 11 of those of seed 0
+SEED = 1  # thresholds of 60/40/40 accept one constant in 15 of this seed's 16 chunks, and in 11 chunks of seed 0
 TOKENS, CHUNK, TOP_K = 512, 32, 128
 
 

@@ -66,7 +66,7 @@ def test_a_repeated_proof_passes_only_in_its_own_chunk() -> None:
 
 
 def test_other_tokens_of_the_same_model_fail() -> None:
-    """Both have the same scale in each channel."""
+    """The other tokens have the same scale in each channel."""
     hidden_TH = heavy_tailed(64, 576)
     assert not BFLOAT16.passes(verify(hidden_TH[32:], build(hidden_TH[:32]))[0])
 

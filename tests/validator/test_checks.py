@@ -148,7 +148,7 @@ def test_a_forged_reward_is_rejected(honest: list[Rollout], verdict_on: Callable
 def test_a_worker_need_not_claim_rewards(
     honest: list[Rollout], worker: Producer, validator: Validator, verdict_on: Callable[..., Verdict]
 ) -> None:
-    """A worker claims none if its own grader failed. The accepted file has the validator's rewards."""
+    """A worker claims no rewards if its own grader failed. The accepted file has the validator's rewards."""
     assert verdict_on(with_row(honest, 5, reward=float("nan"))).reason is None
     _, accepted = checked(
         validator, claim(), signed(worker, ASSIGNMENT, [replace(row, reward=math.nan) for row in honest])
@@ -206,7 +206,7 @@ def first_is(name: str, value: float) -> Callable[[Rollout], dict[str, Any]]:
 def test_figures_tokens_and_counts_out_of_range_are_rejected(
     honest: list[Rollout], verdict_on: Callable[..., Verdict], change: Callable[[Rollout], dict[str, Any]]
 ) -> None:
-    fewer = with_row(honest, 1, proofs=[])  # so that one proof more does not exceed the file's limit
+    fewer = with_row(honest, 1, proofs=[])  # so that one more proof does not exceed the file's limit
     verdict = verdict_on(with_row(fewer, 0, **change(honest[0])))
     assert verdict.reason is Reason.BOUNDS and verdict.detail.startswith("rollout 0")
 
@@ -265,7 +265,7 @@ def case(validator: Validator, worker: Producer, honest: list[Rollout]) -> Case:
 
 
 def at(case: Case, rollouts: int = 1, **figures: float) -> Case:
-    """Set these figures at the last token of the first rollouts."""
+    """Set these figures at the last token of each of the first rollouts."""
     prefill = case.computed()
     changed = {name: tensor.clone() for name, tensor in vars(prefill).items() if name in figures}
     for name, tensor in changed.items():
@@ -275,14 +275,14 @@ def at(case: Case, rollouts: int = 1, **figures: float) -> Case:
 
 
 def ending(case: Case, token: int, rollouts: int = OUTLIERS + 1) -> Case:
-    """Set the last token of the first rollouts."""
+    """Set the last token of each of the first rollouts."""
     changed = [replace(row, tokens=[*row.tokens[:-1], token]) for row in case.rows[:rollouts]]
     return replace(case, rows=[*changed, *case.rows[rollouts:]])
 
 
 @pytest.mark.parametrize("token", [20, USER, EOS])
 def test_a_token_near_the_margin_passes_every_check(rules: Rules, case: Case, token: int) -> None:
-    """A worker is slashed for each of these checks, so none may be stricter than numerics allow."""
+    """A worker that fails one of these checks is slashed, so none may be stricter than numerics allow."""
     changed = at(ending(case, token, 1), logprobs_N=-9.0, margins_N=1.5 * SETTINGS.validator.sampling_margin)
     assert run([sampling, termination, special_tokens], rules, changed).finding is None
 
@@ -293,7 +293,7 @@ def test_a_token_near_the_margin_passes_every_check(rules: Rules, case: Case, to
         ([1.5] * 2, 300, False),
         ([1.5] * 3, 300, True),
         ([FAR + 0.1], 300, True),
-        ([1.5] * 2, 50, False),  # outliers do not count in the mean; two would fail a small submission
+        ([1.5] * 2, 50, False),  # the mean excludes outliers; otherwise two would fail a small submission
         ([0.9] * 5, 50, True),  # the mean is too high
     ],
     ids=["two", "three", "one far away", "two of few", "many near"],

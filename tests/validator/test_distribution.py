@@ -91,7 +91,9 @@ def test_other_sampling_exceeds_the_limit_after_a_few_hundred_tokens(way: str, n
     }[way]
     assert evidence(scaled_NV, tokens_N) > LIMIT
     _, evidence_NA = token_evidence(scaled_NV.clone(), tokens_N)
-    assert submission_evidence(evidence_NA[:, [ALTERNATIVES.index(nearest)]]) > LIMIT, "its own alternative suffices"
+    assert submission_evidence(evidence_NA[:, [ALTERNATIVES.index(nearest)]]) > LIMIT, (
+        "the nearest alternative alone suffices"
+    )
 
 
 def test_a_very_unlikely_token_is_finite_evidence() -> None:

@@ -124,7 +124,7 @@ def computed(validator: Validator, worker: Producer, rows: list[Rollout]) -> Cas
 
 
 def flipped(proof: bytes) -> bytes:
-    """Flip one bit of the lowest coefficient: within TOPLOC's thresholds, which compare values, not bytes."""
+    """Flip one bit of the lowest coefficient. TOPLOC's thresholds allow that, because they compare values, not bytes."""
     return proof[:3] + bytes([proof[3] ^ 1]) + proof[4:]
 
 

@@ -129,7 +129,7 @@ def test_slow_programs_of_the_runs_own_model_are_blamed_on_nobody(
         assert "validator's time limit" in second.error and verdict.spent is None
     monkeypatch.undo()
     verdict, _ = checked(validator, claim(), signed(worker, ASSIGNMENT, honest))
-    assert verdict.spent is not None, "otherwise it is an observation"
+    assert verdict.spent is not None, "a submission that is graded in time is an observation"
 
 
 def test_one_slow_submission_takes_no_time_from_the_others(
@@ -177,7 +177,7 @@ def test_before_a_prefill_grading_may_take_as_long_as_the_prefill(
         return prefill(cases)
 
     monkeypatch.setattr(judge, "prefill", slow)
-    # Twice: in time; too late; again, after the prefill.
+    # Twice: a grading in time; a grading that takes too long; the same grading after the prefill.
     takes_s = iter([0.5, 1.5, 0.0, 39.0, 41.0, 0.0])
 
     def grade(case: Case) -> Case:

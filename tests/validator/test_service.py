@@ -218,7 +218,7 @@ def test_the_newest_version_is_loaded_before_the_first_claim(
 
 
 def test_each_of_several_claims_gets_its_own_verdict(tiny_folder: Path, worker: Producer, tiny_folders: Any) -> None:
-    """A spot check detects other weights, too; honest work that passes one keeps its logprobs."""
+    """A spot check detects other weights, too; honest work that passes a spot check keeps its logprobs."""
     validator, node = scripted(tiny_folder, b"")
     given = [assignment(number) for number in range(5)]
     files = [worker.submission(given) for given in given]
@@ -235,7 +235,7 @@ def test_each_of_several_claims_gets_its_own_verdict(tiny_folder: Path, worker: 
         (given[number].id, reasons[number]) for number in (0, 1, 2, 3, 4, 2, 3)
     ]
     assert [verdict.spent is None for verdict in node.verdicts] == [False, *[True] * 6], (
-        "of accepted, fully checked work"
+        "only accepted, fully checked work has one"
     )
     assert set(node.uploads) == {f"/v1/accepted/{given[n].id}" for n in (0, 4)}
     for number in (0, 4):

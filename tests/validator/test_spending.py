@@ -69,7 +69,7 @@ def test_mismatches_in_groups_of_high_reward_are_evidence() -> None:
 
 
 def test_honest_mismatches_are_no_evidence_on_average_even_if_they_correlate_with_the_reward() -> None:
-    """Mismatches twice as likely in right completions are within the tilt."""
+    """Here mismatches are twice as likely in right completions, which the bets allow (REWARD_TILT)."""
     generator = torch.Generator().manual_seed(0)
     paid = []
     for _ in range(400):

@@ -53,7 +53,7 @@ def verdict_on(
 ) -> Verdict:
     """Return the verdict on these rows, one of them changed.
 
-    Use `full=False` if a prefill of the changed row would be rejected for its proofs first.
+    Use `full=False` if a prefill of the changed row would first lead to a rejection for its proofs.
     """
     validator.judge.choose = lambda of, k: [n for n in of if n != number][:k]  # a spot check of other rows
     rows = [replace(row, **changed) if n == number else row for n, row in enumerate(honest)]
@@ -254,7 +254,7 @@ def test_turns_in_a_run_of_single_turns_are_rejected(talkative_folder: Path, hon
 def test_ends_are_checked_turn_by_turn(
     worker: Producer, validator: Validator, honest: list[Rollout], turned: int
 ) -> None:
-    """The seeds of these end tokens, one in a middle turn, do not yield them. The environment may write any token."""
+    """No seed yields these end tokens, one of which is in a middle turn. The environment may write any token."""
     judge = validator.judge
     case = judge.prefill([case_of(judge, ASSIGNMENT, signed(worker, ASSIGNMENT, honest))])[0]
     assert endings(judge.rules, case).finding is None and special_tokens(judge.rules, case).finding is None

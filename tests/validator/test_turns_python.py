@@ -34,7 +34,7 @@ class Scripted(Python):
     """The Python tool with the test's programs. The random model writes no program; the length of its text selects one."""
 
     programs = (SUM,)
-    slow = False  # on a machine that is too slow for the time limit
+    slow = False  # whether the machine is too slow for the time limit
 
     def program(self, turns: Sequence[str]) -> list[str]:
         number = len(turns[-1])
@@ -105,7 +105,7 @@ def test_honest_programs_are_accepted(pair: Any) -> None:
 def test_a_nondeterministic_program_slashes_nobody(pair: Any) -> None:
     verdict = pair(CLOCK).verdict()
     assert verdict.reason is Reason.UNREPEATABLE and Reason.UNREPEATABLE not in HARD
-    assert "another machine may" in verdict.detail and "CPython" in verdict.detail
+    assert "right on another machine" in verdict.detail and "CPython" in verdict.detail
 
 
 def test_a_forged_answer_of_a_nondeterministic_program_is_not_accepted(pair: Any) -> None:

@@ -232,7 +232,7 @@ THREE = config(tasks={"length_targets": [4, 6]}, sampling={"max_tokens": 6}, wor
 
 
 class Paced(Producer):
-    """Its submissions end when the test sets their event, and consist of their number."""
+    """Each submission consists of its number, and is done when the test sets its event."""
 
     def __init__(self) -> None:
         super().__init__(THREE, RUN, ALICE, TorchEngine("float32"))

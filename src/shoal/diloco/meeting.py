@@ -2,8 +2,8 @@
 
 A round is open until every expected site has sent an offer. With a quorum of offers, it also closes once `wait_s` have
 passed since the first offer. Then the offers that are not outliers (`refused`) are averaged, and the average is rounded
-once. Its bytes are the round's result: every site and the meeting decode the same bytes and make the same step. Rounds stop
-waiting for a missing site until it comes back.
+once. Its bytes are the round's result: every site and the meeting decode the same bytes and make the same step. Later
+rounds do not wait for a missing site until it comes back.
 
 Invariant: answers survive a kill at any moment. A round's files are written before `meeting.json` names the next round, and
 a restarted meeting continues with the round named there; only the open round's offers are lost, and sites send them again.
@@ -42,7 +42,7 @@ from shoal.diloco.messages import (
 )
 
 PAST = 16  # recent norms whose median is the usual norm
-LONGEST_PAUSE = 64  # maximum number of rounds between two that wait for a failing site
+LONGEST_PAUSE = 64  # maximum number of rounds between two rounds that wait for a failing site
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Meeting:
 
         A site that joins after the first deal has no share of the round. Raise RoundClosedError if the round is over.
         """
-        self.members[name]  # raises MeetingError if it has not joined
+        self.members[name]  # raises MeetingError if the site has not joined
         if round != self.round or self.over:
             raise RoundClosedError(f"round {round} is over; round {self.round} is open")
         if self.first_deal_s is None:
@@ -154,7 +154,7 @@ class Meeting:
         if self.dealt and name not in self.dealt:
             raise RoundClosedError(f"the work of round {round} was dealt before {name} joined")
         if name in self.offers:
-            return  # keep the first one: decoding more would delay the others
+            return  # keep the first offer: decoding another would delay the other sites
         try:
             change = Encoded.from_bytes(data, self.terms.kind, self.terms.shapes.size)
         except CodecError as error:
@@ -321,7 +321,8 @@ class SiteMembers:
 
     Rounds wait ever more rarely for a site that fails: after n consecutive rounds that waited for it in vain, the next
     round that waits is the 2^(n−1)-th after them. One offer in time resets n.
-    Invariant: a share is given once. If a site loses its place, the rest of its share is lost, and counted as lost.
+    Invariant: a share is given to one site only. If a site loses its place in the data, the
+    rest of its share counts as lost.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.invite import Invite
 from shoal.protocol.pace import Refusal
 
-PIECE_BYTES = 8 << 20  # of the state per answer
+PIECE_BYTES = 8 << 20  # largest piece of the state in one answer
 DIGEST = r"^[0-9a-f]{64}$"
 Digest = Annotated[str, Field(pattern=DIGEST)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
@@ -60,7 +60,7 @@ class Greeting(SiteMessage):
 
     # Facts that must be equal at all sites.
     about: dict[Annotated[str, Field(max_length=64)], Words] = Field(max_length=64)
-    placed: bool  # whether it knows its place in the data
+    placed: bool  # whether the site knows where in the data it continues
 
 
 class Welcome(SiteMessage):

@@ -5,7 +5,7 @@
     GET  /v1/rounds/{round}          its outcome; long poll of up to POLL_S
     GET  /v1/rounds/{round}/average  the average that every site applies
     POST /v1/state                   the descriptor of the agreed state
-    GET  /v1/state/{round}/{offset}  a piece of that file, of at most PIECE_BYTES
+    GET  /v1/state/{round}/{offset}  a piece of the state file, of at most PIECE_BYTES
     POST /v1/shares, /v1/leave       take the next share of the data; leave
     POST /v1/rounds/{round}/deal     the sites that share a round's work
 

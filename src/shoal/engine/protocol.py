@@ -1,6 +1,6 @@
 """The interface of an inference engine, and what all engines share: drafts of completions, and calls that share a batch.
 
-A completion may have several turns: when the model ends one, `Respond` may append an environment's tokens, and the model
+A completion may have several turns: when the model ends a turn, `Respond` may append an environment's tokens, and the model
 continues. Prompts and completions are token ids: the model's output is never tokenised again.
 The torch engine (`torch_engine`) is the default and the test double; `vllm.client` is the alternative.
 """

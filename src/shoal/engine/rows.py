@@ -4,10 +4,10 @@
     -> step: append one token per row -> keep: drop rows
 
 Invariant: a row attends to its own tokens only. With exact numerics (`model/exact`) its hidden states equal those of a
-prefill of the row alone, bit for bit, whichever rows join; the batch is padded to a multiple of ROW_UNIT rows, and the
+prefill of the row alone, bit for bit, whichever rows join. The batch is then padded to a multiple of ROW_UNIT rows. The
 padding has no keys and is never read.
-Left out: reuse of a conversation's earlier turns, chunked prefill, and paging: all slots are as long as the longest row, and
-the scheduler reserves that memory.
+Left out: reuse of a conversation's earlier turns, chunked prefill, and paging. Without paging, each row has as much memory
+as the longest row, and the scheduler reserves that memory.
 """
 
 from collections.abc import Sequence
@@ -121,7 +121,7 @@ class CachedRows(Cache):  # type: ignore[misc]
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order. Copy only rows that move.
 
-        Free all memory if no row is left, some if the remaining rows are few or short.
+        Free all memory if no row is left. Free some memory if the remaining rows are few or short.
         """
         self.lengths_B = self.lengths_B[torch.tensor(rows, dtype=torch.long)]
         if not rows:
@@ -141,7 +141,7 @@ class CachedRows(Cache):  # type: ignore[misc]
         return token_bytes(self.model) * self.rows * self.positions
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store a block's new keys and values. Return those to attend to. Called once per block and pass."""
+        """Store a block's new keys and values. Return the ones to attend to. Called once per block and pass."""
         if self.prompts is None:
             return self._append(self.buffers[layer_idx, 0], key), self._append(self.buffers[layer_idx, 1], value)
         for part, x_1kTD in enumerate((key, value)):
@@ -169,7 +169,7 @@ class CachedRows(Cache):  # type: ignore[misc]
 
     def _resize(self, rows: int, positions: int) -> None:
         self.rows, self.positions = rows, _with_room(positions)
-        for name, old in self.buffers.items():  # one at a time, so that only one is in memory twice
+        for name, old in self.buffers.items():  # one at a time, so that only one buffer is in memory twice
             self.buffers[name] = self._empty(old)
             part = slice(min(rows, len(old))), slice(None), slice(min(self.positions, old.shape[2]))
             self.buffers[name][part] = old[part]

@@ -1,4 +1,4 @@
-"""Continuous batching: decode the completions of any number of callers together, and refill free places at once.
+"""Continuous batching: decode the completions of any number of callers together, and refill a finished one's place.
 
     step: drop cancelled completions -> schedule waiting ones within the limits -> prefill new prompts -> decode one token
 
@@ -117,7 +117,7 @@ class Scheduler:
         self.waiting.extend(new)
 
     def step(self) -> list[DecodeSequence]:
-        """Decode one token for each completion. Return those that received one or were cancelled."""
+        """Decode one token for each completion. Return the completions that received one or were cancelled."""
         touched = self.drop_cancelled()
         self.schedule()
         self.prefill()
@@ -187,7 +187,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def prefill(self, new: Sequence[DecodeSequence]) -> None:
-        """Add rows. Prefill only prompts that no live row has, and those to echo."""
+        """Add rows. Prefill only prompts that no live row has, and prompts to echo."""
         known = {seq.request.prompt: row for row, seq in enumerate(self.live)}
         groups: dict[tuple[int, ...], list[DecodeSequence]] = {}
         for seq in new:

@@ -8,7 +8,7 @@ A fingerprint is the digest of a model's hidden states and logits for fixed inpu
 borders of attention's tiles. Machines with equal fingerprints are taken to compute the same bits.
 
 Invariants: on a machine that passed the self-test, a fingerprint depends on weights, dtype and arithmetic alone; not on
-time, thread count or what else the process computes. A cached result is valid for one model config, dtype, device, CPU,
+time, thread count or the process's other computations. A cached result is valid for one model config, dtype, device, CPU,
 library versions and code of this package. Left out: a proof for all shapes (the property tests try many more), and a proof
 that the node computed its fingerprint: a false fingerprint gains nothing (docs/trust.md).
 """
@@ -50,7 +50,7 @@ PROMPT, BRANCHES = 5, (67, 3)  # tokens of the fingerprint's tree; attention's t
 def passes(model: Any, dtype: DtypeName, device: str) -> bool:
     """Return whether no shape of the sweep changes a bit. Use a cached result if there is one.
 
-    A lock lets only one process test at a time. The others wait for its result; if it dies, another tests.
+    A lock lets only one process test at a time. The others wait for its result; if it dies, another process tests.
     """
     path = cache_dir() / "selftests" / f"{_conditions(model, dtype, device)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,8 @@ MESSAGE_BYTES = 16 << 20  # the largest message, unless the caller names another
 PLAIN = {"accept-encoding": "identity"}  # request header that asks for an uncompressed answer
 MIN_BPS, GRACE_S = 1024, 30.0  # minimum rate of a body, enforced after GRACE_S
 # HTTP statuses after which a request is repeated. 425: the request was signed before the coordinator started, so the
-# coordinator cannot know whether it served it before. 503: a service that the coordinator needs (a chain) does not answer.
+# coordinator cannot know whether it has already served that request. 503: a service that the coordinator
+# needs (a chain) does not answer.
 BUSY = (425, 429, 503)
 
 M = TypeVar("M", bound=BaseModel)
@@ -71,7 +72,7 @@ class AgainError(Exception):
 
 
 class Pieces(httpx.ByteStream):
-    """A body sent in small pieces, because after each send httpcore copies the rest of the piece."""
+    """A body sent in small pieces, because after each send httpcore copies the unsent rest of a piece."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -193,7 +194,8 @@ class Caller:
                 body = read_body(response, max_bytes)
             except BodyError as error:
                 raise NodeError(
-                    f"{method} {path} at the coordinator {self.invite.url}: {error}; ask its operator what runs there",
+                    f"{method} {path} at the coordinator {self.invite.url}: {error}; "
+                    "ask the coordinator's operator which server runs at this address",
                     restart_helps=False,
                 ) from error
         headers, status, digest = response.request.headers, response.status_code, sha256(body).digest()

@@ -216,13 +216,13 @@ def find_run(url: str, client: httpx.Client, key: str = "") -> RunOffer:
         raise ShoalError(f"the answer of {url}/v1/offer is not an offer of this version of Shoal") from error
     if offer.protocol != VERSION:
         raise ShoalError(
-            f"{url} speaks protocol {offer.protocol}, but this machine speaks {VERSION}: install its version"
+            f"{url} speaks protocol {offer.protocol}, but this machine speaks {VERSION}: install the same version"
         )
     return offer
 
 
 def open_invite(offer: RunOffer) -> Invite:
-    """Return the open invite in an offer. Raise ShoalError; InviteError if it is not the run's."""
+    """Return the open invite in an offer. Raise ShoalError; InviteError if its signature is not the run's."""
     if not offer.invite:
         raise ShoalError(f"{offer.run} takes only workers with an invite; ask its operator for one")
     invite = Invite.decode(offer.invite)

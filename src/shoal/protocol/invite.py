@@ -24,7 +24,7 @@ from shoal.protocol.messages import InvitePayload, Role
 PREFIX = "shoal1."
 DOMAIN = "invite"
 FILE = "coordinator.json"
-# White space, and the characters that start a query or a fragment or end a user name. urlsplit drops some silently.
+# White space, and characters that start a query or a fragment or end a user name. urlsplit silently drops some of them.
 FOREIGN = re.compile(r"[\s?#@]")
 
 

@@ -93,15 +93,15 @@ class RunOffer(Message):
     """A run's public offer to machines that look for a run: its requirements for workers, and how to join."""
 
     protocol: int
-    run: str = Field(max_length=120)  # its id, the audience of all signatures for it
-    key: str = Hex64  # of its coordinator, which signs the answer
+    run: str = Field(max_length=120)  # the run's id, which is the audience of all its signatures
+    key: str = Hex64  # the coordinator's key, which signs the answer
     model: str = Field(max_length=200)
     state: Literal["running", "finished"]
     step: Count
     steps: Count
-    workers: Count  # live ones
+    workers: Count  # live workers
     places_free: Count | None  # None: no limit
-    requirements: dict[str, Any]  # `[requirements]` of its config
+    requirements: dict[str, Any]  # `[requirements]` of the run's config
     invite: str = Field(default="", max_length=4_000)  # for any worker with stake; "": private invites only
 
 
@@ -139,7 +139,7 @@ class Registered(Message):
 class Intake(Message):
     """A node's newest download of weights."""
 
-    # by the sender's URL
+    # download rates by the sender's URL
     bytes_per_s: dict[Annotated[str, Field(max_length=200)], float] = Field(default={}, max_length=MAX_SENDERS)
     behind_s: float | None = Field(default=None, ge=0)  # from the weights' publication until they were complete here
     version: Count | None = None
@@ -178,7 +178,7 @@ class Finished(Message):
 class Heartbeat(Message):
     policy_version: int | None = Field(default=None, ge=0, le=LARGEST)  # the version that the node has loaded or serves
     wants_task: bool = False
-    working_on: list[Annotated[str, SubmissionId]] = Field(default=[], max_length=MAX_IN_FLIGHT)  # not finished yet
+    working_on: list[Annotated[str, SubmissionId]] = Field(default=[], max_length=MAX_IN_FLIGHT)  # being generated
     stats: Stats = Stats()
     fingerprint: Fingerprint | None = None  # None: it computes nothing, or its arithmetic depends on batch shapes
     renewals: Count = 0  # number of reload requests from the coordinator that the node has completed
@@ -332,7 +332,7 @@ class Reason(StrEnum):
     DISTRIBUTION = "distribution"  # tokens are too likely, or too unlikely, to be samples at the configured temperature
     SPECIAL_TOKENS = "special_tokens"  # a token that only chat templates use, and that its seed does not yield
     INEXACT = "inexact"  # within the limits, but not bit-identical, although it claims the validator's exactness class
-    SPENDING = "spending"  # over all submissions, choices within the limits that honest numerics do not explain
+    SPENDING = "spending"  # over all submissions, deviations within the limits that honest numerics do not explain
 
 
 # Soft reasons can be caused by a broken disk, a coordinator restored to an older state, an answer changed in transit, or a
@@ -361,8 +361,8 @@ class Claim(Message):
     assignment: Assignment
     worker: str = Hex64
     lease_s: float
-    full: bool = True  # False: a spot check suffices; drawn at random, more often for trusted workers
-    fingerprint: str = MaybeHex64  # of the worker for this version; "": it claims no exactness class
+    full: bool = True  # False: a spot check suffices. Drawn at random; trusted workers get more spot checks
+    fingerprint: str = MaybeHex64  # the worker's, for this version; "": it claims no exactness class
 
 
 class Claims(Message):
@@ -417,7 +417,7 @@ class GroupResult(Message):
     @model_validator(mode="after")
     def _consistent(self) -> "GroupResult":
         if self.score_millionths > self.outcomes.total * MILLION:
-            raise ValueError("score_millionths exceeds one per completion")
+            raise ValueError("score_millionths exceeds a score of 1 per completion")
         return self
 
 
@@ -436,7 +436,7 @@ BEYOND = (0.0, 1 / 8, 1 / 2, 1.0)  # margins, in units of `validator.sampling_ma
 class ToleranceSpent(Message):
     """How much of the checks' tolerance one submission used. The coordinator sums this over a worker's submissions.
 
-    The comment on a LogEValue says what it is evidence for. An e-value has a mean of at most 1 for any honest worker
+    Each LogEValue is evidence for the statement in its comment. An e-value has a mean of at most 1 for any honest worker
     (`shoal.evidence`).
     """
 
@@ -456,7 +456,7 @@ class ToleranceSpent(Message):
     @model_validator(mode="after")
     def _consistent(self) -> "ToleranceSpent":
         if list(self.beyond) != sorted(self.beyond, reverse=True):
-            raise ValueError("beyond must not grow with the margin")
+            raise ValueError("the counts in `beyond` must not grow with the margin")
         return self
 
 
@@ -469,4 +469,4 @@ class Verdict(Message):
     accepted_hash: str | None = None
     groups: list[GroupResult] = []
     replay: Replay | None = None  # None: judged by tolerances, or without a prefill
-    spent: ToleranceSpent | None = None  # of an accepted submission that was prefilled whole and judged by tolerances
+    spent: ToleranceSpent | None = None  # for accepted submissions that were prefilled whole and judged by tolerances

@@ -66,7 +66,7 @@ KEY, PAYER = "identity.pem", "payer"  # in a node's folder
 EXISTS = 412  # HTTP status: the bucket already has this file
 TOO_EARLY = 425  # HTTP status: the file has not arrived yet
 BUCKET_S = 30.0  # timeout of each read from and write to a bucket
-BUCKET_HINT = "is store.endpoint reachable from here, and this machine's clock right?"
+BUCKET_HINT = "is store.endpoint reachable from here, and is this machine's clock right?"
 
 log = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ MEMBER_RATE = 40.0
 OPEN_RATE = 50.0  # per address, for open routes: a dashboard sends seven requests per second
 REFUSED_RATE = 20.0  # per address; refusals beyond it are delayed
 RARE_RATE = 1.0  # per member, for requests that it sends when it joins, leaves or has lost its state
-AT_ONCE = 16  # requests of one member; each may hold a body as large as its route allows
+AT_ONCE = 16  # requests of one member in progress; each may hold a body as large as its route allows
 LARGE_AT_ONCE = 2  # of these, requests whose body or answer is a large file in memory
 # Bytes per second, with the same burst.
 MEMBER_BYTES = 4 << 20  # of answers to one member
 OPEN_BYTES = 4 << 20  # of answers to one address: a dashboard opened late reads a long history at once
-FILE_WEIGHT = 1 / 4  # weight of a byte of task data, or of a discarded upload: these bytes were not made here
-# Bytes of answers that were made and not yet received. One answer at a time may be larger.
+FILE_WEIGHT = 1 / 4  # weight of a byte of task data, or of a discarded upload: making these bytes costs nothing here
+# Bytes of answers that were made and not yet received. A reader's only unread answer may be larger.
 LARGE_BYTES = 64 << 10  # smaller answers are not counted: a connection's own buffers hold them
 MEMBER_UNREAD, ADDRESS_UNREAD = 16 << 20, 4 << 20
 STRANGERS_UNREAD = 64 << 20  # of all addresses together

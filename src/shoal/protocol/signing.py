@@ -13,7 +13,8 @@ The signature covers the plain RFC 9421 base, so other implementations can make 
 `"@method"`, that of an answer with `"@status"`, and every other signed text of the pool with `shoal/`. So a signature of
 one kind cannot pass as one of another kind.
 
-`SignedAuth` signs for the pool's httpx clients. Servers call `verify_head` and `sign_answer`, clients `check_answer`.
+`SignedAuth` signs for the pool's httpx clients. Servers call `verify_head` and `sign_answer`. Clients call
+`check_answer`.
 Left out: answers to unsigned requests; other headers (a server must not base a decision on an uncovered header, such as
 Content-Type); more than one signature.
 """
@@ -119,7 +120,7 @@ class SignedHead:
     def spend(self, nonces: NonceStore) -> None:
         """Raise SignatureError if this head was served before."""
         if not nonces.spend(self.key, self.nonce, self.created_s):
-            raise SignatureError("replayed", "this nonce was used, or is older than what the nonce store remembers")
+            raise SignatureError("replayed", "this nonce was used before, or is too old for the server to tell")
 
     def check_body(self, body_sha256: bytes, size_bytes: int) -> None:
         """Raise SignatureError unless this is the SHA-256 of the body that was signed."""

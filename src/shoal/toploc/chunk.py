@@ -3,8 +3,8 @@
 Invariant: each chunk covers chunk_tokens tokens, and only the last chunk of a sequence may be shorter. The selected
 magnitudes are those that a full sort would select. The selection among equal magnitudes depends only on the values, not
 on the device or on torch.topk, because all compared keys are distinct. A proof from another selection, such as the
-public package's, still verifies: entries that differ evaluate to random values and count as mismatches, but there are
-few, because few magnitudes are equal.
+public package's, still verifies. Entries that differ evaluate to random values and count as mismatches, but few entries
+differ, because few magnitudes are equal.
 
 Paper: TOPLOC section 3 (top-k selection). Shapes: T tokens, H hidden size, B chunks, X = values in a chunk, K = top_k,
 S = chunks in a slab, N columns and C candidates of the search.

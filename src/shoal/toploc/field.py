@@ -23,7 +23,7 @@ def interpolate(x_BK: Tensor, y_BK: Tensor) -> Tensor:
     Inputs and output are int64 in [0, PRIME). Raise ValueError if a row repeats an x.
 
     Lagrange: the sum over i of w_i · M(X) / (X − x_i), where M is the product of all (X − x_i) and
-    w_i = y_i / M'(x_i). As M(X) / (X − x) = sum over j > k of M_j · x^(j−k−1) · X^k, coefficient k is the sum over
+    w_i = y_i / M'(x_i). Because M(X) / (X − x) = sum over j > k of M_j · x^(j−k−1) · X^k, coefficient k is the sum over
     j > k of M_j · S_(j−k−1), where S_m = sum over i of w_i · x_i^m.
     """
     points = x_BK.shape[1]
@@ -91,7 +91,7 @@ def _geometric(x_BN: Tensor, count: int) -> Tensor:
 
 
 def _combine(coefficients_BK: Tensor, step_BNA: Tensor, stride_BNG: Tensor) -> Tensor:
-    """Return the values (B, N). As x^(g·A+a) = stride_g · step_a, the inner sums over a are one matrix product."""
+    """Return the values (B, N). Because x^(g·A+a) = stride_g · step_a, the inner sums over a are one matrix product."""
     steps, strides = step_BNA.shape[2], stride_BNG.shape[2]
     padding = steps * strides - coefficients_BK.shape[1]
     coefficients_BGA = torch.nn.functional.pad(coefficients_BK, (0, padding)).view(-1, strides, steps)

@@ -1,8 +1,8 @@
 """A submission under examination: the assignment, the file, and the validator's own results.
 
-Invariant: a `Case` never changes. Grading and prefill return a new one with their results; checks only read it. The worker's
-figures are only compared with the recomputed ones. The learner gets none of the worker's figures, except logprobs after a
-spot check, which it does not use.
+Invariant: a `Case` never changes. Grading and prefill return a new case with their results, and checks only read a case. The
+worker's figures are only compared with the recomputed ones. After a spot check, the learner gets the worker's logprobs, but
+it does not use them. It gets no other figure of the worker.
 """
 
 from collections.abc import Iterator, Mapping
@@ -57,7 +57,7 @@ class Case:
     rewards: list[float] = field(default_factory=list)  # one per rollout, recomputed; empty before grading
     grades: list[Grade] = field(default_factory=list)  # one per rollout; empty before grading
     prefill: Prefill | None = None
-    exact: bool = False  # whether to check without tolerance: the worker claims this validator's exactness class
+    exact: bool = False  # check without tolerance: the worker claims this validator's class, or the config requires it
 
     @property
     def group_size(self) -> int:

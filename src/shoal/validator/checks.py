@@ -13,9 +13,9 @@ A worker of this validator's exactness class computes the same bits for every to
 the limits is a lie in any class. Work that is within the limits but differs in a bit is `inexact`, a soft rejection, because
 a flipped bit or an updated library can cause it.
 Invariants: a worker's figures are compared, never used. A hard reason follows from data that the worker itself signed, so
-no other party can cause it. Therefore `context` comes first and is soft: a file that passes it was signed for exactly this
-assignment. For the same reason `derived_tasks` comes before `replayed`: rows with another worker's seeds are not this
-worker's rows, whoever uploaded them first.
+no other party can cause it. Therefore `context` comes first: a file that passes it was signed for exactly this assignment.
+`context` itself is soft. For the same reason `derived_tasks` comes before `replayed`: it rejects rows that were made with
+another worker's seeds.
 docs/trust.md lists the lies that are not caught.
 Papers: TOPLOC (arXiv 2501.16007); INTELLECT-2 (arXiv 2505.07291), section on validators.
 """
@@ -42,9 +42,10 @@ from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.prefill import ALTERNATIVES, submission_evidence
 
 REWARD_TOLERANCE = 1e-4  # absolute up to 1, relative above 1, because files hold rewards as float32
-FAR = 4.0  # times `sampling_margin`: numerics cannot cause a larger margin
+FAR = 4.0  # in units of `sampling_margin`; numerics cannot cause a larger margin
 EOS_PROBABILITY = 0.1  # a completion may end early only where the end token's probability exceeds this (INTELLECT-2)
-# Allowed beyond `sampling_margin` because of numerics, per submission: this many end tokens, and this many special tokens.
+# Numerics can move a few tokens beyond `sampling_margin`. A submission may have this many such end tokens, and this many
+# such special tokens.
 OUTLIERS = 2
 DISTRIBUTION_EVIDENCE = 16.0  # nats; more is rejected. Honest work exceeds x nats with probability at most e^-x
 WORST_MANTISSA = 127.0  # replaces the infinite mantissa error of a proof without any equal exponent
@@ -82,8 +83,8 @@ def rejected(reason: Reason, detail: str, evidence: dict[str, float] | None = No
 def context(rules: Rules, case: Case) -> Outcome:
     """Did this worker sign the file for this assignment?
 
-    Soft: anyone who can change the coordinator's answers, or restore it to an older state, can cause this rejection. A file
-    that passes was signed for exactly this assignment, so its worker is responsible for all that follows from it.
+    Soft: anyone who can change the coordinator's answers, or restore the coordinator to an older state, can cause this
+    rejection. A file that passes was signed for exactly this assignment, so its worker is responsible for its content.
     """
     header, given = case.header, case.assignment
     if header.signer != case.worker or header.worker != case.worker:
@@ -285,7 +286,8 @@ def distribution(rules: Rules, case: Case) -> Outcome:
     kind = ALTERNATIVES[int(evidence_NA.sum(0).argmax())]
     return rejected(
         Reason.DISTRIBUTION,
-        f"e^{nats:.0f} times more likely under {kind} sampling than at temperature {rules.config.sampling.temperature:g}",
+        f"the tokens are e^{nats:.0f} times more likely under {kind} sampling than at temperature "
+        f"{rules.config.sampling.temperature:g}",
         evidence,
     )
 
@@ -298,7 +300,8 @@ def exact_tokens(rules: Rules, case: Case) -> Outcome:
         "tokens",
         margins_N != 0,
         lambda n: (
-            f"the score is {float(margins_N[n]):.3g} nats below that of the seed's token; within this class both are equal"
+            f"its score is {float(margins_N[n]):.3g} nats below the score of the seed's token; "
+            "within this class the two scores are equal"
         ),
     )
 
@@ -333,7 +336,7 @@ def exact_proofs(rules: Rules, case: Case) -> Outcome:
 
 
 def _unless_equal(case: Case, what: str, differing_N: torch.Tensor, how: Callable[[int], str]) -> Outcome:
-    """Reject if any differ. Name the sampled token of the first difference, which `how` describes."""
+    """Reject if any of `what` differ. Name the first sampled token that differs; `how` describes the difference."""
     if not bool(differing_N.any()):
         return PASSED
     count, first = int(differing_N.sum()), int(differing_N.nonzero()[0])
@@ -347,7 +350,7 @@ def _unless_equal(case: Case, what: str, differing_N: torch.Tensor, how: Callabl
 
 
 def environment(rules: Rules, case: Case) -> Outcome:
-    """Are all answers of the environment present, and does it give the same answers here?
+    """Are all answers of the environment present, and does the environment give the same answers here?
 
     The rejection is soft if there is no time to query the environment again.
     """
@@ -362,7 +365,9 @@ def environment(rules: Rules, case: Case) -> Outcome:
             return rejected(Reason.ENVIRONMENT, f"rollout {number}: {fault.detail}")
         if fault and doubtful is PASSED:
             here = interpreter()
-            detail = f"rollout {number}: {fault.detail}, but another machine may not (this machine has {here})"
+            detail = (
+                f"rollout {number}: {fault.detail}, but those tokens may be right on another machine (this has {here})"
+            )
             doubtful = rejected(Reason.UNREPEATABLE, detail)
     return doubtful
 
@@ -371,7 +376,7 @@ def rewards(rules: Rules, case: Case) -> Outcome:
     """Does the grader here give the claimed rewards?
 
     Only grades on which all machines must agree are compared. A worker may claim no reward (NaN), or name other versions
-    of the graders: only the validator's own rewards are used.
+    of the graders, because only the validator's own rewards are used.
     """
     if case.header.graded_with != versions():
         return PASSED

@@ -1,5 +1,5 @@
-"""Judges files: takes bytes and an assignment, returns findings and the accepted file. It uses no network, and a clock
-only for time limits.
+"""Judges files: takes bytes and an assignment, returns findings and the accepted file. It uses no network. It
+uses a clock only for time limits.
 
     open     turns a file into a Case, or a Finding if it is not a rollout file with a valid signature
     examine  checks each file, runs one prefill of all cases that passed, checks its results, grades, checks the rewards
@@ -7,11 +7,11 @@ only for time limits.
 Invariant: the judge accepts only what it has recomputed; the accepted file has the validator's own prompts, rewards and
 logprobs. The exception is a case accepted after a spot check. Only a few of its rollouts were prefilled, so its file
 keeps the worker's logprobs and says so; the learner computes its own.
-Grading comes last, though it is often cheap, because a reward or an environment may run the program in a completion. After a
-prefill, the run's own model is known to have written that program; before it, the worker may have. So before a prefill,
-grading may take only as long as the prefill would; a case that needs longer is prefilled whole first. After a prefill,
-each case gets an equal share of `grading_s`. A group that is not graded in that time counts as grader errors: no batch
-takes it, and its worker is not blamed.
+Grading comes last, though it is often cheap, because a reward or an environment may run the program in a completion. A
+prefill shows that the run's own model wrote that program. Without a prefill, the worker may be its author. So before a
+prefill, grading may take only as long as the prefill would; a case that needs longer is prefilled whole first. After a
+prefill, each case gets an equal share of `grading_s`. A group that is not graded in that time counts as grader errors: no
+batch takes it, and its worker is not blamed.
 """
 
 import math
@@ -73,7 +73,7 @@ class Judge:
         grading_s: float = math.inf,
         row_tokens: int = ROW_TOKENS,
     ) -> None:
-        """`task_set`: the pool's; None: build it from the config's sources.
+        """`task_set`: the pool's tasks; None: build them from the config's sources.
 
         `grading_s`: time limit for grading all cases of one `examine`.
         """
@@ -291,7 +291,7 @@ def _positions(case: Case) -> int:
 
 
 def plausible(case: Case) -> bool:
-    """Return whether sampling can yield every logprob. The learner would drop a group with an impossible one."""
+    """Return whether sampling can yield every logprob. The learner would drop a group with an impossible logprob."""
     return all(logprob >= LOWEST_LOGPROB for row in case.rows for logprob in row.logprobs)
 
 

@@ -1,18 +1,19 @@
 """One forward pass of the claimed version over several submissions at once; all expensive checks read its results.
 
 The groups of all submissions are packed into rows; each group's prompt is computed once.
-Invariant: except for rounding, a submission's results do not depend on other submissions in its rows.
+Invariant: except for rounding, a submission's results do not depend on the other submissions that share its rows.
 Paper: TOPLOC (arXiv 2501.16007): a prefill checks many tokens in the time that decoding a few takes.
 
 The results include evidence on the distribution from which the tokens were sampled. This evidence uses no seeds. For each
 of a few other distributions q, the product over tokens of q(token) / p(token) is a martingale of mean 1 under honest
-sampling from p. So is the mean of these products. By Ville's inequality, an honest submission's mean exceeds e^x with
-probability at most e^-x, for any length and any p. So the limit needs no calibration and no normal approximation.
+sampling from p. The average of these products is such a martingale too. By Ville's inequality, this average exceeds e^x
+with probability at most e^-x for an honest submission, for any length and any p. So the limit on this average (in `checks`)
+needs no calibration and no normal approximation.
 
-    sharper      p^2, renormalised: detects half the temperature, greedy, beam search, best of several
+    sharper      p^2, renormalised: detects half the temperature, greedy decoding, beam search, best-of-n
     flatter      p^(1/2), renormalised: detects twice the temperature
     truncated    0.99 * (p above 2 % of the largest, renormalised) + 0.01 * p: detects top-k, top-p, min-p
-    foreign      0.9 * p + 0.1 * uniform: detects tokens that are very unlikely here, such as another model's
+    foreign      0.9 * p + 0.1 * uniform: detects tokens that this model finds very unlikely, such as another model's
 
 Sources: betting against a hypothesis, Shafer 2021 (JRSS A 184:407); token-probability shape as evidence, INTELLECT-2
 (arXiv 2505.07291, section 2.3).
@@ -33,7 +34,7 @@ from shoal.model.turns import model_positions
 from shoal.store.rollouts import Rollout
 from shoal.validator.case import Case, Prefill
 
-VOCABULARY_ROWS = 512  # tokens whose logits are in memory at once: one pass over the output head's weights
+VOCABULARY_ROWS = 512  # tokens whose logits are computed together, in one pass over the output head's weights
 CACHED_ROWS = 16  # tokens scored together: their logits, a few MB, stay in the CPU's cache
 ALTERNATIVES = ("sharper", "flatter", "truncated", "foreign")
 TRUNCATED_BELOW = 0.02
@@ -41,7 +42,7 @@ TRUNCATED_BELOW = 0.02
 
 @torch.inference_mode()
 def prefill(model: Any, cases: Sequence[Case], *, temperature: float, row_tokens: int) -> list[Prefill]:
-    """Return the results for each case. All cases must be of the version of `model`."""
+    """Return the results for each case. All cases must claim the version that `model` holds."""
     hidden_NH = hidden_states(model, cases, row_tokens)
     sampled = [[model_positions(row.turns, len(row.tokens)) for row in case.rows] for case in cases]
     pairs = [

@@ -49,7 +49,7 @@ GRADING_SHARE = 0.5  # share of a lease for running the programs of all claims
 GRADED_REASONS = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)  # found after the checks of the prefill
 HEAD = "head.json"
 WITNESS_S = 30.0  # time between two co-signatures
-MAX_PAGE_BYTES = 64 << 20  # of a page of the ledger: an entry may be as large as a verdict
+MAX_PAGE_BYTES = 64 << 20  # largest page of the ledger; an entry may be as large as a verdict
 
 log = logging.getLogger(__name__)
 
@@ -261,7 +261,7 @@ class Validator:
         answer = self.node.answer
         if not answer or not answer.relays or answer.newest_version is None:
             return
-        # With validator.classes = "exact", workers get no tasks before they can compare fingerprints with a validator's.
+        # With validator.classes = "exact", a worker gets tasks only after a validator has reported the same fingerprint.
         exact = self.config.validator.classes == "exact" and answer.newest_version != self.node.policy_version
         if self.node.policy_version is None or exact:
             self.load(answer.newest_version)

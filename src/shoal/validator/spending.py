@@ -1,18 +1,18 @@
-"""How much of the checks' tolerance a submission used. `coordinator/trust` tests this over all of a worker's submissions.
+"""How much of the checks' tolerance a submission used. `coordinator/trust` sums and tests this for each worker.
 
-Numerics change a token only where the two best scores nearly tie. Given the worker's tokens, the noise is still random
-there: the gap to the second score falls below x with probability about x (1 - P(token)), independently for each token,
-and independently of everything that follows from the tokens, such as the reward. So honest mismatches are spread over
-the completions in proportion to their exposure, the sum of 1 - P(token), whatever the rewards are. A worker that
-chooses among near ties for the reward cannot imitate that: its mismatches are concentrated in completions that became
-better, or worse.
+A mismatch is a token that differs from the one that its seed yields here. Numerics cause a mismatch only where the two best
+scores nearly tie. Given the worker's tokens, the gap between these scores is still random: it is below x with probability
+about x (1 - P(token)). The gaps are independent of each other, and of everything that follows from the tokens, such as the
+reward. So honest mismatches are spread over the completions in proportion to their exposure, which is the sum of
+1 - P(token). The rewards do not matter. A worker that decides near ties by the reward cannot imitate that: its mismatches
+are concentrated in completions that became better, or worse.
 
-If `evidence.regenerated` is set, `regenerate` generates some mismatched rollouts again, to see whether the other side of
-a near tie leads to another reward. For an honest worker numerics decided the tie, independently of the reward: the rollout
-that the seed yields here is better as often as it is worse. A worker that chooses always takes the better one (or always
-the worse one). So each such rollout is evidence by itself, however rare such rollouts are and however small the margin.
-Decoy mismatches do not help: rollouts with equal rewards are not counted. Rollouts whose grading came near a limit are not
-counted either, because a busy machine may have changed the grade.
+If `evidence.regenerated` is set, `regenerate` generates some mismatched rollouts again, to see whether the other token of a
+near tie leads to another reward. For an honest worker, numerics decided the tie independently of the reward. So the new
+rollout is better as often as it is worse. A cheating worker always uploads the better rollout (or always the worse one). So
+each rollout whose reward changes is evidence, even if such rollouts are rare and their margins are small. A cheat gains
+nothing by adding other mismatches, because rollouts whose reward stays the same are not counted. Rollouts whose grading
+came near a limit are not counted either, because a busy machine may have changed the grade.
 
 Invariants: only the prefill and the validator's own rewards are read. The rollouts to generate again are drawn after the
 upload, from the system's randomness.
@@ -83,7 +83,7 @@ def spent(case: Case, config: Config, evidence: dict[str, float]) -> ToleranceSp
 def regenerate(judge: Judge, case: Case, limit: int) -> tuple[int, int]:
     """Generate up to `limit` mismatched rollouts again.
 
-    Return the number of originals with a higher reward than the new rollout, and the number with a lower reward.
+    Return how many uploaded rollouts have a higher reward than the new rollout, and how many have a lower reward.
     """
     margins = torch.split(case.computed().margins_N, case.computed().lengths)
     missed = [

@@ -3,9 +3,9 @@
     upload finished submissions in order -> load newer weights if idle -> request a task -> produce it in a thread
 
 Up to `workers.in_flight` submissions are produced at once, and the engine decodes them in one batch. All computation runs in
-the loop's own thread while the loop waits for them (`OneThread`). An upload that takes longer than SHORT_S continues in
-the background: the worker announces the file's hash, so the coordinator can give it the next task. One upload runs at a
-time.
+the loop's own thread while the loop waits for the submissions (`OneThread`). An upload that takes longer than SHORT_S
+continues in the background: the worker announces the file's hash, so the coordinator can give it the next task. Only one
+upload runs at a time.
 Invariants: weights change only while nothing is generated. Submissions are uploaded in the order of their tasks. A
 submission is dropped only if the coordinator refuses it.
 Left out: keeping a finished file across a restart.
@@ -31,7 +31,7 @@ from shoal.shardcast.fetch.client import Follower
 from shoal.worker.produce import Producer
 
 IDLE_S = 0.1
-BUSY_S = 1.0  # time between checks of the upload while no further task fits
+BUSY_S = 1.0  # time between checks of the upload while the worker requests no further task
 FOREVER_S = 1e9
 SHORT_S = 0.25  # wait this long for an upload before requesting the next task
 
@@ -138,7 +138,7 @@ class Worker:
                     self.check_upload(FOREVER_S)
                     return answer.state
                 if not self.working and (request := self.node.renewal()) is not None:
-                    # The upload was produced under the old fingerprint, so it must arrive first.
+                    # The upload was produced under the old fingerprint, so it must arrive before the new fingerprint.
                     self.check_upload(FOREVER_S)
                     self.renew()
                     self.node.renewals = request
@@ -188,7 +188,7 @@ class Worker:
         stop.wait(pause_s)
 
     def send(self, assignment: Assignment, data: bytes) -> None:
-        """Upload a submission once the previous upload has ended. Return when it is done, or after SHORT_S."""
+        """Upload a submission once the previous upload has ended. Return when the new upload is done, or after SHORT_S."""
         self.check_upload(FOREVER_S)
         done: Future[None] = Future()
         done.add_done_callback(self.compute.wake)
@@ -228,7 +228,7 @@ class Worker:
     def renew(self) -> None:
         """Load the same weights again from the verified files, and compute a new fingerprint.
 
-        The coordinator requests it after an inexact submission: a bit of the weights in memory may have flipped.
+        The coordinator requests this after an inexact submission, because a bit of the weights in memory may have flipped.
         """
         if self.folder is None or self.loaded is None:
             return
@@ -242,7 +242,7 @@ class Worker:
         self.node.fingerprint = Fingerprint(version=version, value=value) if value else None
 
     def put(self, assignment: Assignment, data: bytes) -> None:
-        """Upload a submission. If it is refused, drop it and go on: an earlier attempt may have arrived unanswered."""
+        """Upload a submission. If it is refused, drop it: an earlier attempt may have arrived, with its answer lost."""
         try:
             self.node.send_file(assignment.upload_path, data)
             log.info("submission %s is uploaded: %d bytes", assignment.id, len(data))

@@ -2,7 +2,7 @@
 
 Invariant: everything in a submission follows from its assignment and the weights; the worker chooses nothing.
 Several threads may produce at once: they generate together, and do everything else one at a time. There are no network
-requests here. Each method is a place where a worker could lie: each lie in `benchmarks/trust/adversary` overrides one.
+requests here. A worker could lie in each method: each lie in `benchmarks/trust/adversary` overrides one method.
 """
 
 import math
@@ -39,7 +39,7 @@ class Producer:
         kind: str = "",
         compute: Compute = run_inline,
     ) -> None:
-        """`task_set`: the pool's; None: build it from the config's sources.
+        """`task_set`: the pool's tasks; None: build them from the config's sources.
 
         `kind`: ENGINE/DEVICE for the files' headers; "" for the torch engine. `compute` runs the computation of proofs.
         """
@@ -61,7 +61,7 @@ class Producer:
     def load(self, folder: Path, version: int) -> int | None:
         """Load a version's weights. Return the version to report to the coordinator; None: not ready for tasks.
 
-        Raise ShoalError if the model is too small for the run's completions.
+        Raise ShoalError if the model's context is too short for the run's completions.
         """
         check_max_tokens(folder, self.config.sampling.max_tokens)
         # Read the folder before the engine loads it. Loading may take long, and the folder may be removed meanwhile.
