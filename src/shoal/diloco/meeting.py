@@ -377,7 +377,7 @@ class SiteMembers:
         return {name: each for name, each in self.named.items() if each.expected}
 
     def unfinished(self) -> int:
-        """Count shares whose work is lost: the site is away, lost its place, or missed a round that it shared."""
+        """Count lost shares: their site is away, lost its place in the data, or missed a round whose work it shared."""
         return self.lost_shares + sum(not each.expected and each.share is not None for each in self.named.values())
 
     def to_json(self) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class Share(SiteMessage):
 
 
 class Dealt(SiteMessage):
-    sites: list[str]  # empty: sites are missing
+    sites: list[str]  # empty while sites are missing
 
 
 class Why(SiteMessage):
@@ -154,7 +154,7 @@ def about_model(folder: Path) -> dict[str, str]:
 def compare(name: str, about: Mapping[str, str], ours: Mapping[str, str]) -> None:
     """Raise MeetingError, naming the difference, if a site has another model, data or setting than the run.
 
-    Data is compared last, because another difference can make it differ too.
+    Data is compared last, because any other difference can change the data too.
     """
     for key in sorted({*ours, *about}, key=lambda key: (key == "data", key)):
         if ours.get(key) != about.get(key):

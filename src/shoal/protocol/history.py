@@ -73,16 +73,16 @@ class NodeStatus(Message):
 class Exactness(Message):
     """Work that was replayed bit for bit."""
 
-    submissions: Count = 0  # accepted
+    submissions: Count = 0  # accepted submissions
     tokens: Count = 0  # sampled tokens in these submissions, all with equal argmax, logprob and proof
     mismatched_tokens: Count = 0  # in submissions that were rejected as `inexact`
 
 
 class Signal(Message):
-    """Whether accepted groups give a training signal: the rewards of a useful group differ."""
+    """Whether accepted groups give a training signal. A group is useful if its rewards differ."""
 
     groups: int = Field(default=0, ge=0)  # accepted since the open step began
-    useful: int = Field(default=0, ge=0)  # of these
+    useful: int = Field(default=0, ge=0)  # useful groups among these
     flat: int = Field(default=0, ge=0)  # groups accepted since the last group whose rewards differ
     lowest: float | None = None  # lowest mean reward of the groups that `flat` counts
     highest: float | None = None  # highest mean reward of the groups that `flat` counts

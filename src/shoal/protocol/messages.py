@@ -40,7 +40,7 @@ LEASE_S = 300.0  # a validator's time from a claim to its verdict
 LARGEST = 2**53 - 1  # largest integer that every JSON reader and SQLite represent exactly
 MAX_SENDERS = 64  # senders of one version that a node reports
 MAX_IN_FLIGHT = 16  # submissions that a worker generates at once (`workers.in_flight`)
-VERSION = 4  # of this protocol; each side refuses another version
+VERSION = 4  # of this protocol; each side refuses a peer with another version
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
 NodeState = Literal["active", "suspended", "draining", "left", "dismissed", "banned"]  # coordinator/nodes
@@ -162,7 +162,10 @@ class Stats(Message):
 
 
 class Fingerprint(Message):
-    """Digest of a node's results for one version on fixed inputs (`engine/selftest`). Equal digests: one exactness class."""
+    """Digest of a node's results for one version on fixed inputs (`engine/selftest`).
+
+    Nodes with equal digests are in one exactness class.
+    """
 
     version: Count
     value: str = Hex64
@@ -279,7 +282,7 @@ class StepRecord(Message):
     run: str
     step: Count
     groups: list[BatchGroup]  # in the order of training
-    files: dict[str, Annotated[str, Hex64]]  # by submission: the digest of its accepted file's rows
+    files: dict[str, Annotated[str, Hex64]]  # digest of the rows of each accepted file, by submission
     before: str = Hex64  # BLAKE3 of the weights' file of version `step`
     after: str = Hex64  # BLAKE3 of the weights' file of version `step + 1`
     computed: Computed
@@ -331,7 +334,7 @@ class Reason(StrEnum):
     TERMINATION = "termination"  # stopped early
     DISTRIBUTION = "distribution"  # tokens are too likely, or too unlikely, to be samples at the configured temperature
     SPECIAL_TOKENS = "special_tokens"  # a token that only chat templates use, and that its seed does not yield
-    INEXACT = "inexact"  # within the limits, but not bit-identical, although it claims the validator's exactness class
+    INEXACT = "inexact"  # within the limits, but not bit-identical, although the worker claims the validator's class
     SPENDING = "spending"  # over all submissions, deviations within the limits that honest numerics do not explain
 
 
@@ -450,7 +453,7 @@ class ToleranceSpent(Message):
     proof_mantissa_mean: AtLeast0
     logprob_error_mean: AtLeast0
     distribution: LogEValue  # tokens are too likely or too unlikely
-    improved: Count = 0  # uploaded rollouts with a higher reward than the rollout that the validator generated again
+    improved: Count = 0  # uploaded rollouts with a higher reward than the validator's own rollout of the same seed
     spoiled: Count = 0  # uploaded rollouts with a lower reward
 
     @model_validator(mode="after")

@@ -52,7 +52,7 @@ class Rates:
 
     def __init__(self, per_s: float, *, clients: int = MAX_CLIENTS, burst_s: float = BURST_S) -> None:
         self.per_s, self.clients, self.burst_s = per_s, clients, burst_s
-        self._ahead: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by client: how far, and when
+        self._ahead: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by client: how far it was ahead, and when
 
     def wait_s(self, client: str, now_s: float) -> float:
         """Return how long this client must wait: zero unless it is ahead by more than a burst."""

@@ -38,7 +38,7 @@ LINGER_S = 30.0  # how long the rest of a refused body is read
 TOO_EARLY = 425  # HTTP status of a request that may be a replay (RFC 8470)
 MAX_CONNECTIONS = 4096  # fewer if the process may not open twice as many files
 BACKLOG = 128  # connections that wait to be accepted; asyncio accepts this number before it does anything else
-READ_BUFFER_BYTES = 64 << 10  # per connection, which holds up to twice as much
+READ_BUFFER_BYTES = 64 << 10  # per connection; a connection may hold up to twice as much
 
 MEMBER = web.RequestKey("member", str)  # the key of the member that signed the request
 SLOT = web.RequestKey("slot", contextlib.ExitStack)  # resources of a request, released once its answer is sent

@@ -41,9 +41,9 @@ from shoal.tasks.environments import Conversation
 from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.prefill import ALTERNATIVES, submission_evidence
 
-REWARD_TOLERANCE = 1e-4  # absolute up to 1, relative above 1, because files hold rewards as float32
+REWARD_TOLERANCE = 1e-4  # absolute for rewards up to 1, relative for larger ones; files hold rewards as float32
 FAR = 4.0  # in units of `sampling_margin`; numerics cannot cause a larger margin
-EOS_PROBABILITY = 0.1  # a completion may end early only where the end token's probability exceeds this (INTELLECT-2)
+EOS_PROBABILITY = 0.1  # an end token that its seed does not yield must be more probable than this (INTELLECT-2)
 # Numerics can move a few tokens beyond `sampling_margin`. A submission may have this many such end tokens, and this many
 # such special tokens.
 OUTLIERS = 2

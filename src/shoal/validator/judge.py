@@ -181,7 +181,7 @@ class Judge:
         return replace(case, rows=[case.rows[number] for number in chosen])
 
     def examine_cheaply(self, case: Case) -> Examined:
-        """Run the checks that need no prefill: of the file, and of the recomputed rewards."""
+        """Run the checks that need no prefill: those of the file, the environment's answers and the rewards."""
         return self._graded(self._check(FILE, Examined(case, None)), self.grading_s)[0]
 
     def _graded(self, result: Examined, timeout_s: float) -> tuple[Examined, bool]:
@@ -213,7 +213,8 @@ class Judge:
         return replace(result, finding=outcome.finding, evidence={**result.evidence, **outcome.evidence})
 
     def grade(self, case: Case) -> Case:
-        """Return the case with rewards recomputed from its last turns. It must have passed `bounds`. Raise GradeError.
+        """Return the case with rewards recomputed from its last turns. The case must have passed `bounds`. Raise
+        GradeError.
 
         All rollouts of a group that is not graded before the budget ends get the grade LATE.
         """

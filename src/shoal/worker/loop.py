@@ -171,7 +171,7 @@ class Worker:
         self.compute.compute_until(next(iter(self.working.values())), max_s)
 
     def waits_to_load(self, newest: tuple[Path, Manifest] | None) -> bool:
-        """Return whether to finish the current tasks first, because weights must be loaded."""
+        """Return whether weights must be loaded. If so, the current tasks are finished first."""
         return (newest is not None and newest[1].version != self.loaded) or self.node.renewal() is not None
 
     def idle(self, answer: HeartbeatAnswer, follower: Follower, stop: threading.Event) -> None:
@@ -181,7 +181,7 @@ class Worker:
             self.wait(pause_s)
             return
         why = f"weights: {follower.last_error}" if follower.last_error else answer.waiting_for
-        if answer.assignment is not None:  # for other weights: a validator would reject work with the loaded weights
+        if answer.assignment is not None:  # it needs other weights: a validator would reject work with the loaded ones
             version = answer.assignment.policy_version
             why = f"a newer version: this worker's weights of version {version} are not the pool's"
         self.node.doing(why, waiting=True)
