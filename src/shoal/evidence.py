@@ -5,7 +5,7 @@ of an e-value, in nats. It bets that:
 
     frequency    events are more frequent than an honest bound per unit of exposure
     share        a figure within [0, 1] is larger on average than an honest bound
-    allocation   events fall on places with high values more often than exposure explains
+    allocation   among several places, those with high values get more events than their exposure explains
 
 `Process` is the capital of several bets on one worker's observations. Each bet stakes its money in parts: the part
 w_j = 1 / (j (j + 1)) at observation j. From then on, each observation multiplies that part by the bet's e-value. So n

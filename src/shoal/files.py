@@ -38,7 +38,7 @@ class NewFile:
         return os.pread(self._fd, size_bytes, offset_bytes)
 
     def truncate(self) -> None:
-        """Discard the content. Start a new file: processes that still read the old one see that it has no links left."""
+        """Discard the content, and start a new file. Readers of the old one see that it has no links left."""
         fd, self._fd = self._fd, -1
         os.close(fd)
         self.temporary.unlink(missing_ok=True)
@@ -125,7 +125,7 @@ def commit_folder(temporary: Path, final: Path) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the BLAKE3 digest of each file in a folder, by name. Use one thread: more would hang in a forked process."""
+    """Return the BLAKE3 digest of each file in a folder, by name. One thread: several would hang in a forked process."""
     return {path.name: blake3().update_mmap(path).hexdigest() for path in folder.iterdir()}
 
 

@@ -233,7 +233,7 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
                 yield from parsers(each)
 
 
-def test_help_shows_every_command_in_a_group_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_every_command_in_a_group_with_its_description(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     listed = capsys.readouterr().out

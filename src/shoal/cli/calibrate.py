@@ -12,9 +12,9 @@ tolerance is zero.
 
 Each engine of `workers.engines` is measured. vLLM's limits go to `[validator.limits."vllm/DEVICE"]`.
 
-The bounds apply to averages over all of a worker's submissions, so they are far below the limits. Each comes from the
-noisiest pair of dtypes and applies to every worker. To admit only a less noisy dtype, set `model.dtype` and
-calibrate again.
+The bounds apply to averages over all of a worker's submissions, so they are far below the limits. Each bound comes from
+the noisiest pair of a worker's and a validator's dtype, and applies to every worker. To admit only a less noisy dtype,
+set `model.dtype` and calibrate again.
 
 Measure both the initial policy, whose logprobs differ most because it is least certain, and a trained one.
 Left out: other machines. Calibrate on each kind of machine that will join, and use the widest limits.
@@ -61,7 +61,7 @@ LIMITS = {  # statistic -> (limit's name in [validator], floor, margin)
     "margin_max": ("sampling_margin", 0.75, MARGIN),
     "margin_mean": ("sampling_margin_mean", 0.005, TAIL_MARGIN),
 }
-RATE_MARGIN = 3.0  # for [evidence] rates; because misses are rare, one is added to the observed number
+RATE_MARGIN = 3.0  # factor for [evidence] rates, after one is added to the number of misses, which may be 0
 AVERAGES = ("proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean")  # in LIMITS and in [evidence]
 
 

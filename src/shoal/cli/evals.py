@@ -2,7 +2,7 @@
 
 `shoal eval SUITE,...` runs public benchmarks with models on this machine or behind an OpenAI-compatible URL. The table goes
 to standard output, progress to standard error, everything else into a folder. `shoal filter` measures pass rates of training
-tasks, and selects those worth training on. To continue after a stop, repeat the command.
+tasks, and selects the tasks worth training on. To continue after a stop, repeat the command.
 """
 
 from __future__ import annotations

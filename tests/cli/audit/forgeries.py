@@ -1,7 +1,7 @@
 """Lies that a coordinator can sign with its own key to cheat or frame a worker, each with the audit's error.
 
 Each lie is written as a modified coordinator would write it: the chain is signed, validators have co-signed its heads,
-and the tables are sealed. The coordinator cannot sign for workers or validators: all files added here are honest.
+and the tables are sealed. The coordinator cannot sign for workers or validators, so all files added here are honest.
 """
 
 import json

@@ -1,7 +1,8 @@
 """Changes that an attacker can make to a run's folder without its members' keys, each with the link the audit must name.
 
-Every column of every table is changed; rows and ledger entries are deleted, doubled and swapped; the ledger is cut off. Each
-kind of file gets a flipped bit, is cut short, made longer, deleted, and swapped with another of its kind.
+Every column of every table is changed. Rows and ledger entries are deleted and doubled. Ledger entries are also
+swapped, and the last ones cut off. A file of each kind is changed in one bit, cut short, made longer, deleted, or
+swapped with another.
 """
 
 import sqlite3
@@ -17,7 +18,7 @@ from shoal.ledger.chain import Entry
 DATABASE = "coordinator/pool.sqlite"
 Change = Callable[[Path, Random], None]
 
-# By kind of file: its glob pattern, and a pattern for what the audit names when such a file was changed.
+# By kind of file: its glob pattern, and a pattern of the link that the audit names if such a file was changed.
 FILES = {
     "submission": ("coordinator/store/submissions/*.parquet", "submission file of|store file submissions"),
     "accepted": ("coordinator/store/accepted/*.parquet", "accepted file of|store file accepted"),
@@ -38,7 +39,7 @@ FILES = {
     "database": (DATABASE, "pool.sqlite|ledger|table"),
 }
 TEXT = ("config",)  # a flipped bit may be in a comment, so a value is changed instead
-MAY_GO = ("head",)  # deleting it breaks nothing: the ledger has the same content
+MAY_GO = ("head",)  # deleting it breaks nothing, because the ledger has the same content
 
 
 @dataclass(frozen=True)

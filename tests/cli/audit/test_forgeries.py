@@ -60,7 +60,7 @@ def test_a_rejection_that_its_file_does_not_explain_is_counted(finished: Path, t
     assert f"not checked: 1 rejections as {reason} of files that are whole and signed for their task" in check(folder)
 
 
-def test_what_could_not_be_judged_again_is_counted(finished: Path) -> None:
+def test_hard_rejections_that_were_not_judged_again_are_counted(finished: Path) -> None:
     lines = check(finished)
     assert "hard rejections: 0 of 1 judged again" in lines
     assert "not checked: 1 hard rejections: not requested (--proofs 0)" in lines

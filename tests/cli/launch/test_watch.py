@@ -16,7 +16,7 @@ from ...watch.support import node, status
 
 
 class Site:
-    """What the watch sees: the time, the coordinator's status (`known` None: it is unreachable), free bytes."""
+    """The watch's inputs: the time, the coordinator's status (`known`; None: it is unreachable), the free bytes."""
 
     def __init__(self, folder: Path, stall_s: float = STALL_S) -> None:
         self.now_s = 0.0

@@ -66,7 +66,7 @@ def test_a_run_must_fit_on_the_disk_without_using_its_reserve(tmp_path: Path) ->
         check_left(tmp_path, RESERVE_BYTES - 1)
 
 
-def test_what_a_resumed_run_has_already_written_is_not_needed_again(tmp_path: Path) -> None:
+def test_a_resumed_run_needs_only_the_space_that_it_has_not_yet_used(tmp_path: Path) -> None:
     with (tmp_path / "checkpoint").open("wb") as sparse:
         sparse.truncate(10**9)
     check_space(tmp_path, DiskNeeds(10**9, 0), free=RESERVE_BYTES)

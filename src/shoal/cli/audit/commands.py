@@ -28,7 +28,7 @@ def add_commands(commands: Commands) -> None:
     add("--head", action="append", default=[], metavar="SEQ:DIGEST", help=head)
     add("--unsealed", action="store_true", help="accept a run that is in progress, or whose coordinator was killed")
     add("--rerun", type=COUNT, default=1, metavar="N", help="steps to train again (default: 1)")
-    proofs = "submissions to judge again for each such step (default: 4)"
+    proofs = "submissions to judge again for each step that is trained again (default: 4)"
     add("--proofs", type=COUNT, default=4, metavar="N", help=proofs)
     node = "URL of a node of the contract's chain (default: from the run's config)"
     add("--rpc", default="", metavar="URL", help=node)

@@ -8,10 +8,14 @@ An entry of one of these kinds must come after:
     credited     accepted work that is not settled yet; before the last step is trained, later checks must cover it
     forfeited    accepted work of a worker that was slashed or dismissed
 
+Later checks cover a submission once `escrow_checks` of its worker's accepted submissions with higher task numbers were
+prefilled whole.
+
 Invariants, if no error is raised: accepted work is paid as soon as later checks cover it, and by the run's end at the
-latest. The exception is work that was unpaid when its worker was slashed or dismissed. Work that was accepted after a
-slash may be paid or forfeited. Every hard rejection slashes. `AuditState` contains only what passed its checks.
-Left out: why the operator readmitted a worker. No entry says why.
+latest. Work that was unpaid when its worker was slashed or dismissed is forfeited instead. Work that was accepted after
+a slash may be paid or forfeited. A worker with a hard rejection is slashed. `AuditState` contains only facts that
+passed the checks.
+Left out: the operator's reason to readmit a worker, because no entry states it.
 """
 
 import math
@@ -43,7 +47,7 @@ class Accepted:
     nonce: str
     full: bool
     tokens: int  # sampled by the model, counted in the file
-    useful: list[bool]  # by group: its rewards differ
+    useful: list[bool]  # by group: whether its rewards differ
     group_tokens: list[int]
     file: str  # hash in the store
     accepted: str  # hash in the store
@@ -99,17 +103,17 @@ class Pay:
 
     def __init__(self, state: AuditState) -> None:
         self.state = state
-        self.observed: dict[str, list[tuple[str, Config]]] = {}  # worker -> submissions that may show spending
+        self.observed: dict[str, list[tuple[str, Config]]] = {}  # worker -> submissions that may be evidence against it
         self.dismissals: list[tuple[str, dict[str, Any], list[tuple[str, Config]]]] = []  # link, body, observations
         self._dismissed: set[str] = set()  # dismissed workers that were not readmitted
         self._lost: set[str] = set()  # submissions that may only be forfeited
         self._work: dict[str, list[Accepted]] = {}  # by worker
         self._link = ""
-        # what an entry requires: its link, and a function that returns what is missing, or ""
+        # an entry that requires a further one: its link, and a function that returns the missing fact, or ""
         self._required: tuple[str, Callable[[], str]] | None = None
 
     def begin(self, entry: Entry) -> None:
-        """Start with the next entry. Raise BrokenError if an earlier one requires something that is missing."""
+        """Start with the next entry. Raise BrokenError if an earlier entry requires one that is missing."""
         if entry.kind in NEXT:
             self._check_required()
         self._link = f"ledger entry {entry.seq}"
@@ -185,7 +189,7 @@ class Pay:
             raise ValueError(f"pays {first_three(lost)}, which its worker lost when it was slashed or dismissed")
         self._settle(body, "credited")
         if self.state.has_ended:
-            return  # everything unsettled is paid
+            return  # all unsettled work may be paid
         if early := set(body["submissions"]) - self._covered(body["worker"]):
             raise ValueError(f"pays {first_three(early)} before later checks cover it")
 
@@ -208,7 +212,7 @@ class Pay:
             raise ValueError(f"{how} {body['tokens']} tokens; the validators counted {tokens}")
 
     def _covered(self, worker: str) -> set[str]:
-        """Return the worker's submissions that are followed by enough whole prefills; after the last step, all of them."""
+        """Return the worker's submissions that later checks cover; after the last step, all its submissions."""
         work = self._work.get(worker, [])
         if self.state.has_ended:
             return {submission.id for submission in work}

@@ -7,8 +7,8 @@
 Invariants: a submission is judged whole, by a validator's code and limits, with weights whose digest is in the ledger. A
 hard rejection stands if a validator on this machine would also slash for that file, for any hard reason. Weights are
 compared only on a machine that computes the same bits as the learner's (`record.computed`).
-Left out: the validator's exactness class, so files are judged by the limits in [validator], which are wider; learners
-with several ranks or sites, because their checkpoints do not hold the whole state.
+Left out: exactness classes, so files are judged by the wider limits in [validator]; learners with several ranks or
+sites, because their checkpoints do not hold the whole state.
 """
 
 from collections.abc import Iterator

@@ -1,14 +1,17 @@
 """Walk along the ledger: each entry must be possible after the earlier ones, and match the files that it names.
 
-    registered   a new key and a new name           accepted    both files: signatures, digests, equal rollouts, tokens
-    policy       one digest per version             batch       accepted groups, of allowed age, each in one batch only
-    rejected     a file that fits the reason        trained     the learner's record: exactly the batch's groups and rows
-    slashed, dismissed, credited, forfeited         the rules in `pay`
-    staked, ...                                     the rules of the accounts (`ledger.stakes.Book`)
+    registered      the key and the name are new
+    policy          the version was not published before, and the batch that it was trained on is full
+    accepted        the worker's and the validator's files: signatures, digests, equal rollouts, the number of tokens
+    rejected        the file fits the reason
+    batch           the groups were accepted, have an allowed age, and are in no other batch
+    trained         the learner's record names exactly the batch's groups and rows
+    slashed, dismissed, credited, forfeited     the rules in `pay`
+    staked, ...     the rules of the accounts (`ledger.stakes.Book`)
 
-Invariants, if no error is raised: each trained group comes from a file that its worker signed, that a registered validator
-accepted and counted, and that the learner named. If a file was rejected for its content, its worker had signed it for
-exactly that task. An entry of an unknown kind is an error. The result is an `AuditState`.
+Invariants, if no error is raised: each trained group comes from a file that its worker signed. A registered validator
+accepted that file and signed a copy, and the learner's record names it. If a file was rejected for its content, its
+worker had signed it for exactly that task. An entry of an unknown kind is an error. The result is an `AuditState`.
 """
 
 from collections.abc import Callable
@@ -102,7 +105,7 @@ class Walk:
         self._require_role(body["validator"], "validator")
         submission = self._file("submissions", body["file"], id, self._reader().read)
         accepted = self._file("accepted", body["accepted"], id, self._accepted)
-        expected = body | {"groups": submission.header.groups}  # the entry's own number counts only accepted groups
+        expected = body | {"groups": submission.header.groups}  # the entry's `groups` counts only accepted ones
         self._check_header(id, submission.header, expected, signer=body["worker"])
         self._check_header(id, accepted.header, expected, signer=body["validator"])
         if accepted.header.prefilled < body["full"]:

@@ -79,7 +79,7 @@ class Child:
 
 
 class Children:
-    """The child processes of a run. `device`: where they compute. With CUDA, none is forked: CUDA may fail in a fork."""
+    """The child processes of a run. `device`: where they compute. CUDA may fail in a fork, so with CUDA none is forked."""
 
     def __init__(self, logs: Path, device: str, max_restarts: int = MAX_RESTARTS) -> None:
         self.logs = logs

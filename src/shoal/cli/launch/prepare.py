@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
 def check_length(config: Config, *, fetch: bool = False) -> None:
     """Raise ConfigError if completions of `sampling.max_tokens` exceed the model's positions.
 
-    A model that is not on this machine is not checked, unless `fetch`: then a hub model's config.json is downloaded. Raise
+    A model that is not on this machine is checked only with `fetch`, which downloads a hub model's config.json. Raise
     ModelNotFoundError.
     """
     positions = sources.positions(sources.read_config(config.model.name, fetch=fetch))

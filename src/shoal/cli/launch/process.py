@@ -21,9 +21,9 @@ from shoal.errors import UserError, printable
 PARENT_POLL_S = 0.5
 TRIM_S = 5.0  # how often freed memory is returned to the system
 THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
-# Idle OpenMP threads spin briefly before they leave the core to other processes: waking them between two operations of
-# a model would take longer than a small operation (docs/results.md, "Threads that wait"). Only GNU OpenMP reads
-# GOMP_SPINCOUNT.
+# Idle OpenMP threads spin briefly before they leave the core to other processes, because waking them between two
+# operations of a model takes longer than a small operation (docs/results.md, "Threads that wait"). Only GNU OpenMP
+# reads GOMP_SPINCOUNT.
 IDLE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 

@@ -199,7 +199,7 @@ class Swarm:
         return members.coordinator_command(self.run_name, self.out, self.url)
 
     def _invite(self, member: RunProcess) -> None:
-        """Make the member's folder and invite if missing: the coordinator knows a member by its first invite."""
+        """Make the member's folder and invite if missing. The coordinator knows a member by its first invite."""
         folder = self.out / member.name
         folder.mkdir(mode=0o700, exist_ok=True)
         if not (folder / "invite").exists():
@@ -238,7 +238,7 @@ class Swarm:
                 time.sleep(POLL_S)
 
     def _may_end(self, status: Status) -> bool:
-        """Return whether no node on another machine still needs the coordinator. Always true here, as all are children."""
+        """Return whether no node on another machine still needs the coordinator: here, all are children."""
         return True
 
     def _wall_s(self) -> float:
@@ -330,7 +330,7 @@ class PoolSwarm(Swarm):
         self.finished_s = math.inf
 
     def _resolve(self, prepared: dict[str, Any]) -> None:
-        """Keep the pool's config: each machine measures its own dtype. Never report a stall: workers run elsewhere."""
+        """Keep the pool's config, because each machine picks its own dtype. Report no stall: workers run elsewhere."""
         workers = self.config.workers.model_copy(update={"count": 0})
         self.local_config, self.stall_s = self.config.model_copy(update={"workers": workers}), math.inf
 

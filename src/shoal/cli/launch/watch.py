@@ -1,7 +1,7 @@
 """Watch a run: its state, its progress, and reasons to stop it.
 
-Invariant: a run that cannot make progress is stopped with the reason: it stalls (STALL_S), its groups teach nothing
-(NO_SIGNAL_GROUPS in a row), its grader fails too often (GRADER_ERRORS), or its disk is full.
+Invariant: a run that cannot make progress is stopped, and the error names the reason. The run stalls (STALL_S), its
+groups teach nothing (NO_SIGNAL_GROUPS in a row), its grader fails too often (GRADER_ERRORS), or its disk is full.
 """
 
 import math
@@ -44,7 +44,7 @@ class Watch:
         self._flat_before = math.inf  # groups in a row with equal rewards
 
     def look(self) -> Status | None:
-        """Return the run's state; None while the coordinator is unreachable: it may be restarting."""
+        """Return the run's state; None if the coordinator is unreachable, for example while it restarts."""
         try:
             self.status = self.pool.look()
         except UnreachableError:

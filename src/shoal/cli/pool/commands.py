@@ -256,7 +256,7 @@ def discover(arguments: argparse.Namespace) -> None:
         )
     else:
         for line in _offer_lines(arguments.url, offer, capability()):
-            say(clean(line))  # a stranger wrote the offer: its text must not add lines
+            say(clean(line))  # a stranger wrote the offer, so its text must not add lines
 
 
 def _offer_lines(url: str, offer: RunOffer, machine: Capability) -> list[str]:

@@ -1,42 +1,52 @@
 """Estimate the time and memory of a whole `shoal run`, from the model's sizes, a step's work and this machine's speed.
 
-A group has one prompt of P tokens and G completions of L tokens: S = P + G L positions, and attention between
-K = P(P+1)/2 + G (L P + L(L+1)/2) pairs of them. As in `learner/report`, after PaLM (arXiv 2204.02311, appendix B):
+A group has one prompt of P tokens and G completions of L tokens: S = P + G L positions. Attention works on K pairs of
+positions, K = P(P+1)/2 + G (L P + L(L+1)/2). FLOPs are counted as in `learner/report`, after PaLM (arXiv 2204.02311,
+appendix B). `Sizes` defines body, head and width.
 
-    forward(group)  = 2 body S + 2 head G L + 4 layers width K. The last term, attention, has its own, slower speed.
-    learner         = (3 + extra) forward x trained groups; extra: 1 to recompute activations, 1 for a reference model;
-                      + updates x 28 and rows x 14 bytes a parameter: AdamW reads and writes its state, and each row's
-                      gradients are added to the sum; + the version's bytes / WRITE_BPS
-    rollouts        rounds of `at_once` completions. In a round, each position of the longest completion reads all
-                    weights, and each token reads its cache and takes 2 FLOPs a parameter. These times add up, as on
-                    a CPU. The prefill's time is added
-    validation      forward x generated groups; broadcast: the version's bytes / LOCAL_BPS
-    run             start + steps + two evaluations, each of which decodes n completions greedily and n sampled ones
+    forward(group)  2 body S + 2 head G L + 4 layers width K FLOPs. The last term is attention, which has its own,
+                    slower speed
+    learner         3 forward passes over the trained groups, one more to recompute activations, and one more for a
+                    reference model. In each update AdamW reads and writes 28 bytes per parameter. Each row of an update
+                    moves 14 more, because its gradients are added to a sum. Writing the version takes its bytes /
+                    WRITE_BPS
+    rollouts        A worker decodes `at_once` completions together. For each position of the longest one, it reads all
+                    weights. Each token reads its cache and takes 2 FLOPs per parameter. On a CPU, these times and the
+                    prefill's add up
+    validation      one forward pass over the generated groups
+    broadcast       the version's bytes / LOCAL_BPS
+    run             start, steps, and two evaluations. Each evaluation decodes n completions greedily and n with
+                    sampling
 
-`measure` measures a CPU's peak speed in a matrix product, and its memory bandwidth. Each kind of work reaches a share of
-the peak, known from committed measurements of SmolLM2 on two machines with two cores, X (Intel, with AMX) and E (AMD):
+`measure` measures a CPU's peak speed in a matrix product, and its memory bandwidth. Each kind of work reaches a share
+of the peak. The shares come from committed measurements of SmolLM2 on two machines with two cores each: X (Intel, with
+AMX) and E (AMD).
 
-    dense       0.40 X (`exact_speed.json`, 16 tokens), 0.47 E (`learner_alone.json`, at 512 and at 4,096 tokens): products
-                at 0.9 of the peak, plus work around them, whose time does not depend on the peak
-    attention   at 200 tokens 0.045 X (`exact_speed.json`) and 0.05 E (`trl-completions.json`): float32 scores, and a
-                backward pass that is slow over short segments
-    decode      0.09 X (`exact_speed.json`, two threads), 0.34 E (`validation_speed.json`, of one thread's peak): mostly
-                noise and logprobs of the whole vocabulary, which faster products do not speed up
+    dense       0.40 on X (`exact_speed.json`, 16 tokens), about 0.48 on E (`learner_alone.json`: sequences of at most
+                512 tokens, without attention). Products alone reach 0.9 of the peak. The work around them takes a time
+                that does not depend on the peak
+    attention   for 200 tokens: 0.045 on X (`exact_speed.json`), 0.05 on E (`trl-completions.json`). The scores are
+                float32, and the backward pass is slow on short segments
+    decode      0.09 on X (`exact_speed.json`, two threads), 0.34 on E (`validation_speed.json`, of one thread's peak).
+                Most of the time goes to noise and to logprobs of the whole vocabulary. Faster products do not shorten
+                it
 
 All roles share the cores of one machine, so a step takes the sum of their times.
 A role's memory is BASE_BYTES, which a process with torch uses before it loads a model (`tiny-exact.json`), plus
 
-    learner     16 bytes a parameter in bf16 (weights 2, gradient 2, fp32 master 4, AdamW's moments 8), 20 in fp32; 4 more
-                if an update has several rows, for the sum of their gradients; a reference model 2 or 4; activations
-                (`layer_bytes`: the residual, twice normalised, attention's output; queries, heads' outputs; keys and values;
-                gate, up, their product); logits: 2 x 128 MiB of float32 at a time, value and gradient (`model/logprobs`)
+    learner     16 bytes per parameter in bf16 (weights 2, gradient 2, fp32 master 4, AdamW's moments 8), 20 in fp32. An
+                update with several rows adds 4 for the sum of their gradients. A reference model adds 2, or 4 in fp32.
+                Activations of a layer (`layer_bytes`): the residual, two normalised copies of it, attention's output;
+                queries and heads' outputs; keys and values; gate, up and their product.
+                Logits (`model/logprobs`): at most 128 MiB of float32 values at a time, and as much for their gradients
     worker      weights; keys and values of the completions decoded together, each as long as the longest, plus SPARE
-                positions; float32 logits of one position
-    validator   weights, one layer's activations, logits as above
+                positions; float32 logits of one position of each completion, in two copies
+    validator   weights, activations of one layer, logits as in the learner
 
-Invariant: pure functions of numbers, except for `measure`. Without length targets, completions are assumed to be as long as
-the config allows. A model that is not a dense decoder is refused. Left out: biases and norms (under 0.1 %), stragglers,
-rewards, the first use of a model, evaluations between the first and the last, GPUs, several devices, fragmentation.
+Invariant: only `measure` measures anything; the formulas are pure functions of numbers. Without length targets,
+completions are assumed to be as long as the config allows. A model that is not a dense decoder gets no estimate. Left
+out: biases and norms (under 0.1 %), stragglers, rewards, the first use of a model, evaluations between the first and
+the last, GPUs, several devices, fragmentation.
 """
 
 import math
@@ -59,7 +69,7 @@ from shoal.watch.figures import duration, memory
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 PRODUCTS = 0.9  # share of peak of a CPU's products in training and prefill
-AROUND = 475e9  # FLOP/s at which products take as long as the work around them, on one core
+AROUND = 475e9  # per core: the work around the products takes a second for this many of their FLOPs
 ATTENTION, DECODE = 27e9, 85e9  # FLOP/s of one core
 READING = 0.7  # share of the measured bandwidth reached in decoding and in the optimizer
 ADAMW_BYTES = 28  # per parameter: reads 4 + 8 + 2, writes 4 + 8 + 2
@@ -86,7 +96,9 @@ LOGITS_BYTES = 2 * (128 << 20)
 MASTER_BYTES = 12  # fp32 master and two moments
 SUM_BYTES = 4  # fp32 sum of the gradients of several rows
 SPARE = 128  # positions by which the engine's buffers grow (`engine/rows`)
-START_S = 40.0  # to import, start processes, join and load the model: the rest of the time of measured runs
+START_S = (
+    40.0  # to import, start processes, join and load the model: what measured runs took besides steps and evaluations
+)
 USEFUL = 0.55  # share of groups that are useful, averaged over a run: 0.54 in the quickstart
 TOO_LARGE = (
     "lower learner.row_tokens, set learner.activation_checkpointing = true or [learner.lora], or use a smaller model"
@@ -176,7 +188,7 @@ class Work:
 
     @property
     def passes(self) -> int:
-        """The learner's work in forward passes: a backward pass takes two."""
+        """The learner's work in forward passes. A backward pass counts as two."""
         return 3 + self.recomputes + self.reference
 
 

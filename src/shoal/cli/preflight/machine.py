@@ -207,7 +207,7 @@ def disk_needs(config: Config, parameters: int) -> DiskNeeds:
         return min(keep + 1, steps + 1) * version  # one more while the next is written
 
     def store(keep: int) -> int:
-        """Return the size of a store that keeps this many versions, and those that their deltas build on."""
+        """Return the size of a store that keeps this many versions, and the versions that their deltas build on."""
         n = min(keep + ANCHOR_EVERY + 1, steps + 1)
         return int((math.ceil(n / ANCHOR_EVERY) + DELTA_FRAC * n) * version)
 
