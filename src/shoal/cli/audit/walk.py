@@ -188,7 +188,7 @@ class Walk:
         self.state.configs.append(self.state.config)
         fetched = gather_step(self.run, self.state, step)
         groups = [BatchGroup(submission=group.submission, group=group.number) for group in fetched.groups]
-        if self.state.config.learner.sites:  # the share of a site that died is not trained on
+        if self.state.config.learner.sites:  # the groups of a site that died are not trained
             groups = [group for group in groups if group in record.groups]
         if groups != record.groups:
             raise ValueError(f"the learner trained step {step + 1} on groups that differ from its batch's")

@@ -27,7 +27,7 @@ MAX_RESTARTS = 5  # per process; then the run fails
 MEASURE_S = 5.0  # between two measurements of memory, which cost the kernel milliseconds per gigabyte
 STOP_S = 10.0  # between SIGTERM and SIGKILL
 MAX_BACKOFF_S = 8.0
-# multiprocessing removes the semaphores of a killed child; its warning about that would appear after the shell's prompt
+# multiprocessing removes the semaphores of a killed child, and its warning would appear after the shell's prompt
 QUIET = "ignore:resource_tracker:UserWarning"
 MAX_QUOTED = 1000  # characters of a child's last log line that an error quotes
 USAGE, EVICTED, LASTING = 2, 3, 4  # exit statuses of a child, see cli.main

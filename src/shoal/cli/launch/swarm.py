@@ -288,7 +288,7 @@ class Swarm:
         assert self.status is not None
         trained = self._trained_model()
         assert trained is not None
-        shutil.rmtree(self.out / MODEL, ignore_errors=True)  # a run that was resumed with more steps has one already
+        shutil.rmtree(self.out / MODEL, ignore_errors=True)  # from before the run was resumed with more steps
         copy_tree(trained, self.out / MODEL)
         legs, history = all_legs(self.legs), self.pool.history
         summary = write_report(self.out, config=self.config, status=self.status, history=history, measured=legs)
