@@ -6,7 +6,7 @@
 
 Error feedback: a sender adds the rounding error of its last vector to the next one, e' = (x + e) − decode(encode(x + e)), so
 errors do not accumulate. Sources: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019 (arXiv 1901.09847). The
-meeting does the same with the average that it rounds: DoubleSqueeze (1905.05957).
+meeting does the same with the average that it rounds, as in DoubleSqueeze (1905.05957).
 
 Invariant: decoding depends on the bytes alone and gives the same bits everywhere. A non-finite number stays non-finite.
 """

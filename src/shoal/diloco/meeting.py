@@ -5,9 +5,9 @@ passed since the first offer. Then the offers that are not outliers (`refused`) 
 once. Its bytes are the round's result: every site and the meeting decode the same bytes and make the same step. Later
 rounds do not wait for a missing site until it comes back.
 
-Invariant: answers survive a kill at any moment. A round's files are written before `meeting.json` names the next round, and
-a restarted meeting continues with the round named there; only the open round's offers are lost, and sites send them again.
-So at most one outer step is lost, and never a part of one.
+Invariant: answers survive a kill at any moment. A round's files are written before `meeting.json` names the next round. A
+restarted meeting continues with the round that `meeting.json` names. Only the open round's offers are lost, and sites send
+them again. So at most one outer step is lost, and never a part of one.
 Not thread-safe. Left out: lying sites (a majority can move the median of norms; a single site can send a wrong
 direction of modest length), and distributing the work of averaging.
 """

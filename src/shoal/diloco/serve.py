@@ -1,8 +1,8 @@
 """The meeting over HTTP: `shoal pool meet`. Every connection is made by a site, so sites open no port.
 
     POST /v1/join                    an invite, and the facts that must be equal at all sites
-    PUT  /v1/rounds/{round}/{digest} a site's pseudo-gradient, from the parameters with this digest
-    GET  /v1/rounds/{round}          its outcome; long poll of up to POLL_S
+    PUT  /v1/rounds/{round}/{digest} a site's pseudo-gradient; the digest is of the parameters before the round
+    GET  /v1/rounds/{round}          the round's outcome; long poll of up to POLL_S
     GET  /v1/rounds/{round}/average  the average that every site applies
     POST /v1/state                   the descriptor of the agreed state
     GET  /v1/state/{round}/{offset}  a piece of the state file, of at most PIECE_BYTES

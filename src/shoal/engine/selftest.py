@@ -1,8 +1,8 @@
 """Test whether this machine computes a token with the same bits in every batch, by a quick sweep over shapes.
 
-The same completions are decoded together, alone, and beside a prompt with the same prefix, on one thread and on all, and
-then prefilled in several packings. Every hidden state, logit and logprob must have the same bits. A machine that passes may
-claim an exactness class (`fingerprint`). Results are cached on disk.
+The same completions are decoded together, alone, and beside a prompt with the same prefix, on one thread and on all threads.
+Then they are prefilled in several packings. Every hidden state, logit and logprob must have the same bits. A machine that
+passes may claim an exactness class (`fingerprint`). Results are cached on disk.
 
 A fingerprint is the digest of a model's hidden states and logits for fixed inputs: a packed tree whose branches cross the
 borders of attention's tiles. Machines with equal fingerprints are taken to compute the same bits.
@@ -10,7 +10,7 @@ borders of attention's tiles. Machines with equal fingerprints are taken to comp
 Invariants: on a machine that passed the self-test, a fingerprint depends on weights, dtype and arithmetic alone; not on
 time, thread count or the process's other computations. A cached result is valid for one model config, dtype, device, CPU,
 library versions and code of this package. Left out: a proof for all shapes (the property tests try many more), and a proof
-that the node computed its fingerprint: a false fingerprint gains nothing (docs/trust.md).
+that the node computed the fingerprint that it reports (docs/trust.md: a false fingerprint gains nothing).
 """
 
 import fcntl

@@ -2,7 +2,7 @@
 
     generate: queue a completion for each seed -> step the scheduler until all are finished
 
-Calls from several threads share one batch (`Calls`). An environment's tokens replace sampled ones, one per step.
+Calls from several threads share one batch (`Calls`). An environment's tokens replace sampled tokens, one per step.
 With exact numerics a completion depends on its prompt, its seed and the weights alone; with fast numerics rounding also
 depends on the other rows of the batch. The sampling noise is seeded in both cases.
 Invariant: weights never change during generation. Left out: prefix caching between calls.

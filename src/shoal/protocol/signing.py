@@ -1,17 +1,17 @@
 """Signed HTTP requests and their signed answers: RFC 9421 message signatures with ed25519, RFC 9530 content digests.
 
 Invariants: a request is accepted only if the key it names signed it, for this audience, with this method, path, query and
-body, within a minute of the server's clock. It is accepted once. An accepted answer has the status and body of the
-coordinator's answer to this very request: its signature covers the request's signature. So nobody in between can change an
-answer, or use it for another request or at another time.
+body, within a minute of the server's clock. Each request is accepted once. An accepted answer has the status and body of the
+coordinator's answer to this very request: the answer's signature covers the request's signature. So nobody in between can
+change an answer, or use it for another request or at another time.
 
 A server verifies in three steps. `verify_head` needs the headers only, so a stranger is refused before the body is read.
 `SignedHead.spend` refuses a head that was already served. `SignedHead.check_body` compares the body's hash with the signed
 digest.
 
 The signature covers the plain RFC 9421 base, so other implementations can make it. The base of a request begins with
-`"@method"`, that of an answer with `"@status"`, and every other signed text of the pool with `shoal/`. So a signature of
-one kind cannot pass as one of another kind.
+`"@method"`. The base of an answer begins with `"@status"`. Every other signed text of the pool begins with `shoal/`. So a
+signature of one kind cannot pass as one of another kind.
 
 `SignedAuth` signs for the pool's httpx clients. Servers call `verify_head` and `sign_answer`. Clients call
 `check_answer`.

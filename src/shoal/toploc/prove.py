@@ -10,8 +10,8 @@ selected evaluates to a random value and is a mismatch; and calibration of thres
 The public package takes a list of activations: those of the prompt, which get a proof of their own, then one tensor per
 decoded token. Here the prompt's proof is `build(prompt_TH, chunk_tokens=T)`; Shoal's workers make no such proof, like the
 package with skip_prefill. Given one tensor, the package's verifier reports the same figures, except for the median (see
-ChunkResult). Given a list of activations, it ignores the modulus, so it rejects every honest proof whose modulus is not
-65497, even its own.
+ChunkResult). Given a list of activations, that verifier ignores the modulus, so it rejects every honest proof whose
+modulus is not 65497, even its own.
 
 Paper: TOPLOC sections 3 (proofs) and 4 (error metrics and thresholds).
 """

@@ -9,13 +9,13 @@ Its docstring begins with a question, which `shoal audit` prints.
     ANSWERS    query an environment again
     REWARDS    read the recomputed rewards
 
-A worker of this validator's exactness class computes the same bits for every token. EXACT runs after EXPENSIVE: work beyond
-the limits is a lie in any class. Work that is within the limits but differs in a bit is `inexact`, a soft rejection, because
-a flipped bit or an updated library can cause it.
+A worker of this validator's exactness class computes the same bits for every token. EXACT runs after EXPENSIVE, because
+work beyond the limits is a lie in any class. Work that is within the limits but differs in a bit is `inexact`, a soft
+rejection, because a flipped bit or an updated library can cause it.
 Invariants: a worker's figures are compared, never used. A hard reason follows from data that the worker itself signed, so
 no other party can cause it. Therefore `context` comes first: a file that passes it was signed for exactly this assignment.
-`context` itself is soft. For the same reason `derived_tasks` comes before `replayed`: it rejects rows that were made with
-another worker's seeds.
+`context` itself is soft. For the same reason `derived_tasks` comes before `replayed`: `derived_tasks` rejects rows that were
+made with another worker's seeds.
 docs/trust.md lists the lies that are not caught.
 Papers: TOPLOC (arXiv 2501.16007); INTELLECT-2 (arXiv 2505.07291), section on validators.
 """

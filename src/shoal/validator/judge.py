@@ -1,5 +1,6 @@
-"""Judges files: takes bytes and an assignment, returns findings and the accepted file. It uses no network. It
-uses a clock only for time limits.
+"""Judges files: takes bytes and an assignment, returns findings and the accepted file.
+
+It uses no network, and it uses a clock only for time limits.
 
     open     turns a file into a Case, or a Finding if it is not a rollout file with a valid signature
     examine  checks each file, runs one prefill of all cases that passed, checks its results, grades, checks the rewards
