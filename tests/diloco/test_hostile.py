@@ -89,7 +89,7 @@ def test_rounds_wait_ever_less_often_for_a_site_that_returns_but_never_offers(re
     meeting = open_meeting(tmp_path, terms(sites=2, wait_s=10.0), clock)
     a, b = joined(meeting, "ab")
     for _ in range(24):
-        b.join() if returns == "join" else b.heal("it is late")  # again and again
+        b.join() if returns == "join" else b.heal("it is late")  # in every round
         assert a.link.deal(meeting.round)
         a.offer()
         if meeting.waiting_for():

@@ -306,7 +306,7 @@ def test_every_share_is_given_once_and_lost_shares_are_counted(tmp_path):
     assert meeting.members.unfinished() == 1  # until a returns and knows where in the data it continues
     meeting.join("a", Greeting(about=ABOUT, placed=True))
     assert meeting.members.unfinished() == 0
-    meeting.join("b", Greeting(about=ABOUT, placed=False))  # its folder is gone
+    meeting.join("b", Greeting(about=ABOUT, placed=False))  # b has lost its folder
     assert meeting.members.unfinished() == 1
 
 

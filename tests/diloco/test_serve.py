@@ -42,7 +42,7 @@ def test_sites_agree_over_http_although_the_meeting_is_killed_and_restarted(tmp_
         assert c.site.round == 4 and c.site.agreed.digest == a.site.agreed.digest
 
         def after_c(site: Trainee) -> None:
-            while "site-c" not in host.meeting.offers:  # its first round does not wait for a newcomer
+            while "site-c" not in host.meeting.offers:  # a round that is open when a site joins does not wait for it
                 time.sleep(0.01)
             site.rounds(2)
 

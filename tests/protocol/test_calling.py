@@ -85,7 +85,7 @@ def test_a_stop_does_not_wait_for_a_silent_coordinator(tmp_path: Path, monkeypat
             Node.join(invite(), tmp_path, stop=stop, transport=httpx.MockTransport(silent))
     finally:
         freed.set()
-    assert 1 <= (next(looks) - looks_before_stop) / 4 <= 2.5, "seconds"
+    assert 1 <= (next(looks) - looks_before_stop) / 4 <= 2.5, "the node stops within these seconds"
 
 
 def test_an_answer_that_arrives_soon_after_the_stop_is_used(tmp_path: Path) -> None:

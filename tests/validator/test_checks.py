@@ -326,7 +326,7 @@ def test_an_end_token_must_be_likely_or_yielded(
     for rollouts in (OUTLIERS, OUTLIERS + 1):
         changed = at(ending(case, token), rollouts, logprobs_N=logprob, margins_N=margin)
         finding = termination(rules, changed).finding
-        assert (finding is not None) == (rejects and rollouts > OUTLIERS), "numerics may move a few"
+        assert (finding is not None) == (rejects and rollouts > OUTLIERS), "numerics may cause a few"
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_a_special_token_must_be_yielded(rules: Rules, case: Case, token: int, m
     assert special_tokens(rules, case).finding is None
     for rollouts in (OUTLIERS, OUTLIERS + 1):
         finding = special_tokens(rules, at(ending(case, token), rollouts, margins_N=margin)).finding
-        assert (finding is not None) == (rejects and rollouts > OUTLIERS), "numerics may move a few"
+        assert (finding is not None) == (rejects and rollouts > OUTLIERS), "numerics may cause a few"
 
 
 def test_tokens_likelier_than_samples_are_rejected_even_if_their_seeds_yield_them(rules: Rules, case: Case) -> None:

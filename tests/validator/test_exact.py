@@ -184,7 +184,7 @@ def test_work_with_a_faked_fingerprint_is_inexact_and_not_slashed(validator: Val
     with torch.no_grad():
         other.engine.model.base_model.layers[0].mlp.down_proj.weight.mul_(1 + 2**-20)  # type: ignore[attr-defined]
     rows = produced(other, ASSIGNMENT)
-    assert judged(validator, other, rows, TWO).reason is None, "accepted without the claim"
+    assert judged(validator, other, rows, TWO).reason is None, "accepted if it claims another class"
     verdict = judged(validator, other, rows, ONE)
     assert verdict.reason is Reason.INEXACT and verdict.replay is not None
 

@@ -87,7 +87,7 @@ def test_a_spot_checked_case_has_no_prefill_and_keeps_the_workers_logprobs(
 def test_a_case_with_an_impossible_logprob_is_prefilled_whole(
     judge: Judge, files: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The learner drops such groups, so a worker that got them accepted cheaply would empty a batch."""
+    """The learner drops such groups, so a batch would be empty if a spot check sufficed to accept them."""
     monkeypatch.setattr(judge, "choose", lambda of, k: [6, 7])  # a spot check of other rollouts
     [case, *_] = opened(judge, files)
     row = case.rows[0]

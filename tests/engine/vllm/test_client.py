@@ -1,4 +1,5 @@
-"""A missing, unfit, silent or dead child process is reported. Nothing hangs, and nothing of it remains or gets signed.
+"""A missing, unfit, silent or dead child process is reported. Nothing hangs, no
+process or file of the child remains, and nothing from it is signed.
 
 In these tests the child is a few lines of Python.
 """
@@ -186,7 +187,7 @@ def test_weights_of_another_user_are_copied(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_calls_of_several_threads_share_the_child(tmp_path: Path) -> None:
-    """Whichever thread reads a frame, it reaches the call it belongs to."""
+    """A frame reaches the call to which it belongs, whichever thread reads it."""
     frames = done(1, [3, 1]) + done(0, [1])
     engine = loaded(tmp_path, then=f"{UNTIL_TWO_REQUESTS}to.sendall({frames!r}); to.recv(1)")
     with ThreadPoolExecutor(2) as threads:

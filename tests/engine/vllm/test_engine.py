@@ -111,7 +111,7 @@ def test_a_turn_follows_an_environments_reply(engine: VllmEngine, model: Any) ->
 
 def test_a_long_prompt_is_shared_and_its_completions_are_right(engine: VllmEngine, model: Any) -> None:
     prompt = [5 + at * at % 40 for at in range(300)]  # more than two blocks of vLLM's cache
-    for seeds in ([1, 2, 3, 4], [5, 6]):  # the second time it is cached
+    for seeds in ([1, 2, 3, 4], [5, 6]):  # the second time, the prompt is cached
         [group] = engine.generate([prompt], [seeds], SAMPLING)
         for seed, completion in zip(seeds, group, strict=True):
             assert_sampled(model, prompt, seed, completion)

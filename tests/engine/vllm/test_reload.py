@@ -36,7 +36,7 @@ def test_a_reload_replaces_every_weight(vllm_python: str, tmp_path: Path, config
         model = kind(config(**SIZES, tie_word_embeddings=tied)).eval()
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                if "norm" in name or "bias" in name:  # otherwise ones or zeros in both models
+                if "norm" in name or "bias" in name:  # otherwise these are ones or zeros in both models
                     weight.add_(0.1 * torch.randn_like(weight))
         save_model(model, tiny_tokenizer(), tmp_path / str(seed))
     engine, torch_engine = VllmEngine("float32", 1, vllm_python), TorchEngine("float32")

@@ -78,7 +78,7 @@ def test_the_server_ends_during_a_step_when_the_socket_closes(monkeypatch: pytes
 
 
 class Stepping:
-    """A vLLM that steps and finishes nothing."""
+    """A vLLM whose steps finish no request."""
 
     def __init__(self, sampled: list[int]) -> None:
         self.sampled = iter(sampled)

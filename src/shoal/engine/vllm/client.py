@@ -1,8 +1,8 @@
 """The worker's side of the vLLM engine: `Engine`'s methods, over a socket to a child process in vLLM's own environment.
 
 vLLM and Shoal pin different versions of libraries, so vLLM has its own environment; `SHOAL_VLLM_PYTHON` is the path of
-its Python (docs/operate.md). The child imports only modules of Shoal whose dependencies that environment has. All
-groups of all calls are in vLLM's scheduler at once. It computes a shared prompt once where its prefix cache allows. After
+its Python (docs/operate.md). The child imports only modules of Shoal whose dependencies are installed there. All
+groups of all calls are in vLLM's scheduler at once. vLLM computes a shared prompt once where its prefix cache allows. After
 a task environment replies, the next turn is a new request, which joins while the others continue. Calls from several
 threads share the socket: one thread reads for all of them.
 
@@ -118,7 +118,7 @@ class VllmEngine:
         self._closing = threading.Lock()
         self.loaded = False
         self.incoming, child_end = socket.socketpair()
-        self.outgoing = self.incoming.dup()  # each has its own timeout: one thread may send while another reads
+        self.outgoing = self.incoming.dup()  # each socket has its own timeout: one thread may send while another reads
         self.folder = tempfile.TemporaryDirectory(prefix="shoal-vllm-")
         # Only Shoal is on the child's path: packages installed beside it may not be the versions that vLLM needs.
         (Path(self.folder.name) / "shoal").symlink_to(Path(shoal.__file__).parent)

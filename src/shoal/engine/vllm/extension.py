@@ -51,7 +51,8 @@ class SampleRecord:
     """The sampled tokens. Global, because vLLM creates both the sampler and the extension, and does not connect them."""
 
     hidden_BH: Tensor | None = None  # from which the current step's logits are computed
-    # By request and position. Each chunk of a prompt also samples a token; vLLM discards it, and the next one replaces it.
+    # By request and position. Each chunk of a prompt also samples a token. vLLM discards that token, and the next token
+    # replaces it here.
     sampled: dict[str, dict[int, Sampled]] = field(default_factory=dict)
     count: int = 0  # tokens sampled so far, over all requests
 
@@ -149,5 +150,5 @@ class Extension:
 
         self.reload_weights(weights_iterator=weights(), is_checkpoint_format=True)  # type: ignore[attr-defined]
         head = self.model_runner.get_model().lm_head
-        if "lm_head.weight" not in names:  # tied: vLLM's CPU build keeps a packed copy, now outdated
+        if "lm_head.weight" not in names:  # tied: vLLM's CPU build keeps a packed copy of it, which is now outdated
             head.quant_method.process_weights_after_loading(head)

@@ -9,7 +9,7 @@
 All requests are in vLLM's scheduler at once; new ones join between two steps. A request is done when vLLM ends it, at an
 end token or at `max_tokens`.
 Invariant: no request is in flight while weights change. The process ends when the socket closes, even during a step. It
-then removes FOLDER, which it shares with the client, because a killed client cannot.
+then removes FOLDER, which it shares with the client, because a killed client cannot remove it.
 Left out: several models, and any network: the socket is one end of a pair, and the trusted client has the other.
 """
 
