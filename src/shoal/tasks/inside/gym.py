@@ -67,7 +67,7 @@ def score(value: dict[str, Any]) -> dict[str, Any]:
         return {"score": 0.0, "outcome": "wrong_format", "detail": "the completion has no answer"}
     entry = generate(dataset, value["index"])
     if entry["question"] != value["question"]:
-        raise ValueError("the data set generates another question here: its entries differ between processes")
+        raise ValueError("the data set generates another question here than in the process that listed it")
     detail = f"answer {answer[:200]!r}"
     allowed = EVALUATED.get(entry["metadata"].get("source_dataset", value["setting"]["dataset"]))
     if allowed and answer != entry["answer"] and not allowed.fullmatch(answer):

@@ -185,7 +185,7 @@ class Code:
             cpu_s, wall_s = cpu_s + result.cpu_s, wall_s + result.wall_s
             used = max(cpu_s / self.limits.cpu_s, wall_s / self.limits.wall_s) / ALL_CASES
             repeatable = repeatable and self._repeatable(result) and used <= 1 / 2
-            reason = "it exceeded the time limit of all cases" if used > 1 else _wrong_output(result, expected)
+            reason = "it exceeded the time limit of all cases together" if used > 1 else _wrong_output(result, expected)
             if not reason:
                 continue
             syntax_error = result.exit_code == 1 and not result.stdout and _last_line(result).startswith(SYNTAX_ERRORS)

@@ -1,7 +1,7 @@
 """Compare a program's output with the output that its tests expect, outside the sandbox.
 
-Invariant: only builtins are compared, with their own operators, in time linear in the smaller side. A program's objects
-never get here.
+Invariant: only builtins are compared, with their own operators, in time linear in the size of the smaller value. A
+program's objects never get here.
 
 stdout  is compared line by line and word by word, without blank lines. Words are equal as text or as numbers. If the
         expected number is whole, the printed number must equal it. If it has a fraction or an exponent, the printed
