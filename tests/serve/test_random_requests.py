@@ -18,17 +18,17 @@ ROUTES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequ
 
 
 def openapi(model: str) -> dict[str, Any]:
-    """Return the OpenAPI description of both routes, narrowed so that most requests are quick."""
+    """Return the OpenAPI description of both routes, with the only model."""
     template = "#/components/schemas/{model}"
     _, definitions = models_json_schema([(kind, "validation") for kind in ROUTES.values()], ref_template=template)
     schemas: dict[str, Any] = definitions["$defs"]
     for kind in ROUTES.values():
-        schema = schemas[kind.__name__]
-        schema["properties"] |= {
+        schemas[kind.__name__]["properties"] |= {
             "model": {"const": model},
-            "max_tokens": {"type": "integer", "minimum": 1, "maximum": 8},
+            "ignore_eos": {"enum": [None, False, 0]},  # equal in Python, so pydantic takes either
+            "min_tokens": {"enum": [None, False, 0]},
+            "top_k": {"enum": [None, False, 0, -1]},
         }
-        schema["required"].append("max_tokens")
     paths = {}
     for path, kind in ROUTES.items():
         body = {"application/json": {"schema": {"$ref": template.format(model=kind.__name__)}}}

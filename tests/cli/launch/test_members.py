@@ -30,7 +30,10 @@ CACHES = {
     "worker-0": ["weights/v000008/w", "tasks/hash"],
     "validator": ["weights/v000008/w"],
 }
-CHECKPOINTS = {"learner": ["checkpoints/step-000002/w", "checkpoints/step-000004/w"]}
+OLD = {
+    "learner": ["checkpoints/step-000002/w", "checkpoints/step-000004/w"],
+    "meet": ["state-000006.safetensors"],
+}
 
 
 def write(folder: Path, *trees: dict[str, list[str]]) -> set[Path]:
@@ -41,12 +44,12 @@ def write(folder: Path, *trees: dict[str, list[str]]) -> set[Path]:
     return paths
 
 
-def test_the_clean_up_removes_caches_and_old_checkpoints_only(tmp_path: Path) -> None:
+def test_the_clean_up_removes_caches_old_checkpoints_and_old_rounds_only(tmp_path: Path) -> None:
     kept = write(tmp_path, KEPT, {"relay-0": ["invite"], "validator": ["invite"]})
-    write(tmp_path, CACHES, CHECKPOINTS)
+    write(tmp_path, CACHES, OLD)
     before = used_bytes(tmp_path)
     config = parse({"learner": {"sites": 2}})
-    assert remove_caches(tmp_path, config) == before - used_bytes(tmp_path) == 6 * 100
+    assert remove_caches(tmp_path, config) == before - used_bytes(tmp_path) == 7 * 100
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == kept
     assert remove_caches(tmp_path, config) == 0
 
