@@ -1,4 +1,4 @@
-"""The origin: which versions it publishes and keeps, which are anchors or deltas, and how it resumes when killed."""
+"""The origin: which versions it publishes and keeps, which are anchors or deltas, and how it resumes after a kill."""
 
 import json
 import os
@@ -142,7 +142,7 @@ def test_a_delta_turns_its_parent_into_the_version(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes in /proc/self/io")
 @pytest.mark.parametrize("anchor_every", [100, 1])
 def test_publishing_reads_the_version_and_its_parent_once_and_writes_only_anchors(tmp_path, anchor_every):
-    words = 3_000_000  # so many that reading 64 KiB to search for private keys hardly counts
+    words = 3_000_000  # so many that the 64 KiB read in the search for private keys hardly count
     source = origin(tmp_path, anchor_every=anchor_every, shard_size_bytes=1 << 20)
     for version in range(3):
         weights_folder(tmp_path / f"model{version}", version, words=words, every=5_000)
@@ -151,7 +151,7 @@ def test_publishing_reads_the_version_and_its_parent_once_and_writes_only_anchor
         before_read, before_written = read_and_written_bytes()
         size_bytes = source.publish(tmp_path / f"model{version}", version).size_bytes
         read, written = read_and_written_bytes()
-        assert read - before_read < 2.1 * size_bytes, "the version and its parent, each once"
+        assert read - before_read < 2.1 * size_bytes, "more was read than the version and its parent once"
         assert written - before_written < (0.1 if anchor_every > 1 else 1.1) * size_bytes
 
 
@@ -183,7 +183,7 @@ def test_no_delta_is_made_from_files_that_changed_after_publication(tmp_path, re
     source = stepped(tmp_path, 0)
     if restarted:
         source = stepped(tmp_path)
-    path = tmp_path / "model0" / "model.safetensors"  # the store has a hard link to it, if possible
+    path = tmp_path / "model0" / "model.safetensors"  # where possible, the store's file is a hard link to this one
     with path.open("r+b") as file:
         file.seek(1_000)
         file.write(b"changed in place")
@@ -229,7 +229,8 @@ def test_parents_of_kept_versions_are_kept(tmp_path):
 # Killed processes
 
 
-@pytest.mark.parametrize("commits", range(10))  # 2 lists, 4 shards, the manifest, 2 lists; with 9 it is not killed
+# Nine commits are made: 2 lists, 4 shards, the manifest, 2 lists. So with 9 the process is not killed.
+@pytest.mark.parametrize("commits", range(10))
 @pytest.mark.parametrize("renamed", [False, True])
 def test_an_origin_killed_at_any_commit_loses_nothing_and_resumes(tmp_path, commits, renamed):
     digest = published(tmp_path, 7).publish(tmp_path / "model7", 7).digest
@@ -241,7 +242,8 @@ def test_an_origin_killed_at_any_commit_loses_nothing_and_resumes(tmp_path, comm
         assert restarted.publish(tmp_path / "model7", 7).digest == digest
 
 
-@pytest.mark.parametrize("commits", range(7))  # 2 lists, the delta, the manifest, 2 lists; with 6 it is not killed
+# Six commits are made: 2 lists, the delta, the manifest, 2 lists. So with 6 the process is not killed.
+@pytest.mark.parametrize("commits", range(7))
 @pytest.mark.parametrize("renamed", [False, True])
 def test_an_origin_killed_at_any_commit_of_a_delta_loses_nothing_and_resumes(tmp_path, commits, renamed):
     digest = opened(stepped(tmp_path, 7), 7).digest
@@ -250,7 +252,8 @@ def test_an_origin_killed_at_any_commit_of_a_delta_loses_nothing_and_resumes(tmp
     restarted = stepped(tmp_path)
     check_resumed(restarted, tmp_path)
     assert opened(restarted, 7).digest == digest
-    assert "delta" in opened(restarted, 8).streams or commits > 4  # it died before it linked version 8's files
+    # With more than 4 commits, the origin died before it linked the files of version 8, so no delta is required.
+    assert "delta" in opened(restarted, 8).streams or commits > 4
     restarted.publish(weights_folder(tmp_path / "model9", 9), 9)
     assert "delta" in parts(restarted)[9]
 
@@ -258,7 +261,7 @@ def test_an_origin_killed_at_any_commit_of_a_delta_loses_nothing_and_resumes(tmp
 def killed_while(act, commits: int, renamed: bool) -> None:
     """Run `act` in a process that dies at one of its renames."""
     child = os.fork()
-    if child == 0:  # `os._exit` runs no `finally`
+    if child == 0:  # it ends with `os._exit`, because that runs no clean-up of the tests
         die_at_commit(commits, renamed)
         act()
         os._exit(0)
@@ -266,7 +269,7 @@ def killed_while(act, commits: int, renamed: bool) -> None:
 
 
 def check_resumed(restarted: Origin, tmp_path) -> None:
-    assert set(restarted.published()) & {7, 8}, "a published version is lost"
+    assert set(restarted.published()) & {7, 8}, "a published version was lost"
     manifest = restarted.publish(tmp_path / "model8", 8)
     assert restarted.published()[0] == 8
     assert restarted.store.missing(manifest) == []

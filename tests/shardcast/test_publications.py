@@ -103,7 +103,7 @@ async def test_an_upstream_that_replays_an_abandoned_publication_is_ignored(tmp_
             assert contents(folder) == contents(tmp_path / "later0")
 
 
-async def test_a_relay_passes_the_statement_on(tmp_path):
+async def test_a_relay_passes_on_the_origins_statement_of_the_newest_version(tmp_path):
     source = stepped(tmp_path, 1)
     async with serving(source.store) as up, mirroring(relay(tmp_path, up)) as mirror:
         await until(lambda: mirror.store.newest is not None)
@@ -127,7 +127,7 @@ def test_a_client_drops_an_abandoned_publication(tmp_path, before, after, by_num
     start_over(tmp_path, *after)
     folder, manifest = fetched(tmp_path, after[-1] if by_number else None)
     assert manifest.version == after[-1] and contents(folder) == contents(tmp_path / f"later{after[-1]}")
-    assert not (tmp_path / "cache" / "v000006").exists(), "an old mirror could mislead the client again"
+    assert not (tmp_path / "cache" / "v000006").exists(), "the abandoned version is still cached"
 
 
 @CLOCKS
@@ -211,12 +211,12 @@ def test_a_restart_continues_the_publication_and_an_empty_store_starts_another(t
     again = published(tmp_path, 0, clock=lambda: 4.0)
     manifest = again.publish(model_folder(tmp_path / "model1", seed=1), 1)
     assert manifest.publication == again.publication == first.publication
-    assert manifest.created_s > 5.0, "it is later than its predecessor, whatever the clock says"
+    assert manifest.created_s > 5.0, "a version must be later than its predecessor, whatever the clock says"
     shutil.rmtree(tmp_path / "origin")
     other = published(tmp_path, 1, clock=lambda: 6.0)
     assert other.publication != first.publication
     same = other.publish(tmp_path / "model1", 1)
-    assert (same.created_s, same.digest) == (6.0, manifest.digest), "the same version has the same digest"
+    assert (same.created_s, same.digest) == (6.0, manifest.digest), "the same version must keep its time and digest"
 
 
 def test_a_version_with_the_same_files_is_fetched_by_its_digest_from_either_publication(tmp_path):
@@ -256,9 +256,9 @@ def stated(publication: str, as_of_s: float, serial: int = 1) -> Newest:
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
-        (stated("a", 10.0), stated("a", 5.0, serial=2)),  # one publication: the serial decides
+        (stated("a", 10.0), stated("a", 5.0, serial=2)),  # within one publication, the serial decides
         (stated("a", 10.0), stated("b", 11.0)),
-        (stated("a", 1e6 + 2 * CURRENT_S), stated("b", 1e6 - CURRENT_S)),  # the clock was ahead
+        (stated("a", 1e6 + 2 * CURRENT_S), stated("b", 1e6 - CURRENT_S)),  # the origin's clock was ahead
         (stated("a", 1e6 - CURRENT_S), stated("b", 1e6 + CURRENT_S)),  # the reader's clock is a little slow
         (stated("a", 1e6 + 2 * CURRENT_S), stated("b", 1e6 + 3 * CURRENT_S)),  # the reader's clock is very slow
     ],
@@ -268,7 +268,7 @@ def test_latest_returns_the_statement_to_believe(wrong, right):
     assert latest(None, right, 1e6) == latest(right, None, 1e6) == right and latest(None, None, 1e6) is None
 
 
-def test_a_statement_counts_if_it_is_signed_for_this_run_and_later_in_its_publication():
+def test_a_statement_counts_if_it_is_signed_by_the_origin_for_this_run_and_has_a_higher_serial():
     access = Access(PUBLIC_KEY, RUN)
     newest = Newest(run=RUN, publication=PUBLICATION, version=3, serial=3, as_of_s=5.0)
     for key, run in ((OTHER_KEY, RUN), (KEY, "other")):
@@ -285,7 +285,7 @@ def test_a_statement_counts_if_it_is_signed_for_this_run_and_later_in_its_public
 
 
 async def test_shards_of_another_publication_have_other_urls(tmp_path):
-    """Caches keep each shard forever under its URL."""
+    """Otherwise a cache would return a shard of the old publication, because caches keep what a shard's URL returned."""
     paths = []
     published(tmp_path, 0)
     for publication in range(2):

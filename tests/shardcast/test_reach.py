@@ -42,7 +42,7 @@ def test_narrowest_is_the_narrowest_reach_that_includes_a_host():
 
 
 class System:
-    """A resolver that returns these addresses for every name."""
+    """A resolver that returns the same addresses for every name."""
 
     addresses = ("1.1.1.1",)
 
@@ -65,7 +65,9 @@ async def test_the_addresses_of_a_name_are_checked_when_a_connection_is_made(mon
     monkeypatch.setattr(System, "addresses", addresses)
     with pytest.raises(OutOfReach):
         await resolve()
-    assert await resolve(exempt=True) == list(addresses), "the operator's own proxy"
+    assert await resolve(exempt=True) == list(addresses), (
+        "an exempt name, such as the operator's own proxy, must resolve to every address"
+    )
 
 
 async def refusal(url: str) -> str:

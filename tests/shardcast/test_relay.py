@@ -32,7 +32,7 @@ from .support import (
 WHOLE_BYTES = 37_612  # the size of one version made by `published`
 
 
-async def test_a_shard_is_served_before_later_ones_exist(tmp_path):
+async def test_a_relay_serves_a_shard_before_it_has_the_later_shards(tmp_path):
     late = published(tmp_path, 7).store.shard_path(7, "full", 3)
     late.rename(tmp_path / "late")
     early = [tmp_path / "relay" / "v000007" / "full" / f"0000{index}.shard" for index in range(3)]
@@ -142,7 +142,7 @@ async def test_an_upstream_that_lists_bogus_versions_and_hangs_delays_nothing(tm
     ):
         await until(lambda: mirror.status.versions == [7])
     manifests = [path for path in requests if path.endswith("manifest.json")]
-    assert len(manifests) <= 2, "a relay requests no more versions than it keeps"
+    assert len(manifests) <= 2, "the relay requested more versions than it keeps"
 
 
 def test_a_relay_of_another_run_drops_what_it_stored(tmp_path):
@@ -160,7 +160,7 @@ async def test_a_damaged_delta_is_fetched_once_the_origin_publishes_it_again(tmp
     flip_bit(source.store.shard_path(1, "delta", 0))
     async with serving(source.store) as up, mirroring(relay(tmp_path, up)) as mirror:
         await until(lambda: "every server was tried" in (mirror.status.last_error or ""))
-        again = stepped(tmp_path, 1).publish(tmp_path / "model1", 1)  # a restart repairs it
+        again = stepped(tmp_path, 1).publish(tmp_path / "model1", 1)  # the restarted origin repairs its delta
         await until(lambda: mirror.status.versions == [1, 0])
         assert mirror.store.missing(again) == []
 
@@ -172,7 +172,8 @@ async def test_half_a_shard_is_resumed_after_a_disconnect(tmp_path):
         between(up, cut_after_bytes=12_000) as middle,
         mirroring(relay(tmp_path, middle.url)) as mirror,
     ):
-        await until(lambda: middle.sent_bytes == 12_000 and len(middle.requests) > 2)  # cut, and requested again
+        # The answer was cut, and the rest was requested.
+        await until(lambda: middle.sent_bytes == 12_000 and len(middle.requests) > 2)
         middle.cut_after_bytes = 10**9
         await until(lambda: mirror.status.versions == [7])
     first, *others = middle.starts()

@@ -91,7 +91,7 @@ async def test_huge_answers_cost_a_reader_little_memory(tmp_path, listing, manif
         body = listing if request.path == "/versions.json" else manifest
         if sized:
             return web.Response(body=body)
-        response = web.StreamResponse()  # in chunks, without a length
+        response = web.StreamResponse()  # this response has chunks and no Content-Length
         with suppress(ConnectionError):
             await response.prepare(request)
             for at in range(0, len(body), 1 << 20):
@@ -111,7 +111,7 @@ async def test_huge_answers_cost_a_reader_little_memory(tmp_path, listing, manif
 
 
 async def failing(server, *, ask=lambda sources: sources.sources[0].listing(), **limits) -> tuple[Exception, int]:
-    """Query a server for its listing. Return the error, and the number of bytes received."""
+    """Query a server with `ask`, by default for its listing. Return the error, and the number of bytes received."""
     async with server as url, Sources.open(access(**limits), [url]) as sources:
         with pytest.raises(SourceError) as raised:
             await ask(sources)
@@ -352,7 +352,7 @@ async def test_if_a_server_does_not_deliver_the_fetch_fails_and_names_the_server
         with pytest.raises(FetchError) as raised:
             await asyncio.to_thread(reader.fetch)
         assert rogue in str(raised.value)
-        assert "deadline" not in str(raised.value), "the fetch ended before the deadline"
+        assert "deadline" not in str(raised.value), "the fetch ended only at the deadline"
 
 
 async def test_a_shard_may_take_longer_than_answer_timeout_s(tmp_path):

@@ -61,7 +61,7 @@ async def test_a_range_in_a_head_request_is_ignored(tmp_path, path, byte_range):
 @pytest.mark.parametrize(("shard", "size_bytes"), [("00001", 10_000), ("00003", 4_567)])
 async def test_a_range_past_the_end_is_not_satisfiable(tmp_path, shard, size_bytes):
     store = whole(tmp_path)
-    store.shard_path(7, "full", 3).unlink()  # has not arrived
+    store.shard_path(7, "full", 3).unlink()  # this shard has not arrived
     status, headers, _ = await get(store, f"/v000007/full/{shard}.shard", headers={"Range": "bytes=10000-"})
     assert (status, headers["Content-Range"]) == (416, f"bytes */{size_bytes}")
 
@@ -84,7 +84,7 @@ async def test_the_etag_of_a_shard_is_its_hash(tmp_path, arrived):
 
 
 async def test_caches_may_keep_shards_and_must_revalidate_everything_else(tmp_path):
-    """An origin that starts over publishes another manifest under the same name."""
+    """A manifest may change, because an origin that starts over publishes another one under the same name."""
     store = whole(tmp_path)
     assert "immutable" in (await get(store, SHARD))[1]["Cache-Control"]
     for path in ("/versions.json", "/v000007/manifest.json"):

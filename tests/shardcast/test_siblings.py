@@ -42,7 +42,7 @@ def large_folder(path):
 
 @asynccontextmanager
 async def family(tmp_path, names: str, *upstream: str, **options):
-    """Run relays that know these servers and each other. Yield the relays and their URLs, by name."""
+    """Run a relay for each letter of `names`. All know `upstream` and each other. Yield the relays and URLs by name."""
     relays = {name: relay(tmp_path, name=name, **options) for name in names}
     async with AsyncExitStack() as stack:
         urls = {name: await stack.enter_async_context(serving(each.store)) for name, each in relays.items()}
@@ -124,7 +124,7 @@ async def test_a_relay_that_joins_late_fetches_most_from_its_siblings(tmp_path):
         counted.sent_bytes = 0
         async with mirroring(relay(tmp_path, counted.url, *urls.values(), name="late")) as late:
             await until(lambda: late.status.versions == [7])
-        assert counted.sent_bytes < 0.6 * LARGE_BYTES  # a quarter, on average
+        assert counted.sent_bytes < 0.6 * LARGE_BYTES  # on average, it fetches a quarter from the origin
 
 
 @pytest.mark.parametrize("death", ["silent", "gone"])
@@ -274,7 +274,7 @@ async def test_relays_of_the_second_level_spread_over_the_first_without_loops(tm
         second = {name: relay(tmp_path, *first, name=name) for name in "cdefgh"}
         for each in second.values():
             url = await stack.enter_async_context(serving(each.store))
-            for above in first.values():  # they also know the relays downstream
+            for above in first.values():  # the first level also knows the relays downstream
                 above.upstream = lambda known=above.upstream, url=url: [*known(), url]
             await stack.enter_async_context(mirroring(each))
         await all_hold(second, 7)

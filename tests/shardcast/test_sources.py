@@ -82,7 +82,7 @@ def test_a_source_is_chosen_in_proportion_to_throughput_and_success(standings, e
     assert shares(*stubs) == pytest.approx(expected, abs=0.03)
 
 
-def test_only_servers_in_the_order_are_used():
+def test_servers_that_order_leaves_out_are_not_used():
     bad = [Stub(f"http://{n}", *[BadData(f"http://{n}", "wrong")] * 9) for n in range(3)]
     with pytest.raises(FetchError, match="every server was tried"):
         bring(choosing(*bad), order=lambda shard, usable: bad[:0:-1])
@@ -198,7 +198,7 @@ def test_a_slow_server_is_abandoned_after_patience_s_if_there_is_another():
     started_s = virtual.now_s()
     bring(sources)
     assert virtual.now_s() - started_s == pytest.approx(0.3)
-    assert sources.patience_s == 0.6  # our own link may be slow
+    assert sources.patience_s == 0.6  # doubled, because our own link may be the slow one
 
 
 def test_the_only_server_may_use_all_the_time():
@@ -441,7 +441,7 @@ async def test_a_malformed_listing_is_wrong_data(body, reason):
 
 
 async def test_each_request_gets_a_new_token():
-    """A relay's session outlives every token."""
+    """A relay keeps one HTTP session open for longer than any token is valid."""
     seen: list[str] = []
 
     async def answer(request):
@@ -460,7 +460,9 @@ async def test_each_request_gets_a_new_token():
 # Reading
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux wakes a reader after a number of bytes")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only on Linux does a socket wait for many bytes before it wakes its reader"
+)
 async def test_a_body_that_arrives_slowly_is_read_in_large_pieces():
     data, sizes = random.Random(0).randbytes(200_000), []
 
@@ -504,7 +506,7 @@ async def test_a_removed_server_finishes_its_shard_and_is_not_used_again(stored)
         again, _ = stored.incoming()
         await sources.shard(7, "full", again, deadline_s=time.monotonic() + 10)
         assert sources.by_source() == {old.url: SHARD_BYTES, new.url: SHARD_BYTES}
-        sources.use([old.url + "/", new.url, new.url])  # duplicates and slashes do not count
+        sources.use([old.url + "/", new.url, new.url])  # duplicates and a final slash make no difference
         assert Counter(source.url for source in sources.sources) == {old.url: 1, new.url: 1}
         assert sources.received_bytes == 2 * SHARD_BYTES
 

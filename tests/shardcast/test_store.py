@@ -34,7 +34,7 @@ def version(number: int, *, anchor: bool = False, delta: bool = False) -> Manife
 
 
 def holding(path, *manifests: Manifest, **options) -> tuple[ShardStore, dict[int, Manifest]]:
-    """A store with these manifests and no shards."""
+    """Return a store with these manifests and no shards."""
     origin = Origin(ShardStore(path, **{"lease_s": 0, **options}), KEY, run=RUN)
     for manifest in manifests:
         origin.store.folder(manifest.version).mkdir()
@@ -64,7 +64,7 @@ CHAIN = [
     [
         (ANCHORS, 9, [5, 4, 3, 2, 1]),
         (ANCHORS, 2, [5, 4]),
-        (CHAIN, 1, [5, 4, 3]),  # with the parents of the newest
+        (CHAIN, 1, [5, 4, 3]),  # the newest version needs its parents
         (CHAIN, 2, [5, 4, 3]),
         (CHAIN, 3, [5, 4, 3]),  # an anchor needs no parent, even if it has a delta
         (CHAIN, 4, [5, 4, 3, 2, 1]),
@@ -147,7 +147,7 @@ def test_a_store_keeps_its_id_and_lists_its_path_from_the_origin(tmp_path):
     store = ShardStore(tmp_path / "store")
     store.recover()
     assert ShardStore(tmp_path / "store").id == store.id
-    assert b'"path":[]' in (store.path / "versions.json").read_bytes()  # unknown yet
+    assert b'"path":[]' in (store.path / "versions.json").read_bytes()  # the store does not know its path yet
     store.reached_via(["a" * 16])
     assert f'"path":["{"a" * 16}","{store.id}"]'.encode() in (store.path / "versions.json").read_bytes()
 
@@ -171,7 +171,7 @@ def test_a_store_has_one_writer(tmp_path):
     store.lock()
     refused = lock_elsewhere(store.path)
     assert refused.returncode and f"another origin or relay writes {store.path}" in refused.stderr
-    store.lock()  # this process has it already
+    store.lock()  # no error, because this process already holds the lock
     store.unlock()
     assert lock_elsewhere(store.path).returncode == 0
 

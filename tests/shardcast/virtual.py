@@ -1,4 +1,4 @@
-"""Virtual time: an event loop whose clock jumps to the next timer. For tests without sockets or threads."""
+"""Virtual time: an event loop whose clock jumps to the next timer. It serves tests without sockets or threads."""
 
 import asyncio
 import selectors
@@ -33,6 +33,6 @@ def advance(seconds: float) -> None:
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
-    """Like `asyncio.run`, in virtual time, which continues from one call to the next."""
+    """Run a coroutine as `asyncio.run` does, but in virtual time. The time continues from one call to the next."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         return runner.run(main)

@@ -34,7 +34,7 @@ ROWS = [
         logprobs=[-0.5 * i] * (3 + i),
         reward=float(i % 2),
         proofs=[bytes([i]) * PROOF_BYTES] * (1 + i % 2),
-        turns=[1, i] * (i // 2),  # two rows without and two with an answer of an environment
+        turns=[1, i] * (i // 2),  # an environment answered in the last two rows only
     )
     for i in range(4)
 ]

@@ -20,7 +20,7 @@ PLAIN_PAGE = "uncompressed page of 3 bytes that claims 12"
 
 
 def struct(**fields: int | bool | bytes) -> bytes:
-    """Return a Thrift struct: `f1=5` is field 1; bytes are a nested struct."""
+    """Return a Thrift struct: `f1=5` sets field 1 to 5; bytes are a nested struct."""
     out, last = b"", 0
     for name, value in fields.items():
         number = int(name[1:])
@@ -123,12 +123,14 @@ def zeros(size: int) -> bytes:
 
 
 def many_proofs() -> bytes:
-    """Return 4 MB of equal proofs in a few hundred bytes, from an ordinary writer."""
+    """Return a file of less than 20 kB, made by an ordinary writer, that holds 4 MB of equal proofs."""
     return signed(with_column("proofs", [[bytes(PROOF_BYTES)] * 4_096] * 4))
 
 
 BOMBS: dict[str, Callable[[], bytes]] = {
-    "a page of more bytes than its values": lambda: with_chunk(page(2, BOMB_BYTES, zeros(BOMB_BYTES))),
+    "a page that decompresses to more bytes than its values need": lambda: with_chunk(
+        page(2, BOMB_BYTES, zeros(BOMB_BYTES))
+    ),
     "a second, unneeded page": lambda: with_chunk(page(2, 530, zeros(530)) + page(1, BOMB_BYTES, zeros(BOMB_BYTES))),
     "a page of version 2": lambda: with_chunk(page_v2(2, BOMB_BYTES, zeros(BOMB_BYTES))),
     "a page that claims fewer values than the footer": lambda: with_chunk(page(1, 530, zeros(530))),

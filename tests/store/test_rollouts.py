@@ -42,7 +42,7 @@ from .support import (
 
 
 def test_reading_a_submission_returns_what_was_written() -> None:
-    assert write_submission(HEADER, ROWS, ME) == DATA, "the same rows make the same file"
+    assert write_submission(HEADER, ROWS, ME) == DATA, "the same rows must make the same file"
     file = read_submission(DATA, max_rows=8, max_tokens=16)
     assert file.rows == ROWS
     assert file.header == HEADER.model_copy(update={"content": digest(opened(DATA)[0])})

@@ -18,6 +18,6 @@ def reward() -> Iterator[Math]:
 
 @pytest.fixture(params=["sandbox", "trusted"])
 def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The tier named in the grades of user code: first the sandbox's, then `trusted`."""
+    """Run the test twice, with user code sandboxed and trusted. Return the tier that its grades then name."""
     monkeypatch.setenv(TRUST, "1" if request.param == "trusted" else "")
     return best_tier() if request.param == "sandbox" else "trusted"

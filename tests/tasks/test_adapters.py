@@ -144,7 +144,7 @@ def test_a_machine_loads_only_the_verifiers_environments_that_its_owner_lists(
     monkeypatch.setenv(libraries.ENVIRONMENTS, "sums, this")
     assert len(rows(verifiers, {"environment": "this"})) == 1
     [grade] = graded(verifiers, [needs_this], ["x"])
-    assert grade.score == 1.0 and not grade.certain, "its rewards may use services"
+    assert grade.score == 1.0 and not grade.certain, "a grade must not be certain if its reward may use services"
     monkeypatch.delenv(libraries.ENVIRONMENTS)
     monkeypatch.setenv(TRUST, "1")
     Graders(section).close()

@@ -87,7 +87,7 @@ def test_the_taskset_gives_the_tasks_and_its_rewards_give_the_scores(tmp_path: P
     grades = graded("verifiers", [tasks[3]] * 3, ["1", "7", ""])
     assert [round(grade.score, 9) for grade in grades] == [1.0, round(0.5 / 1.5, 9), round(0.5 / 1.5, 9)]
     assert grades[0].parts == {"correct": 1.0, "short": 1.0}
-    assert not any(grade.certain for grade in grades), "a reward may use services"
+    assert not any(grade.certain for grade in grades), "no grade may be certain, because a reward may use services"
     assert len(rows(size=5, max_reward=1.5)) == 5
 
 
@@ -170,7 +170,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"config": {"task": {"rewards": {"mine": {"fn": "os:getpid"}}}}}, "names a file or a function on this machine"),
     ({"python": "/bin/true"}, "no option python"),
 ]
-# One process for all of them: importing the library takes seconds.
+# One process lists all environments, because importing the library takes seconds.
 LIST_ALL = """
 import importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("tasksets", sys.argv[1])

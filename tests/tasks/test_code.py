@@ -50,7 +50,7 @@ def grade(code: Code, tests: Any, completion: str) -> Grade:
 def test_the_tests_of_a_task_are_parsed_once_for_all_its_completions(
     code: Code, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tests may be many megabytes of JSON."""
+    """Parsing them again would take long, because the tests may be many megabytes of JSON."""
     read: list[str] = []
     monkeypatch.setattr("shoal.tasks.rewards.code.read_tests", lambda text: read.append(text) or read_tests(text))
     one, other = (Task(f"t/{n}", "", "", tests=tests) for n, tests in enumerate((json.dumps(ADD), "no JSON")))
@@ -67,9 +67,9 @@ def test_the_tests_of_a_task_are_parsed_once_for_all_its_completions(
         ("x = 1", "x = 1"),
         ("```python\nx = 1\n```", "x = 1\n"),
         ("First\n```python\nx = 1\n```\nbetter:\n```py\nx = 2\n```\nDone", "x = 2\n"),
-        ("```python\nx = 1\n```\nIt prints\n```\n1\n```", "x = 1\n"),  # marked as Python
+        ("```python\nx = 1\n```\nIt prints\n```\n1\n```", "x = 1\n"),  # the block marked as Python counts
         ("```\nx = 1\n```", "x = 1\n"),
-        ("```Python3\nx = 1", "x = 1"),  # cut off
+        ("```Python3\nx = 1", "x = 1"),  # the completion was cut off
         ("  ```python\n  x = 1\n  ```", "  x = 1\n"),
         ("```x```\n```python\ny\n```", "y\n"),
         ("", ""),
@@ -154,7 +154,7 @@ def test_a_value_is_formatted_in_bounded_space() -> None:
             1,
             "graded",
             "2 of 2",
-        ),  # without imports
+        ),  # it uses `List`, `reduce` and `operator` without imports
         (ADD, "def add(a, b): return 3", 0, "graded", "case 2 of 2: returned 3, expected 0"),
         (ADD, "def add(a, b): return 1 / 0", 0, "graded", "case 1 of 2: raised ZeroDivisionError: division by zero"),
         (ADD, "def add(a, b): return object()", 0, "graded", "case 1 of 2: not plain data: object"),
@@ -264,7 +264,7 @@ def test_values_of_every_plain_type_are_passed_in_both_directions(code: Code) ->
         "import collections, enum\nclass E(enum.IntEnum):\n    A = 1\nP = collections.namedtuple('P', 'x y')\n"
         "def f(): return [E.A, P(1, 2), collections.Counter('aab'), collections.OrderedDict(a=1)]"
     )
-    case = {"args": [], "output": [1, [1, 2], {"a": 2, "b": 1}, {"a": 1}]}  # they are passed as builtins
+    case = {"args": [], "output": [1, [1, 2], {"a": 2, "b": 1}, {"a": 1}]}  # the values are passed as builtins
     assert grade(code, {"kind": "functional", "entry": "f", "cases": [case]}, subclasses).score == 1
 
 
@@ -296,7 +296,7 @@ def test_a_grade_at_a_limit_is_not_repeatable(tests: Any, source: str, limits: d
 
 def test_a_right_answer_near_a_limit_is_not_repeatable() -> None:
     with limited(cpu_s=60.0, wall_s=2.0) as code:
-        near = "import time\ndef add(a, b):\n    time.sleep(0.55)\n    return a + b"  # for each case; the limit is 2 s
+        near = "import time\ndef add(a, b):\n    time.sleep(0.55)\n    return a + b"  # it sleeps for 1.1 s in all
         assert not grade(code, ADD, near).repeatable
 
 

@@ -29,7 +29,7 @@ TESTS = {
 STDIN = {"kind": "stdin", "cases": [{"input": "a\n", "output": SECRET}, {"input": "b\n", "output": "7"}]}
 STDIN_SOLUTION = f"print({{'a': {SECRET!r}, 'b': 7}}[input()])"
 
-# Searches everything in reach for the expected value: frames, heap, memory, files, environment, command lines, stdin.
+# `scan` looks for the expected value in all that it can reach: frames, heap, memory, files, environment, stdin.
 SCAN = r"""
 import gc, glob, os, re, sys
 PATTERN = re.compile(rb"k9-[0-9a-f]{12}")
@@ -259,10 +259,10 @@ def grade(code: Code, tests: object, source: str) -> Grade:
 
 def expect_no_score(code: Code, tests: object, attack: str, solution: str = SOLUTION) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o777)  # for a program that escapes
+        Path(folder).chmod(0o777)  # so that a program that escapes could write here
         mark = Path(folder) / "mark"
         result = grade(code, tests, attack.replace("MARK", repr(str(mark))))
-        assert not mark.exists(), "a part of the attack was executed outside"
+        assert not mark.exists(), "a part of the attack was executed outside of the sandbox"
     assert (result.score, result.tier) == (0.0, code.candidates.tier)
     assert result.outcome != "grader_error", result.detail  # a program can fail, but not make the grader fail
     assert grade(code, tests, solution).score == 1.0

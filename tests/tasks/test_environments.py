@@ -130,9 +130,11 @@ def test_the_tokens_are_those_of_smollm2s_template(bundled: Path, bundled_tokeni
 
 def test_an_answer_contains_no_control_tokens(tokenizer: Any) -> None:
     frame = TurnFrame(tokenizer, ENDS)
-    assert frame.tokens("84") == [USER, *tokenizer.encode("84"), EOS, ASSISTANT], "the template's user message"
+    assert frame.tokens("84") == [USER, *tokenizer.encode("84"), EOS, ASSISTANT], (
+        "the answer must be a user message of the template"
+    )
     assert frame.tokens("8<eos><assistant>4") == frame.tokens("84")
-    assert frame.tokens("8<e<eos>os>4") == frame.tokens("84"), "a deletion creates no control token"
+    assert frame.tokens("8<e<eos>os>4") == frame.tokens("84"), "a deletion must create no control token"
     assert delete_all(["ab"], "aabb") == ""
 
 
@@ -181,31 +183,33 @@ def test_an_answer_depends_on_task_seed_and_turns(conversation: Conversation) ->
 
 def test_a_conversation_ends_at_each_limit(conversation: Conversation, caplog: pytest.LogCaptureFixture) -> None:
     answer = conversation.reply(TASK, 7, FIRST, []) or []
-    assert conversation.reply(TASK, 7, [30, 31], []) is None, "the turn is cut off"
-    assert conversation.reply(TASK, 7, [30] * 5 + [EOS], []) is None, "the environment is silent"
+    assert conversation.reply(TASK, 7, [30, 31], []) is None, "a turn that is cut off must end the conversation"
+    assert conversation.reply(TASK, 7, [30] * 5 + [EOS], []) is None, "a silent environment must end the conversation"
     room = MAX_TOKENS - len(answer)
     assert conversation.reply(TASK, 7, [0] * (room - 2) + [EOS], []) is not None
     for _ in range(2):
-        assert conversation.reply(TASK, 7, [0] * (room - 1) + [EOS], []) is None, "no room for another token"
+        assert conversation.reply(TASK, 7, [0] * (room - 1) + [EOS], []) is None, "no room must end the conversation"
     [logged] = caplog.records
     assert f"does not fit into sampling.max_tokens = {MAX_TOKENS}" in logged.message
     turns = [3, 1, 3, 1]
     assert conversation.reply(TASK, 7, FIRST * 4, turns) is not None
-    assert conversation.reply(TASK, 7, FIRST * 5, [*turns, 2, 1]) is None, "the fourth turn is the last"
+    assert conversation.reply(TASK, 7, FIRST * 5, [*turns, 2, 1]) is None, "the fourth turn must be the last"
     elsewhere = Task("other/0", "2 + 3", "5", "other")
-    assert conversation.reply(elsewhere, 7, FIRST, []) is None, "the source has no environment"
+    assert conversation.reply(elsewhere, 7, FIRST, []) is None, (
+        "a source without an environment must end the conversation"
+    )
 
 
 def test_an_honest_conversation_has_no_fault_and_a_changed_one_has_a_lie(conversation: Conversation) -> None:
     answer = conversation.reply(TASK, 7, FIRST, []) or []
     tokens, turns = [*FIRST, *answer, *[30] * 5, EOS], [len(FIRST), len(answer)]
     assert conversation.find_fault(TASK, 7, tokens, turns) is None
-    assert "after turn 1 of 1" in lie(conversation, FIRST, []), "an answer is missing"
-    assert "after turn 1 of 2" in lie(conversation, tokens, turns, seed=8), "another answer"
+    assert "after turn 1 of 1" in lie(conversation, FIRST, []), "a missing answer must be a lie"
+    assert "after turn 1 of 2" in lie(conversation, tokens, turns, seed=8), "another answer must be a lie"
     assert "after turn 1 of 2" in lie(conversation, tokens, [len(FIRST), len(answer) + 1])
     assert "after turn 1 of 2" in lie(conversation, tokens, [len(FIRST) - 1, len(answer) + 1])
     longer = [*tokens, *answer, 30, 30, 30, 30, 30, EOS]
-    assert "after turn 2 of 3" in lie(conversation, longer, [*turns, 6, len(answer)]), "an extra answer"
+    assert "after turn 2 of 3" in lie(conversation, longer, [*turns, 6, len(answer)]), "an extra answer must be a lie"
 
 
 def lie(conversation: Conversation, tokens: list[int], turns: list[int], seed: int = 7) -> str:
@@ -243,7 +247,7 @@ def test_each_source_has_its_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     assert types == {"arithmetic": Calculator, "echoed": conversations.Echo}
 
 
-def test_an_unknown_environment_is_refused_with_the_known_ones() -> None:
+def test_the_error_for_an_unknown_environment_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=f"'abacus'; choose one of {', '.join(sorted(ENVIRONMENTS))}"):
         environments_of(config("abacus"))
 

@@ -178,7 +178,7 @@ DOUBTFUL = [
 
 @pytest.mark.parametrize("program", DOUBTFUL)
 def test_a_program_that_is_not_plain_tolerates_every_answer(tool: Python, program: str) -> None:
-    assert not refusal(program), "a refused program tests nothing here"
+    assert not refusal(program), "the program is refused, so it tests nothing here"
     assert tolerated(tool, program) is None
 
 
@@ -236,7 +236,7 @@ def test_sources_share_one_sandbox_with_the_runs_limits() -> None:
     assert isinstance(tool, Python) and tool is environments["more"]
     assert tool.sandbox.limits.cpu_s == 1.5
     close(environments)
-    assert answer(tool, "print(1)") == STOPPED["sandbox"], "the sandbox is closed"
+    assert answer(tool, "print(1)") == STOPPED["sandbox"], "`close` must close the sandbox"
 
 
 def test_the_environment_is_refused_at_the_start_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_a_reward_of_weight_0_is_reported_and_changes_nothing() -> None:
         ("70000", "70,000.00 dollars", 1),
         ("70000", r"\boxed{\$70{,}000}", 1),
         ("70000", r"\boxed{70000} in 2 years", 1),  # the box counts, not the last number
-        ("70000", r"\boxed{2}, no, \boxed{70000}", 1),  # the last box
+        ("70000", r"\boxed{2}, no, \boxed{70000}", 1),  # the last box counts
         ("70000", r"\boxed{x} or 70000", 1),  # a box without a number does not count
         ("70000", "70,0000", 0),
         ("70000", "70 000", 0),
@@ -90,7 +90,7 @@ def test_a_reward_of_weight_0_is_reported_and_changes_nothing() -> None:
         ("18", "", 0),
         ("18", "\u0661\u0668", 0),  # digits of another script
         ("18", "9" * 10_000, 0),  # more digits than int() accepts
-        ("18", "18.0000000000000000000000000001", 0),  # exactly, not as floats
+        ("18", "18.0000000000000000000000000001", 0),  # numbers are compared exactly, not as floats
         ("18", "16+2=18", 1),
         ("3", "8-5=3", 1),
         ("5", "8-5", 1),  # this minus is an operator, not a sign

@@ -50,7 +50,7 @@ def test_every_gold_answer_and_every_worked_solution_of_gsm8k_scores_1(
 
 
 @pytest.mark.parametrize("form", ["{}", r"\boxed{{{}}}", "The answer is {} apples."])
-def test_no_perturbed_answer_of_gsm8k_scores(reward: Math, tasks: list[Task], form: str) -> None:
+def test_every_changed_answer_of_gsm8k_scores_0(reward: Math, tasks: list[Task], form: str) -> None:
     numbers = [int(task.answer.replace(",", "")) for task in tasks]
     changes = (lambda n: n + 1, lambda n: -n or 1, lambda n: 10 * n or 10, lambda n: n - n % 10 + (n + 5) % 10)
     for perturbed in ([change(n) for n in numbers] for change in changes):
@@ -76,7 +76,7 @@ def test_a_wrong_answer_and_a_missing_answer_have_different_outcomes(reward: Mat
     assert [(grade.score, grade.outcome) for grade in grades] == outcomes
 
 
-@pytest.mark.parametrize("gold", ["", "7+" * 600 + "7"], ids=["no answer", "a too long answer"])
+@pytest.mark.parametrize("gold", ["", "7+" * 600 + "7"], ids=["no answer", "an answer that is too long"])
 def test_a_task_without_a_usable_answer_is_a_grader_error(reward: Math, gold: str) -> None:
     assert grade(reward, gold, r"\boxed{5}").outcome == "grader_error"
 

@@ -111,5 +111,5 @@ BOMBS = [
 def test_no_answer_exceeds_its_limit_or_breaks_the_pool(reward: Math, answer: str) -> None:
     start_s = time.process_time()
     assert score(reward, "18", rf"\boxed{{{answer}}}") == 0
-    assert time.process_time() - start_s < 1, "the caller itself computes too long"
+    assert time.process_time() - start_s < 1, "the caller itself computed for too long"
     assert score(reward, "18", r"\boxed{\frac{36}{2}}") == 1

@@ -1,6 +1,6 @@
 """The math reward against tables: which part of a completion is the answer, and which answers are equal (`math_cases.txt`).
 
-The tables are compared in this process; `test_math.py` tests how a comparison is bounded and stopped.
+These comparisons run in this process. `test_math.py` tests how a comparison is bounded and stopped.
 """
 
 from contextlib import closing
@@ -27,10 +27,10 @@ LONG: list[Case] = [
 CASES += [(score, gold, rf"\boxed{{{answer}}}") for score, gold, answer in LONG]
 # Known errors; each would cost more to fix than it is worth.
 KNOWN_ERRORS: list[tuple[str, str, int]] = [
-    (r"x^2=1", r"x=\pm 1", 0),  # an equation and its solutions
-    ("two", "2", 0),  # numbers in words
+    (r"x^2=1", r"x=\pm 1", 0),  # an equation does not equal its solutions
+    ("two", "2", 0),  # numbers in words are not read
     (r"\text{Monday and Tuesday}", "Tuesday, Monday", 0),
-    ("10^{30000}", r"10^{29999}\cdot 10", 0),  # more than MAX_DIGITS
+    ("10^{30000}", r"10^{29999}\cdot 10", 0),  # numbers of more than MAX_DIGITS digits are not computed
     ("5", "6=5", 1),  # the last side of an equation counts, even if the equation is false
     ("5", r"5\approx 6", 1),  # the first side of an approximation counts
     ("5 cm", "5 km", 1),  # units are dropped

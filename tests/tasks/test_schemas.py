@@ -18,7 +18,7 @@ from shoal.tasks.sources.rows import LeftOutError, RowError, TaskFields
 
 Row = dict[str, Any]
 CASES: list[Row] = list(map(json.loads, Path(__file__).with_name("schema_rows.jsonl").read_text("utf-8").splitlines()))
-BY_SCHEMA: dict[str, Row] = {case["schema"]: case["row"] for case in reversed(CASES)}  # the first of each
+BY_SCHEMA: dict[str, Row] = {case["schema"]: case["row"] for case in reversed(CASES)}  # the first row of each schema
 MATH, NUMINA, LIVE = (BY_SCHEMA[name] for name in ("MATH", "NuminaMath-1.5", "LiveCodeBench"))
 GENESYS = next(case["row"] for case in CASES if case["row"].get("task_type") == "verifiable_code")
 

@@ -83,7 +83,7 @@ def test_a_question_with_two_answers_is_two_tasks_on_one_side_of_the_split(tmp_p
     loaded = tasks.load(section(written(tmp_path / "some.jsonl", lines), heldout=5))
     assert not {task.question for task in loaded.train} & {task.question for task in loaded.heldout}
     assert len(loaded.heldout) == 5 and len(loaded.train) == 34, (
-        "the fifth held-out question has another answer, which is dropped"
+        "the other task with the fifth held-out question must be dropped"
     )
 
 

@@ -39,7 +39,7 @@ def test_training_and_heldout_tasks_together_contain_every_sum_once() -> None:
     assert len(loaded.heldout) == 256 and len(every) == 30 * 30
     assert set(every) == {f"{a} + {b}" for a in range(30) for b in range(30)}
     assert questions(loaded.heldout)[:10] == questions(tasks.load(sums(heldout=10)).heldout), (
-        "a smaller held-out set is the start of a larger one"
+        "a smaller held-out set must be the start of a larger one"
     )
 
 
@@ -133,7 +133,7 @@ def test_a_submission_is_planned_from_the_config_and_its_assignment() -> None:
     assert plans == plan_groups(**PLAN | {"pick": task_set.pick})
     assert sum(len(plan.seeds) for plan in plans) == 8
     assert max_rollouts(config) == 2 * config.workers.largest == 64, (
-        "the rollouts of a fast worker's largest submission"
+        "it must be the size of a fast worker's largest submission"
     )
 
 

@@ -116,7 +116,7 @@ def test_a_temporary_set_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyte
     train = loaded.train
     del loaded
     gc.collect()
-    assert train[3].question, "a view keeps its files"
+    assert train[3].question, "a view must keep its files"
     del train
     gc.collect()
     assert list((tmp_path / "tasks").iterdir()) == []
@@ -178,7 +178,7 @@ def test_a_node_fetches_the_manifest_first_and_each_chunk_when_it_is_needed(sour
     loaded = tasks.join(section, tmp_path / "worker", coordinator)
     assert (len(loaded.train), len(loaded.heldout)) == (296, 4)
     assert 0 <= loaded.pick(bytes(range(32))) < 296
-    assert coordinator.requests == [section.digest], "counting and drawing need no tasks"
+    assert coordinator.requests == [section.digest], "counting and drawing must fetch no tasks"
     assert loaded.train[20] == loaded.train[17 + 3]
     chunk = loaded.manifest.sources[0].chunks[1]
     assert coordinator.requests == [section.digest, chunk.sha256]
@@ -186,7 +186,9 @@ def test_a_node_fetches_the_manifest_first_and_each_chunk_when_it_is_needed(sour
         "no fetch may exceed the size in the manifest"
     )
     again = tasks.join(section, tmp_path / "worker", coordinator)
-    assert again.train[20] == loaded.train[20] and len(coordinator.requests) == 2, "a restart requests nothing twice"
+    assert again.train[20] == loaded.train[20] and len(coordinator.requests) == 2, (
+        "a restart must request nothing again"
+    )
 
 
 def test_served_data_must_have_the_requested_hash(source: Path, tmp_path: Path) -> None:
@@ -386,9 +388,9 @@ def test_pool_init_builds_the_pools_tasks(tmp_path: Path) -> None:
     built = read_built(tmp_path / "pool" / "tasks")
     assert built is not None and config.tasks.digest == built.digest
     assert [child.name for child in tmp_path.iterdir() if child.name.startswith(".")] == [], (
-        "no temporary folder is left"
+        "a temporary folder was left"
     )
     rows.unlink()
     assert build_tasks(config, tmp_path / "pool" / "tasks")[0] == config, (
-        "the pool's coordinator does not read the sources again"
+        "the pool's coordinator must not read the sources again"
     )

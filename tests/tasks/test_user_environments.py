@@ -75,8 +75,10 @@ def test_an_environment_sees_task_seed_and_turns_and_keeps_no_state(start: Any) 
     assert echo.respond(TASK, 7, ["a", "b"]) == first
     assert echo.respond(TASK, 2**63, ["é"]).startswith("2 + 3 {'level': 1} 9223372036854775808 ['é'] 1 0.")
     assert start("Silent").respond(TASK, 7, ["a"]) is None
-    assert start("Long").respond(TASK, 0, ["a"]) == "x?" * (MAX_ANSWER // 2) + "...", "bounded, and valid text"
-    assert echo.tolerated(TASK, 7, ["a"]) is None, "a different answer slashes nobody"
+    assert start("Long").respond(TASK, 0, ["a"]) == "x?" * (MAX_ANSWER // 2) + "...", (
+        "it must be bounded and valid text"
+    )
+    assert echo.tolerated(TASK, 7, ["a"]) is None, "a different answer must slash nobody"
 
 
 @pytest.mark.usefixtures("tier")

@@ -7,9 +7,9 @@
 
 Invariant: a file under its final name has the content that the name states, and no node can write there. A grant is bound
 to one size and SHA-256, cannot overwrite a file, and reaches only names under `incoming/`. `check` and `get` read
-the file and verify its hash, so nothing depends on checks by the bucket. Credentials stay in this process.
-Called by the coordinator. Needs the extra `s3` (obstore). Left out: removing unfinished uploads; give `incoming/` a
-lifecycle rule of one day.
+the file and verify its hash, so it does not matter what the bucket checks. Credentials stay in this process.
+Called by the coordinator. Needs the extra `s3` (obstore). Left out: removing unfinished uploads. Give `incoming/` a
+lifecycle rule that deletes files after one day.
 """
 
 import base64
@@ -68,7 +68,7 @@ class Bucket:
     ) -> None:
         """`url`: s3://BUCKET/PREFIX; `endpoint`: "" for AWS; `credentials`: None to read them from the environment.
 
-        The region is AWS_REGION from the environment. Raise StoreError.
+        The environment variable AWS_REGION names the region. Raise StoreError if there are no credentials.
         """
         parts = urlsplit(url)
         self.name, prefix = parts.netloc, parts.path.strip("/")

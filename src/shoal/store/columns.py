@@ -17,8 +17,8 @@ from shoal.errors import ShoalError
 
 PROOF_BYTES = 258
 PROOF_CHUNK_TOKENS = 32  # completion tokens per proof
-MAX_LIST_VALUES = 50_000_000  # tokens, logprobs, turns or proofs in one file
-MAX_TASK_BYTES = 8_192  # mean length of the task names in one file
+MAX_LIST_VALUES = 50_000_000  # in one column of one file, for example all its tokens
+MAX_TASK_BYTES = 8_192  # limit for the mean length of the task names in one file
 LENGTH = np.dtype("<i4")
 
 
@@ -91,9 +91,8 @@ class FileLimits:
 class Column:
     """The values of n rows. Lists are concatenated; text and proofs are bytes (uint8)."""
 
-    values: np.ndarray[
-        Any, Any
-    ]  # shape (n,); of lists and text (sum of lengths,); of proofs (sum of lengths, PROOF_BYTES)
+    # Shape: (n,) for numbers, (sum of lengths,) for lists and text, (sum of lengths, PROOF_BYTES) for proofs.
+    values: np.ndarray[Any, Any]
     lengths: np.ndarray[Any, Any] | None = None  # int32 (n,): elements per list, or bytes per text
 
     def __len__(self) -> int:

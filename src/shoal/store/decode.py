@@ -43,14 +43,14 @@ from shoal.store.columns import (
 
 MAX_HEADER_BYTES = 4_096
 MAX_FOOTER_BYTES = 1 << 20
-ENCODINGS = {"PLAIN", "RLE"}  # no dictionaries, in which a few bytes can stand for billions of values
+ENCODINGS = {"PLAIN", "RLE"}  # dictionaries are not allowed: in them, a few bytes can stand for billions of values
 HEADER, SIGNATURE = b"shoal.header", b"shoal.signature"
 DATA_PAGE, DATA_PAGE_V2 = 0, 3  # PageType
 PLAIN, RLE = 0, 3  # Encoding
 MAX_PAGES = 10_000  # in one file; an honest file has about one per MiB
 MAX_PAGE_HEADER_BYTES = 1_024
 LEVEL_BYTES = 4  # a value's repetition and definition levels take at most two runs of two bytes
-PAGE_OVERHEAD_BYTES = 64  # the sizes of the levels, and room for text longer than the mean
+PAGE_OVERHEAD_BYTES = 64  # a page may have these bytes more, for the sizes of its levels and for long text
 
 TRUE, FALSE, I32, STRUCT = 1, 2, 5, 12  # Thrift's compact types; our writer's headers contain no others
 Fields = dict[int, Any]
@@ -59,7 +59,7 @@ OUT_OF_MEMORY = 3  # exit status
 
 @dataclass(frozen=True)
 class Decoded:
-    """A file's content: sizes checked, signature not verified."""
+    """A file's content. Its sizes have been checked. Its signature has not been verified."""
 
     header: str  # JSON
     signature: str
@@ -145,7 +145,7 @@ class ColumnChunk:
 
 
 def check_pages(data: bytes, chunk: ColumnChunk, pages_left: int) -> int:
-    """Check the pages of a chunk. Return how many pages the other chunks may have. Raise RolloutFileError."""
+    """Check the pages of a chunk. Return how many pages the chunks after it may have. Raise RolloutFileError."""
     end = chunk.start + chunk.size_bytes
     if not 0 <= chunk.start < end <= len(data):
         raise _refused(chunk, "lies outside of the file")

@@ -3,9 +3,9 @@
     submission  signed by the worker: what the worker claims to have generated
     accepted    signed by a validator: what the validator recomputed, and everything that the learner reads
 
-A file has one row per rollout, groups in order. `turns` tells which tokens an environment wrote (see `model/turns`);
-logprobs and proofs cover the other tokens. The metadata holds a JSON header and its ed25519 signature. The header holds a
-digest of the rows, so the signature covers everything.
+A file has one row per rollout, sorted by group. `turns` tells which tokens an environment wrote (see `model/turns`).
+Logprobs and proofs cover the other tokens. The metadata holds a JSON header and its ed25519 signature. The header holds
+a digest of the rows, so the signature covers everything.
 Invariant: `read_*` and `verified_submission` return complete, bounded, non-null rows with a valid signature and with turns
 that fit the tokens, or raise. Nothing is unpickled.
 Called by worker (writes), validator (reads through `quarantine`, writes) and learner (reads).
@@ -56,11 +56,12 @@ class Header(BaseModel):
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")  # the assignment's
     groups: int = Field(default=0, ge=0)  # number of groups in the assignment
     signer: str = Hex64
-    # In submissions only. `engine` is ENGINE/DEVICE and selects the limits that apply ("": the run's limits).
+    # The next three fields are for submissions only. `engine` is ENGINE/DEVICE and selects the limits that apply; if it
+    # is empty, the run's limits apply.
     prompts: Annotated[str, Hex64] = "0" * 64  # digest of the prompts
     graded_with: str = Field(default="", max_length=1000)  # versions of the graders
     engine: str = Field(default="", max_length=40, pattern=r"^([a-z0-9]+/[a-z0-9]+)?$")
-    prefilled: bool = True  # in accepted files only; false: most logprobs are the worker's own, unchecked
+    prefilled: bool = True  # in accepted files only; if false, most logprobs are the worker's and unchecked
     content: Annotated[str, Hex64] = "0" * 64  # digest of the rows, proofs included
 
 
@@ -108,8 +109,8 @@ def write_submission(header: Header, rows: list[Rollout], identity: Identity) ->
 def read_submission(data: bytes, *, max_rows: int, max_tokens: int) -> RolloutFile[Rollout]:
     """Return a submission that is signed by the worker it names. Raise RolloutFileError.
 
-    max_rows and max_tokens (per completion) limit what is decoded. Decodes in this process: use `quarantine` for files from
-    other machines.
+    max_rows and max_tokens (per completion) limit what is decoded. The file is decoded in this process, so use `quarantine`
+    for files from other machines.
     """
     limits = FileLimits(max_rows, max_tokens)
     return verified_submission(decode(data, SUBMISSION, limits), limits)
@@ -182,6 +183,6 @@ def _checked_header(decoded: Decoded, limits: FileLimits, *, domain: str) -> Hea
     if not verify(header.signer, decoded.header.encode(), decoded.signature, domain=domain):
         raise BadSignatureError(f"not signed by {header.signer[:16]}")
     for turns, n_tokens in zip(to_list(decoded.columns["turns"]), lengths["tokens"].tolist(), strict=True):
-        if not fit(turns, n_tokens):  # such turns could make a reader allocate memory for billions of tokens
+        if not fit(turns, n_tokens):  # otherwise a reader could allocate memory for billions of tokens
             raise RolloutFileError(f"turns of {turns[:8]} do not fit {n_tokens} tokens")
     return header

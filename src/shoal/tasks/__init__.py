@@ -40,7 +40,7 @@ def load(section: TaskSection, folder: Path | None = None) -> TaskSet:
         parent = cache_dir() / "tasks"
         parent.mkdir(parents=True, exist_ok=True)
         store = TaskStore(Path(tempfile.mkdtemp(dir=parent)))
-        weakref.finalize(store, shutil.rmtree, store.folder, ignore_errors=True)  # every view references the store
+        weakref.finalize(store, shutil.rmtree, store.folder, ignore_errors=True)  # a view references the store
     built = compile_tasks(section, store.folder)
     return TaskSet(section, built.digest, store, built.notes)
 

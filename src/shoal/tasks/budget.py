@@ -2,7 +2,8 @@
 
     reward = score - alpha * |target - length|
 
-The penalty and the prompt's text are those of INTELLECT-2 (arXiv 2505.07291, section 4.1; after L1, arXiv 2503.04697).
+The penalty and the prompt's text are those of INTELLECT-2 (arXiv 2505.07291, section 4.1), which follows L1 (arXiv
+2503.04697).
 A target of 0 means no target and no penalty.
 Invariant: worker, validator and the tools all use these functions.
 """

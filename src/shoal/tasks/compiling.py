@@ -87,7 +87,8 @@ class Spool:
         first = np.ones(len(order), dtype=bool)
         same = [column[order][1:] == column[order][:-1] for column in (parts, keys, ids)]
         first[1:] = ~np.logical_and.reduce(same)
-        self.merged = np.bincount(parts[order[~first]], minlength=parts.max(initial=0) + 1)  # number merged, by part
+        # How many rows of each part were merged into others.
+        self.merged = np.bincount(parts[order[~first]], minlength=parts.max(initial=0) + 1)
         self.rows: Indices = order[first]  # row numbers of the tasks, sorted by part, then by question hash
         self.keys, self.ids, self.parts = keys[self.rows], ids[self.rows], parts[self.rows]
         self.sizes = np.frombuffer(self._sizes, "I")[self.rows]

@@ -86,7 +86,7 @@ class TurnFrame:
 
 
 def delete_all(names: Sequence[str], text: str) -> str:
-    """Delete all of these names from the text, including those that a deletion creates."""
+    """Delete every name in `names` from the text, including names that a deletion creates."""
     changed = True
     while changed:
         before = text

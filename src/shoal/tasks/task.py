@@ -53,7 +53,7 @@ class Reward(Protocol):
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         """Return one grade per completion. If the grader fails on a completion, its grade is a `grader_error`.
 
-        Raise SandboxError if this machine fails. No completion causes that.
+        Raise SandboxError if this machine fails. No completion may cause this error.
         """
         ...
 
@@ -80,8 +80,8 @@ class Environment(Protocol):
     def tolerated(self, task: Task, seed: int, turns: Sequence[str]) -> Sequence[str] | None:
         """Return other answers that an honest machine may give; None: any answer.
 
-        Called only if a worker's answer differs from `respond`'s. For a tolerated answer, the submission is rejected
-        without slashing the worker.
+        A validator calls it only if a worker's answer differs from `respond`'s. For a tolerated answer, the submission is
+        rejected without slashing the worker.
         """
         return ()
 

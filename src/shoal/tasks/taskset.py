@@ -26,7 +26,7 @@ FORMAT = "shoal-tasks-1"
 CHUNK_ROWS = 4096
 CHUNK_BYTES = 32 << 20  # characters in a chunk, unless a single task has more
 MAX_CHUNK_BYTES = 256 << 20  # size of a chunk's file: a character has up to 4 bytes, and one task up to 64 MB of tests
-MAX_CHUNKS = 1 << 18  # per source, and for the held-out tasks
+MAX_CHUNKS = 1 << 18  # of one source, or of all held-out tasks
 MAX_SOURCES = MAX_FILES = 1024
 MANIFEST_BYTES = 64 << 20
 FILE_BYTES = 1 << 20  # size of the source file of a user reward or environment
@@ -88,7 +88,7 @@ class TaskStore:
         if not (self.folder / sha256).exists():
             with new_file(self.folder / sha256) as file:
                 file.write(0, data)
-                file.commit(durable=False)  # every reader verifies the hash
+                file.commit(durable=False)  # not durable, because every reader verifies the hash
         self.verified.add(sha256)
         return sha256
 

@@ -4,8 +4,8 @@ Invariants: whatever the user's code does, each completion gets a grade and each
 If a reward fails, the grade is a `grader_error` with the error's text. If worker and validator get different answers
 from an environment, the submission is rejected as `unrepeatable` and nobody is slashed, because the class may read a
 clock or come near a limit. The code runs in the sandbox, in a fresh process for each call, because a machine need not
-trust the author of a run. If the node's operator sets SHOAL_TRUST_RUN=1, these processes are forked from an unsandboxed
-process that has loaded the file and may import installed packages.
+trust the author of a run. If the node's operator sets SHOAL_TRUST_RUN=1, the process of each call is forked from an
+unsandboxed process that has loaded the file and may import installed packages.
 Left out: code in several files; environment state between calls.
 """
 

@@ -19,7 +19,7 @@ from shoal.sandbox import PLAIN, Budget, CallResult, ProgramLimits, RemoteFuncti
 from shoal.tasks.task import Grade, GradeError
 
 RUN = "import inside; inside.main()"  # the program that runs a file with a `main`
-# The same time zone and thread count on every machine. `sandbox/forkserver.py` fixes the hash seed.
+# This code gives every machine the same time zone and thread count. `sandbox/forkserver.py` fixes the hash seed.
 SAME = """
 import os, sys, time
 os.environ |= {"OMP_NUM_THREADS": "1", "TZ": "UTC"}

@@ -1,9 +1,9 @@
 r"""Decide with math-verify whether two mathematical answers are equal. Runs in child processes of the reward `math`.
 
 `judge` raises whatever the library raises.
-Invariants: gold and answer are parsed in the same way. Each is one answer: a list of guesses does not equal one of its
-members. Text never runs as Python. The library turns digits into numbers with sympy's `eval`, but an audit hook allows
-only numbers and symbols there. The hook also refuses to write files, start processes or open sockets.
+Invariants: the gold answer (the task's) and the model's answer are parsed in the same way. A list of guesses does not
+equal one of its members. Text never runs as Python. The library turns digits into numbers with sympy's `eval`, but an
+audit hook allows only numbers and symbols there. The hook also refuses to write files, start processes or open sockets.
 
 Whole numbers and fractions must be exactly equal. Other numbers must agree to six decimals and four significant digits.
 These also count as equal: expressions that simplify to the same expression; sets in any order, but tuples only in the

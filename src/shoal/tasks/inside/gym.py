@@ -18,9 +18,9 @@ from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
 VERSION = version("reasoning_gym")
-# For eval(): no parenthesis, dot, brace or colon, so no call, attribute or lambda; no lower-case name.
+# An answer for eval() has no parenthesis, dot, brace or colon, so no call, attribute or lambda. It has no lower-case name.
 LITERAL = re.compile(r"[\dA-Z_\s\[\],'\"-]*", re.ASCII)
-# For sympy.parse_expr: no quotes; names are single letters or functions; dots occur only in numbers.
+# An answer for sympy.parse_expr has no quotes. Its names are single letters or functions. Its dots occur only in numbers.
 WORD = r"\b(?:[A-Za-z]|pi|a?(?:sin|cos|tan)h?|cot|sec|csc|exp|log|ln|sqrt|Abs)\b"
 FORMULA = re.compile(rf"(?:[\d\s+\-*/^%(),]|(?<=\d)\.|\.(?=\d)|{WORD})*+", re.ASCII)
 EVALUATED = dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), LITERAL)

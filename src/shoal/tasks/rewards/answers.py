@@ -1,4 +1,6 @@
-"""The reward `number`: 1 if the last number of the last box, or else of the completion, is the answer, as in GSM8K.
+"""The reward `number`: 1 if the last number of the completion is the task's answer, as in GSM8K, else 0.
+
+If the last box holds a number, only the text in that box counts.
 
 Invariant: a grade depends only on the task's answer and the completion. Numbers are compared as canonical text, exactly
 and at any length. If the task's answer has no number, every grade is a `grader_error`.
@@ -34,7 +36,7 @@ def _grade(task: Task, completion: str) -> Grade:
 
 
 def last_number(text: str) -> str | None:
-    r"""Return the last number of the last \boxed{}, or else of the text, as canonical text.
+    r"""Return the last number of the last \boxed{}, or else the last number of the text, as canonical text.
 
     >>> last_number("She pays $1,250.50."), last_number(r"\\boxed{018} of 20"), last_number("none")
     ('1250.5', '18', None)

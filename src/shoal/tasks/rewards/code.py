@@ -74,7 +74,7 @@ class Candidate:
         frame = self._receive()
         if frame[:NUMBER_BYTES] != number:
             raise FailedError("it answered before it was called")
-        if len(frame) == NUMBER_BYTES:  # it would end the tests' process, and the tests would be blamed
+        if len(frame) == NUMBER_BYTES:  # it would end the tests' process, so the tests would be blamed
             raise FailedError("its answer is empty")
         return frame[NUMBER_BYTES:]
 
@@ -195,7 +195,7 @@ class Code:
         return Grade(1.0, detail=_all_pass(len(tests.cases)), repeatable=repeatable)
 
     def _calls(self, tests: Functional | Asserts, program: str) -> Grade:
-        """Call the program in one process for all cases."""
+        """Run the program in one process, and call its function there for every case."""
         grade = Grade(1.0, detail=_all_pass(len(tests.cases) if isinstance(tests, Functional) else 1))
         checked: list[Result] = []
         with self.candidates.open(Program(RUN)) as process:

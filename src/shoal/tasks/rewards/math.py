@@ -251,7 +251,7 @@ def _formulas(text: str) -> list[Span]:
 
 
 def _in_dollars(inner: str, after: str) -> bool:
-    """Return whether dollar signs enclose a formula. As in pandoc: no space just inside them, no digit after them."""
+    """Return whether dollar signs enclose a formula. As in pandoc, no space may follow the first, no digit the second."""
     if (inner[:1].isspace() or inner[-1:].isspace()) and not COMMAND.search(inner.replace("\\$", "")):
         return False
     return not after.isdigit() and not (prose(inner) and " " in inner.strip())

@@ -1,9 +1,9 @@
 """Read a source of the config row by row: a file, a folder, a hub data set or a generator.
 
 A schema or the config's field map turns each row into a task.
-A file of a folder or data set belongs to the split whose name is a word of its path below the folder
-("gsm8k_test.jsonl", "test-00000-of-00001.parquet", "test/0000.parquet"). If no file names a split, all files belong to
-`train`.
+A file of a folder or data set belongs to the split whose name is a word of the file's path below the folder. Examples for
+`test`: "gsm8k_test.jsonl", "test-00000-of-00001.parquet", "test/0000.parquet". If no file names a split, all files belong
+to `train`.
 Invariants: each row becomes a task, is counted as left out with a reason, or raises an error that names file and row.
 The order in which files are listed does not matter.
 """

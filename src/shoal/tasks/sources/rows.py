@@ -32,7 +32,7 @@ Row = Mapping[str, Any]
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield every row with its number, counted from 1. In JSON lines, count empty lines too. Raise TasksNotFoundError.
 
-    `columns`: read only these from Parquet.
+    `columns`: the only columns to read from Parquet; JSON rows have all their columns.
     """
     return _parquet_rows(path, columns) if path.name.endswith(PARQUET) else _json_rows(path)
 
@@ -97,7 +97,7 @@ class TaskFields:
     answer: str = ""
     tests: str = ""  # JSON, see `code_tests`
     metadata: str = ""  # JSON
-    reward: str = ""  # its schema's default
+    reward: str = ""  # the reward of the row's schema
 
 
 class RowError(TasksNotFoundError):
