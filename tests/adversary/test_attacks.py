@@ -1,4 +1,4 @@
-"""Every attack in the matrix submits a lie. Attacks that are detectable with any model are rejected for the right reason."""
+"""Each attack in ATTACKS submits changed rows. Those detectable with any model are rejected for the expected reason."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -31,7 +31,7 @@ CONFIG = parse(
 ASSIGNMENT = offline_assignment(CONFIG, ALICE.public, 0)
 REASONS = {  # for attacks that are detectable with any model
     "honest": None,
-    "previous_version": Reason.PROOF,  # the two versions in these tests have entirely different weights
+    "previous_version": Reason.PROOF,  # because these two versions have unrelated weights
     "version_5_steps_ago": Reason.PROOF,
     "other_model": Reason.PROOF,
     "other_system_prompt": Reason.PROOF,
@@ -56,8 +56,8 @@ REASONS = {  # for attacks that are detectable with any model
 }
 SUBTLE = {
     *("spends_tolerance", "spends_tolerance_down"),  # designed to pass the limits; see test_exact.py
-    *("int8_weights", "int4_weights", "fp8_cache", "fp16_cache"),  # with few tokens they look like honest numerics
-    "end_suppressed",  # one wrong token in a completion of 40; the limits are fractions of all tokens
+    *("int8_weights", "int4_weights", "fp8_cache", "fp16_cache"),  # with few tokens they look like rounding
+    "end_suppressed",  # one wrong token in 40 is within the limits, which are fractions of all tokens
 }
 
 
@@ -108,7 +108,7 @@ def test_attacks_that_are_detectable_with_any_model_are_detected(
     case = judge.open(ASSIGNMENT, ALICE.public, files[name])
     assert isinstance(case, Case), case
     finding = judge.examine([case])[0].finding
-    expected = [REASONS[name]] if name in REASONS else [Reason.SAMPLING, Reason.TERMINATION]  # other sampling methods
+    expected = [REASONS[name]] if name in REASONS else [Reason.SAMPLING, Reason.TERMINATION]  # it samples differently
     assert (finding and finding.reason) in expected, finding
 
 

@@ -57,8 +57,8 @@ def test_spending_the_tolerance_gains_reward_only_outside_an_exactness_class(
     files: dict[str, bytes], judge: Judge, name: str, sign: int
 ) -> None:
     honest, attack = examined(judge, files["honest"]), examined(judge, files[name], exact=False)
-    assert attack.finding is None, "the attack stays within the limits"
+    assert attack.finding is None, "the attack must stay within the limits"
     assert sign * (sum(attack.case.rewards) - sum(honest.case.rewards)) > 0, (
-        "the attack moves the reward in the intended direction"
+        "the attack must move the reward in the intended direction"
     )
     assert examined(judge, files[name]).finding is not None

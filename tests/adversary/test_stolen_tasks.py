@@ -80,19 +80,19 @@ def test_uploading_a_workers_rollouts_first_is_slashed_and_the_worker_is_accepte
 def test_a_copy_without_a_verdict_does_not_own_its_content(site: Site) -> None:
     alices, mallorys = site.harness.task(ALICE.public), site.harness.task(MALLORY.public)
     site.upload(site.mallory, mallorys, signed(site.mallory, mallorys, produced(site.alice, alices)))
-    site.harness.claims("f" * 64, 1)  # another validator claims the copy
+    site.harness.claims("f" * 64, 1)  # another validator claims the copy and never judges it
     site.upload(site.alice, alices, site.alice.submission(alices))
     assert site.judge() is None
     assert site.harness.status().slashed == []
 
 
 def test_a_workers_next_rollouts_cannot_be_computed_before_its_assignment(site: Site) -> None:
-    """Run, step, version, digest, key and number are public beforehand. Without the nonce they yield other tasks."""
+    """The nonce is the only part of an assignment that is secret beforehand. Without it, the seeds are different."""
     first = site.harness.accepted(ALICE.public, useful=(False, False))
     public = first.model_copy(update={"number": 1, "id": f"{ALICE.public[:16]}-000001"})
     alices = site.harness.task(ALICE.public)
     known = {"nonce": alices.nonce, "upload_path": alices.upload_path, "deadline_s": alices.deadline_s}
-    assert public.model_copy(update=known) == alices, "only the nonce is missing"
+    assert public.model_copy(update=known) == alices, "everything but the nonce must be known beforehand"
     seeds = [{seed for plan in site.alice.plan(assignment) for seed in plan.seeds} for assignment in (public, alices)]
     assert not seeds[0] & seeds[1]
 

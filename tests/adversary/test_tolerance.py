@@ -97,7 +97,7 @@ def test_the_adaptive_attacker_is_dismissed(
         used, reward = judged(judge, liar, len(gains))
         gains.append(reward - judged(judge, honest, len(gains))[1])
         states.append(uploaded(harness, used))
-    assert sign * fmean(gains) > 0, "until then the attacker moves the reward in the intended direction"
+    assert sign * fmean(gains) > 0, "until then the attacker must move the reward in the intended direction"
     assert states[-1] == "rejected", f"not dismissed within {MAX_SUBMISSIONS} submissions"
     assert harness.kinds().count("dismissed") == 1 and "slashed" not in harness.kinds()
 
@@ -119,11 +119,11 @@ def test_regeneration_detects_each_changed_completion(
     improved, spoiled = regenerate(judge, lied, 32)
     if name.endswith("down"):
         improved, spoiled = spoiled, improved
-    assert improved >= moved - 1 and spoiled <= 1, "one near tie may break differently on this machine"
-    assert 0 < sum(regenerate(judge, lied, 3)) <= 3, "no more than requested"
+    assert improved >= moved - 1 and spoiled <= 1, "at most one near tie may break differently on this machine"
+    assert 0 < sum(regenerate(judge, lied, 3)) <= 3, "of 3 regenerated rollouts, 1 to 3 must have a different reward"
     assert sum(regenerate(judge, honest, 32)) <= 1
     near = replace(lied, grades=[replace(grade, repeatable=False) for grade in lied.grades])
-    assert regenerate(judge, near, 32) == (0, 0), "rewards near the time limit are not compared"
+    assert regenerate(judge, near, 32) == (0, 0), "rewards near the time limit must not be compared"
 
 
 @pytest.mark.parametrize("regenerated", [0, 4])

@@ -1,4 +1,4 @@
-"""Every lie about an environment's answers is rejected for a hard reason. The honest control is accepted."""
+"""Every lie about an environment's answers is rejected for a hard reason. An honest file is accepted."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -51,7 +51,7 @@ def test_the_limits_are_the_worst_values_times_a_margin(out: Path, tmp_path: Pat
         worst = max(row[statistic] for row in measured["rows"])
         assert worst == measured["worst"]["torch"][statistic]
         assert getattr(resolved.validator, limit) == pytest.approx(max(margin * worst, floor), abs=1e-4)
-    assert resolved.validator.check_floor == CONFIG.validator.check_floor, "other fields stay"
+    assert resolved.validator.check_floor == CONFIG.validator.check_floor, "a field without a measured limit must stay"
 
 
 def test_the_bounds_hold_for_the_noisiest_pair(out: Path, tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_bounds_count_misses_beyond_fractions_of_the_new_limit() -> None:
     assert pairs["bfloat16|float32"]["beyond"] == [8, 6, 4, 2] and pairs["bfloat16|float32"]["exposure"] == 200
     assert pairs["float32|float32"]["beyond"] == [0, 0, 0, 0]
     evidence = bounds(pairs)
-    assert evidence["rates"] == pytest.approx([0.135, 0.105, 0.075, 0.045]), "three times the observed number plus one"
-    assert evidence["logprob_error_mean"] == pytest.approx(0.02 / 1.5, abs=1e-5), "the floor, for figures near 0"
+    assert evidence["rates"] == pytest.approx([0.135, 0.105, 0.075, 0.045]), "each rate must be 3 (misses + 1) / 200"
+    assert evidence["logprob_error_mean"] == pytest.approx(0.02 / 1.5, abs=1e-5), "figures near 0 must give the floor"
 
 
 def test_every_worker_condition_is_measured_under_every_validator_condition(out: Path) -> None:
@@ -86,7 +86,7 @@ def test_every_worker_condition_is_measured_under_every_validator_condition(out:
     workers = {json.dumps(row["worker"]) for row in rows}
     validators = {json.dumps(row["validator"]) for row in rows}
     assert (len(workers), len(validators), len(rows)) == (4, 4, 16)
-    assert any(row["logprob_error_mean"] > 1e-4 for row in rows), "between dtypes"
+    assert any(row["logprob_error_mean"] > 1e-4 for row in rows), "different dtypes must give different logprobs"
     alike = [row for row in rows if row["worker"]["dtype"] == row["validator"]["dtype"] == "float32"]
     assert max(row["logprob_error_mean"] for row in alike) < 1e-4
     assert all(row["rollouts"] == 4 and row["failed_checks"] == 0 for row in rows)

@@ -36,12 +36,14 @@ def test_config_prints_the_resolved_values(small: str, tmp_path: Path, capsys: p
         (tmp_path / f"{number}.toml").write_text(f"[validator]\ncount = {number}\n")
     overlays = ["--with", str(tmp_path / "1.toml"), "--with", str(tmp_path / "2.toml")]
     overrides = ["--set", "learner.loss.beta=0.5", "--set", "model.name=./nowhere"]
-    assert main(["config", small, *overlays, *overrides]) == DONE, "values are not checked against this machine"
+    assert main(["config", small, *overlays, *overrides]) == DONE, (
+        "`shoal config` must not check values against this machine"
+    )
     printed = tmp_path / "printed.toml"
     printed.write_text(capsys.readouterr().out)
     config = load(printed)
     assert (config.run.steps, config.learner.loss.beta, config.model.name) == (3, 0.5, "./nowhere")
-    assert config.validator.count == 2, "the last overlay wins"
+    assert config.validator.count == 2, "the last overlay must win"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_every_command_reports_a_wrong_argument_in_one_line_and_creates_nothing(
     assert main([command, *WRONG[command].replace("{small}", small).split()]) == USAGE
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith(f"shoal {command}: ") and len(printed.err.splitlines()) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["small.toml"], "nothing was created"
+    assert [path.name for path in tmp_path.iterdir()] == ["small.toml"], "the command must create nothing"
 
 
 def test_a_missing_file_is_a_usage_error_only_if_the_arguments_name_it(

@@ -26,7 +26,7 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return changed
 
 
-def test_it_shows_the_run_and_what_this_machine_lacks(
+def test_discover_shows_the_run_and_what_this_machine_lacks(
     offered: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     requirements = RequirementsSection(engines=["vllm"], stake=7, places=3).model_dump()
@@ -52,7 +52,7 @@ def test_an_open_runs_invite_is_written(
     assert f"stakes 1: shoal pool discover {URL} --out worker.invite" in printed
     assert main(["pool", "discover", URL, "--out", str(out)]) == DONE
     assert read_invite(str(out)) == made
-    assert main(["pool", "discover", URL, "--out", str(out)]) == USAGE, "no invite is overwritten"
+    assert main(["pool", "discover", URL, "--out", str(out)]) == USAGE, "no invite may be overwritten"
 
 
 def test_a_published_invite_is_open_and_in_the_pools_folder(tmp_path: Path) -> None:

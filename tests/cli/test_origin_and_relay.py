@@ -50,7 +50,7 @@ class InThread:
 
     def join(self) -> Any:
         self.thread.join(60)
-        assert not self.thread.is_alive(), "did not end in time"
+        assert not self.thread.is_alive(), "the role did not end in time"
         return self.result
 
     def stopped(self) -> Any:
@@ -202,7 +202,7 @@ def test_a_version_goes_from_the_learners_folder_through_origin_and_relay(site: 
     files = site.write(1)
     wait_until(lambda: site.node("relay").policy_version == 1)
     assert fetched(site, publisher, 1, reader.reader_pass) == files
-    assert [json.loads(body)["version"] for body in site.announced()] == [0, 1], "each is announced once"
+    assert [json.loads(body)["version"] for body in site.announced()] == [0, 1], "each version must be announced once"
     site.end()
     assert (origin.join(), relay.join()) == ("finished", "finished")
 
@@ -285,7 +285,7 @@ def test_a_version_is_announced_only_when_it_is_complete(site: Site) -> None:
     header = b'{"w":{"dtype":"BF16","shape":[5000],"data_offsets":[0,10000]}}'
     (temporary / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(10_000))
     time.sleep(5 * WATCH_S)
-    assert site.status().newest_version == 0, "the learner is still writing"
+    assert site.status().newest_version == 0, "a version that is still being written must not be published"
     temporary.rename(site.watched / "v000001")
     wait_until(lambda: site.status().newest_version == 1)
     assert [json.loads(body)["version"] for body in site.announced()] == [0, 1]

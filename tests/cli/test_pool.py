@@ -75,7 +75,7 @@ def test_a_pool_has_a_private_invite_for_every_node_and_prints_the_commands(
     assert "shoal worker --join worker-0.invite --dir worker-0\n" in printed
     assert "shoal origin --join origin.invite --dir origin --watch learner/versions\n" in printed
     assert f"shoal pool status {URL}\n" in printed
-    assert "origin.listen and relays.listen announce 127.0.0.1" in printed, "others could not fetch weights"
+    assert "origin.listen and relays.listen announce 127.0.0.1" in printed, "there must be a warning"
 
 
 def test_each_of_the_learners_sites_has_an_invite_and_its_commands(
@@ -88,7 +88,7 @@ def test_each_of_the_learners_sites_has_an_invite_and_its_commands(
     assert "shoal learner --join learner.invite --dir learner --site site-0.invite\n" in printed
     assert "shoal learner --join learner-1.invite --dir learner-1 --site site-1.invite\n" in printed
     assert "shoal origin --join origin.invite --dir origin --watch meet/versions\n" in printed
-    assert "pool up" not in printed, "`shoal pool up` starts no sites"
+    assert "pool up" not in printed, "`shoal pool up` cannot start sites, so it must not be suggested"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def running(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     init(config, tmp_path / "pool", url="http://127.0.0.1:1")
     settings = tmp_path / "pool" / "config.toml"
     settings.write_text(settings.read_text().replace('"127.0.0.1:1"', '"127.0.0.1:0"'))
-    Address(url="", run="sums").write(tmp_path / "pool")  # then the coordinator writes the URL that it listens at
+    Address(url="", run="sums").write(tmp_path / "pool")  # so the coordinator writes its own URL
     stop = replace_begin(monkeypatch)
     statuses: list[int] = []
     thread = threading.Thread(target=lambda: statuses.append(main(["coordinator", "--dir", str(tmp_path / "pool")])))
@@ -186,7 +186,7 @@ def test_a_start_of_the_coordinator_keeps_the_pools_url(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     init(config, tmp_path / "pool", url="http://127.0.0.1:8700")
-    replace_begin(monkeypatch).set()  # it listens, then ends
+    replace_begin(monkeypatch).set()  # the coordinator listens, then ends
     assert main(["coordinator", "--dir", str(tmp_path / "pool"), "--port", "0"]) == DONE
     assert Address.read(tmp_path / "pool") == Address(url="http://127.0.0.1:8700", run=run_of(tmp_path, "sums"))
 
@@ -235,7 +235,7 @@ def test_more_nodes_can_be_invited_later(config: str, tmp_path: Path, capsys: py
     assert main(invite) == DONE
     assert Invite.decode(capsys.readouterr().out).url == URL
     assert main([*invite, "--out", str(tmp_path / "nine.invite")]) == DONE
-    assert main([*invite, "--out", str(tmp_path / "nine.invite")]) == USAGE, "no invite is overwritten"
+    assert main([*invite, "--out", str(tmp_path / "nine.invite")]) == USAGE, "no invite may be overwritten"
     assert capsys.readouterr().out == ""
     assert Invite.decode((tmp_path / "nine.invite").read_text()).run == run_of(tmp_path, "sums")
     assert mode(tmp_path / "nine.invite") == 0o600

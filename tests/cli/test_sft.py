@@ -34,7 +34,7 @@ def small(tiny_folder: Path, tmp_path: Path) -> str:
     return str(path)
 
 
-def test_it_prints_the_folder_of_a_model_that_loads(
+def test_sft_prints_the_folder_of_a_model_that_loads(
     small: str, stop: threading.Event, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sft", small, "--set", "sft.epochs=2", "--out", str(tmp_path / "out")]) == DONE
@@ -78,7 +78,7 @@ def test_a_failure_is_reported_in_one_line(
     assert last.startswith("shoal sft: ") and words in last
 
 
-def test_without_a_config_it_makes_the_tiny_model_once(
+def test_sft_without_a_config_makes_the_tiny_model_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     trained: list[object] = []

@@ -66,7 +66,9 @@ def test_a_folder_goes_from_origin_through_relay_to_client(
     status = main(["fetch", urls, "--key", origin["key"], "--out", str(tmp_path / "out"), "--wait", "20"])
     printed = capsys.readouterr()
     assert status == 0 and printed.out == f"{tmp_path / 'out' / 'v000000'}\n"
-    assert "fetching version 0" in printed.err and relay["url"] in printed.err, "the version and the server"
+    assert "fetching version 0" in printed.err and relay["url"] in printed.err, (
+        "the bar must name the version and the server"
+    )
     assert (tmp_path / "out" / "v000000" / "weights").read_bytes() == (tmp_path / "model" / "weights").read_bytes()
 
 
@@ -148,7 +150,7 @@ def test_a_fetch_of_a_version_that_exists_writes_nothing(tmp_path: Path, started
     (out / ".lock").unlink(missing_ok=True)
     before = sorted(path.name for path in out.iterdir())
     assert main(fetching) == 0
-    assert sorted(path.name for path in out.iterdir()) == before, "nothing was written"
+    assert sorted(path.name for path in out.iterdir()) == before, "the second fetch must write nothing"
 
 
 @pytest.mark.parametrize(

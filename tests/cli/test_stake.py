@@ -22,7 +22,7 @@ from ..ledger.stakes_support import anvil_node
 from .support import wait_until
 
 PATIENCE_S = 120.0
-PRIVATE_KEY = "0x59c6995e998f97a5a0044966f0945389dc9e86dae88c7a8412f4603b6b78690d"  # of anvil's second account: public
+PRIVATE_KEY = "0x59c6995e998f97a5a0044966f0945389dc9e86dae88c7a8412f4603b6b78690d"  # anvil's second account
 SETTINGS: dict[str, Any] = {
     "coordinator": {"prompts_per_step": 4},
     "learner": {"optimizer_steps_per_step": 1},
@@ -78,7 +78,7 @@ def test_a_stranger_stakes_on_a_chain_and_gets_tasks(tmp_path: Path, capsys: pyt
             node = join()
             section = node.config().ledger
             assert (section.contract, section.rpc, section.key_file) == (contract, "", ""), (
-                "the operator's own settings"
+                "the operator's rpc and key_file must not reach a node"
             )
             assert node.name.startswith("guest-")
             wait_until(lambda: not waits_for(node).startswith("more stake"))

@@ -13,7 +13,7 @@ from shoal.config.tasks import SourceSection
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
-INTELLECT_2 = {  # DESIGN section 4; arXiv 2505.07291, sections 3 and 4
+INTELLECT_2 = {  # arXiv 2505.07291, sections 3 and 4
     "learner.loss.kind": "grpo",
     "learner.loss.epsilon": 0.2,
     "learner.loss.delta": 4.0,
@@ -105,7 +105,9 @@ def test_an_unset_field_follows_the_field_that_is_set(
     tmp_path: Path, overrides: list[str], path: str, value: int
 ) -> None:
     assert value_at(overridden(tmp_path, *overrides), path) == value
-    assert value_at(Config(), path) != value or value == 256, "the default itself is unchanged"
+    assert value_at(Config(), path) != value or value == 256, (
+        "the default must differ, so that the value shows the override"
+    )
 
 
 # --- overrides ----------------------------------------------------------------------------------------------
@@ -224,7 +226,7 @@ def test_an_overlay_changes_only_the_keys_it_names(tmp_path: Path) -> None:
     config = load(base, ["validator.count=2"], [above, top])
     assert (config.run.steps, config.validator.proof_exponent_mean, config.validator.count) == (5, 4.5, 2)
     assert (config.learner.lr, config.learner.loss.beta, config.learner.loss.epsilon) == (1e-5, 0.25, 0.1)
-    assert load(base, ["run.steps=6"], [top]).run.steps == 6, "an override wins over all files"
+    assert load(base, ["run.steps=6"], [top]).run.steps == 6, "an override must win over all files"
 
 
 @pytest.mark.parametrize(
@@ -290,7 +292,7 @@ VALIDATOR: dict[str, Any] = {
 def test_limits_of_an_engine_replace_the_sections_own() -> None:
     section = parse({"validator": VALIDATOR}).validator
     own = section.of("vllm/cpu")
-    assert (own.sampling_margin, own.logprob_error_mean) == (1.5, 0.07), "a limit that it omits is the section's own"
+    assert (own.sampling_margin, own.logprob_error_mean) == (1.5, 0.07), "an omitted limit must be the section's own"
     assert section.of("").sampling_margin == section.of("vllm/cuda").sampling_margin == 0.5
 
 

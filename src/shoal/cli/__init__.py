@@ -1,4 +1,4 @@
-"""The command line: arguments in, exit status out. `main` maps each command's name to its module.
+"""The command line turns arguments into an exit status. `main` maps each command's name to its module.
 
 training, nodes, serve, evals, check   the commands; pool/ and audit/ are groups of their own
 roles              start a role that computes                  origin_and_relay   start the origin or a relay

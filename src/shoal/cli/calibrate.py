@@ -53,7 +53,7 @@ from shoal.worker.produce import Producer
 
 RUN = "calibration"
 MARGIN = 1.5  # a limit is this times the worst honest value, and at least the floor in LIMITS
-TAIL_MARGIN = 3.0  # factor for the mean margin: a few rare tokens can dominate it
+TAIL_MARGIN = 3.0  # factor for the mean margin; it is larger, because a few rare tokens can dominate that mean
 LIMITS = {  # statistic -> (limit's name in [validator], floor, margin)
     "proof_exponent_mean": ("proof_exponent_mean", 4.0, MARGIN),
     "proof_mantissa_mean": ("proof_mantissa_mean", 0.5, MARGIN),
@@ -61,8 +61,8 @@ LIMITS = {  # statistic -> (limit's name in [validator], floor, margin)
     "margin_max": ("sampling_margin", 0.75, MARGIN),
     "margin_mean": ("sampling_margin_mean", 0.005, TAIL_MARGIN),
 }
-RATE_MARGIN = 3.0  # factor for [evidence] rates, after one is added to the number of misses, which may be 0
-AVERAGES = ("proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean")  # in LIMITS and in [evidence]
+RATE_MARGIN = 3.0  # factor for [evidence] rates; one is added to each number of misses first, because it may be 0
+AVERAGES = ("proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean")  # in both LIMITS and [evidence]
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
                 for judge in judges:
                     judge.load(folder)
                 for number in range(submissions):
-                    groups = 1 if number % 2 else None  # a mean over few tokens is noisier
+                    groups = 1 if number % 2 else None  # 1 too, because a mean over few tokens is noisier
                     assignment = offline_assignment(config, identity.public, number, groups=groups)
                     with use_threads(generation.threads):
                         data = producer.submission(assignment)
@@ -225,7 +225,7 @@ def honest_figures(judge: Judge, assignment: Assignment, worker: str, data: byte
 
 
 def _judge(config: Config, checking: Checking) -> Judge:
-    # limits apply between machines with different numerics
+    # fast, because the limits apply between machines with different numerics
     model = config.model.model_copy(update={"numerics": "fast"})
     return Judge(config.model_copy(update={"model": model}), RUN, checking.dtype, row_tokens=checking.row_tokens)
 

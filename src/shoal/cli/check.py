@@ -1,7 +1,7 @@
 """Commands to use before a run: `shoal check`, `shoal config`, `shoal calibrate`.
 
 `shoal check [CONFIG]` prints one line per finding: whether a run works here, how long it takes, how much memory and disk it
-needs, and what to do about a problem. Invariant: it starts and changes nothing. Exit status 1 if a check fails, else 0.
+needs, and what to do about a problem. Invariant: it starts and changes nothing. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.cli.preflight.machine import CheckLine
     from shoal.config import Config
 
-PROMPT = 64  # tokens; used if the model's tokenizer is not on this machine
+PROMPT = 64  # assumed length in tokens, if the model's tokenizer is not on this machine
 
 
 def add_commands(commands: Commands) -> None:

@@ -55,7 +55,7 @@ class Config(Section):
 
     @property
     def reach(self) -> Literal["local", "private", "public"]:
-        """`relays.reach`; for auto, local or public, depending on where the coordinator listens."""
+        """`relays.reach`. If that is auto: local if the coordinator listens on loopback, else public."""
         if self.relays.reach != "auto":
             return self.relays.reach
         return "local" if self.coordinator.host in LOOPBACK else "public"
@@ -87,7 +87,7 @@ class Config(Section):
             self._default("sampling", max_turns=max(self.sampling.max_turns, TURNS))
         if learner.sites:
             self._default("sites", sites=learner.sites)
-            self._default("sites", kind="bf16")  # a step's changes at a small learning rate are below fp16's range
+            self._default("sites", kind="bf16")  # because a step's small changes are below fp16's range
             self._default("sites", lr=1.0)
             self._default("sites", momentum=0.0)
             self._default("sites", wait_s=300.0)

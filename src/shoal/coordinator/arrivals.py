@@ -6,7 +6,7 @@
                 again. It may still be uploaded while a batch can take its version. If it is accepted, its worker's own
                 time becomes longer
     missed      its worker requests another task and will not upload this one, because the worker has newer weights, or
-                lost a task that is older than `assignment.DEADLINE_S`, or lost an announced file
+                lost this task and it is older than `assignment.DEADLINE_S`, or lost the file that it announced
     rest        after a miss, for the pool's median time * 2 ^ (tasks missed in a row - 1) * 2 ^ (8 * share missed)
     suspension  when the recent share of missed tasks reaches SUSPEND_SHARE
 

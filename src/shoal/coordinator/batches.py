@@ -1,8 +1,8 @@
 """Batches of accepted groups, and reports by the trusted roles: published versions, trained steps, evaluations.
 
-A group is useful if its rewards differ and no grader error occurred in it: the reward of a completion with a grader
-error means nothing. With `coordinator.online_filter = false`, groups with equal rewards are useful too. Useful groups
-of allowed age fill the steps' batches, oldest first. At most UNCHECKED_SHARE (`trust`) of a batch comes from
+A group is useful if its rewards differ and no grader error occurred in it, because the reward of a completion with a
+grader error means nothing. With `coordinator.online_filter = false`, groups with equal rewards are useful too. Useful
+groups of allowed age fill the steps' batches, oldest first. At most UNCHECKED_SHARE (`trust`) of a batch comes from
 submissions that were not prefilled whole. `learner/groups` describes which groups of a batch the learner leaves out.
 
 Invariants: a full batch never changes, so a restarted learner trains on the same groups. No group is in two batches. A
@@ -142,7 +142,8 @@ class Learning:
 def score_metrics(db: Database, step: int) -> dict[str, float]:
     """Return metrics of rewards, sources and lengths of the groups accepted while a step was open.
 
-    Return no metrics if no group was accepted. Groups left over from earlier steps can fill a batch at once.
+    Return no metrics if no group was accepted, which can happen when groups left over from earlier steps fill the batch
+    at once.
     """
     rewards = db.groups.rewards_during(step)
     if rewards is None:

@@ -1,7 +1,8 @@
 """Lies that a coordinator can sign with its own key to cheat or frame a worker, each with the audit's error.
 
 Each lie is written as a modified coordinator would write it: the chain is signed, validators have co-signed its heads,
-and the tables are sealed. The coordinator cannot sign for workers or validators, so all files added here are honest.
+and the tables are sealed. The coordinator cannot sign for workers, so each rollout file added here is signed by its
+worker.
 """
 
 import json
@@ -194,12 +195,12 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
     ),
     "forfeit before slash": (forfeit_before_slash, "neither slashed nor dismissed"),
     "no pay at the end": (lambda run: run.drop(all_credited(run, BOB)[-1]), "neither paid nor forfeited"),
-    "no pay when covered": (
+    "no pay although later checks cover the work": (
         lambda run: run.drop(all_credited(run, ALICE)[0]),
         "does not pay .*, which later checks cover",
     ),
     "pay nobody": (lambda run: run.drop(*all_credited(run)), "does not pay"),
-    "keep lost pay": (lambda run: run.drop(run.find("forfeited")), "neither paid nor forfeited"),
+    "no forfeit after a slash": (lambda run: run.drop(run.find("forfeited")), "neither paid nor forfeited"),
     "pay twice": (
         lambda run: run.add("credited", dict(all_credited(run, ALICE)[0])),
         "not an accepted, unsettled submission",
@@ -229,8 +230,11 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
         lambda run: slash(run, run.file(BOB, 5) | {"nonce": "0" * 32}, "sampling"),
         "says nonce",
     ),
-    "slash for another size": (lambda run: slash(run, run.file(BOB, 5) | {"groups": 3}, "tasks"), "says groups"),
-    "slash for another version": (
+    "slash with another number of groups": (
+        lambda run: slash(run, run.file(BOB, 5) | {"groups": 3}, "tasks"),
+        "says groups",
+    ),
+    "slash with another version": (
         lambda run: slash(run, run.file(BOB, 5) | {"version": 1}, "proof"),
         "says policy_version",
     ),
@@ -274,10 +278,10 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
         "was not accepted",
     ),
     "batch of unjudged": (lambda run: batch_with(run, f"{BOB.public[:16]}-000044"), "was not accepted"),
-    "batch of one group": (lambda run: batch_with(run, *run.find("batch", step=2)["groups"][1]), "is in two batches"),
+    "the same group twice": (lambda run: batch_with(run, *run.find("batch", step=2)["groups"][1]), "is in two batches"),
     "batch after the end": (
         lambda run: run.add("batch", run.find("batch", step=2) | {"step": 3}),
-        "is not the batch of step 4 of 3",
+        "is a batch for step 4, but the run has 3 steps",
     ),
     "step after the end": (lambda run: run.add("trained", dict(run.find("trained", step=2))), "records step 3"),
     "version after the end": (

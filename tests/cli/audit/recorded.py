@@ -1,7 +1,7 @@
 """Record a finished run's folder with the code of coordinator, learner and origin, but without a model.
 
-It has three steps of three groups. Files are real and signed, rollouts are made up, and weights are a few numbers. One
-worker has one file rejected for a soft reason, and is slashed for another file.
+The run has three steps of three groups. Files are real and signed, rollouts are made up, and weights are a few numbers.
+One worker has one file rejected for a soft reason, and is slashed for another file.
 """
 
 import json

@@ -53,7 +53,7 @@ def test_a_dismissal_needs_evidence_that_follows_from_the_verdicts(
 
 @pytest.mark.parametrize("reason", ["unreadable", "signature", "context"])
 def test_a_rejection_that_its_file_does_not_explain_is_counted(finished: Path, tmp_path: Path, reason: str) -> None:
-    """It is not a broken link: the validator may have run out of time or memory."""
+    """Such a rejection is not a broken link, because the validator may have run out of time or memory."""
     folder = copy_of(finished, tmp_path / "run")
     with forging(folder) as ledger:
         reject(ledger, ledger.file(BOB, 5), reason)

@@ -34,7 +34,7 @@ def honest(worker: Producer) -> bytes:
 
 @pytest.fixture
 def run(tiny_folder: Path, tmp_path: Path) -> Any:
-    """A run whose folder still has the version."""
+    """A run whose folder still has the weights of the version."""
     versions = tmp_path / "learner" / "versions"
     versions.mkdir(parents=True)
     (versions / version_name(VERSION)).symlink_to(tiny_folder)
@@ -57,7 +57,7 @@ def slashed(run: Any, data: bytes, reason: str = "proof") -> AuditState:
 
 
 def test_a_slash_for_an_honest_file_is_a_broken_link(run: Any, honest: bytes) -> None:
-    with pytest.raises(BrokenError, match="was slashed for proof; a validator would accept it") as broken:
+    with pytest.raises(BrokenError, match="was slashed for proof, but a validator would accept") as broken:
         judge_rejections(run, slashed(run, honest), limit=4)
     assert broken.value.link == f"rejection of {ASSIGNMENT.id}"
 
@@ -65,7 +65,7 @@ def test_a_slash_for_an_honest_file_is_a_broken_link(run: Any, honest: bytes) ->
 def test_a_slash_for_a_soft_fault_is_a_broken_link(run: Any, worker: Producer) -> None:
     rows = produced(worker, ASSIGNMENT)
     rows[0] = replace(rows[0], logprobs=[7.0] * len(rows[0].logprobs))
-    with pytest.raises(BrokenError, match=r"a validator would reject it softly \(bounds\)"):
+    with pytest.raises(BrokenError, match=r"a validator would reject the file softly \(bounds\)"):
         judge_rejections(run, slashed(run, signed(worker, ASSIGNMENT, rows)), limit=4)
 
 

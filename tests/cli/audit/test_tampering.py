@@ -41,7 +41,7 @@ def test_a_batch_whose_size_differs_from_the_config_is_named(tmp_path: Path, nee
     run.submit(ALICE, 0)
     run.submit(BOB, 0)
     [entry] = run.pool.db.ledger.entries(kind="batch")
-    assert broken(run, "is not the batch of step 1").link == f"ledger entry {entry.seq}"
+    assert broken(run, "is not a full batch for step 1").link == f"ledger entry {entry.seq}"
 
 
 def test_a_batch_with_too_many_unchecked_groups_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

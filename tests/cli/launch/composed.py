@@ -3,7 +3,7 @@
 Each service's name resolves to its own address in a private network. `/data` is a folder. A service starts once the
 services that it depends on are healthy. The config is replaced by a short tiny run, with one thread for each process.
 Invariant: every process is inside the namespaces that `main` moves this program into, and ends when this program ends.
-Started by `test_composed`. Needs root on Linux, iproute2 and util-linux.
+`test_composed` starts this program, which needs root on Linux, iproute2 and util-linux.
 """
 
 import json

@@ -7,7 +7,7 @@
 
 Invariant: every process is inside the namespaces that `enter_namespaces` moves this program into, and ends when this
 program ends.
-Started by `test_elsewhere`. Needs root on Linux, iproute2, util-linux, nft, nginx and openssl.
+`test_elsewhere` starts this program, which needs root on Linux, iproute2, util-linux, nft, nginx and openssl.
 """
 
 import json

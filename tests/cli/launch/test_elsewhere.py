@@ -30,8 +30,8 @@ def test_a_pool_across_sites_trains(tmp_path: Path) -> None:
     )
     result = json.loads((tmp_path / "result.json").read_text())
     assert set(result["ended"].values()) == {0}, result
-    assert result["listening_at_home"] == "", "a worker opens no port"
-    assert result["inbound"] == {"trusted to home": False, "relays to home": False}, "and nobody reaches it"
+    assert result["listening_at_home"] == "", "a worker must open no port"
+    assert result["inbound"] == {"trusted to home": False, "relays to home": False}, "no site may reach a worker"
     assert result["audit"] == "the audit found no broken link"
     with sqlite3.connect(tmp_path / "trusted" / "pool" / "pool.sqlite") as pool:
         assert pool.execute("SELECT url FROM nodes WHERE role = 'relay'").fetchall() == [("https://198.51.100.20",)]

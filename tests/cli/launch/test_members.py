@@ -55,7 +55,7 @@ def test_the_clean_up_removes_caches_old_checkpoints_and_old_rounds_only(tmp_pat
 
 
 def test_a_members_invite_is_private_and_outlasts_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # `Children` sets variables
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # a copy, because `Children` sets variables
     identity = Identity.load_or_create(tmp_path / "coordinator" / "identity.pem")
     Address(url="http://127.0.0.1:1", run=run_id("run-0", identity.public)).write(tmp_path / "coordinator")
     invites = []

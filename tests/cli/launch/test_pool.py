@@ -1,4 +1,4 @@
-"""`shoal pool up`: which processes it starts, and when it ends; and a whole pool with the commands of docs/operate.md."""
+"""`shoal pool up` starts the trusted processes, and ends with the run. A pool trains with the commands of the docs."""
 
 import json
 import os
@@ -103,7 +103,7 @@ def test_the_screen_connects_to_the_coordinator_on_this_machine(host: str, url: 
     assert local_url(settings, Address(url=url, run="sums")) == local
 
 
-def test_it_ends_once_nodes_elsewhere_have_stopped_sending_heartbeats(tmp_path: Path) -> None:
+def test_pool_up_ends_once_nodes_elsewhere_have_stopped_sending_heartbeats(tmp_path: Path) -> None:
     swarm = pool(tmp_path / "pool")
 
     def at(seen_s: float) -> bool:
@@ -112,7 +112,7 @@ def test_it_ends_once_nodes_elsewhere_have_stopped_sending_heartbeats(tmp_path: 
     assert not at(99.0)
     assert at(80.0)
     swarm.finished_s -= 61
-    assert at(99.0), "it does not wait forever for a worker that does not end"
+    assert at(99.0), "`shoal pool up` must not wait forever for a worker that does not end"
 
 
 @contextmanager

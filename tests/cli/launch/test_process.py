@@ -98,7 +98,7 @@ process.begin("child", threads=0)
 
 
 def test_freed_memory_goes_back_to_the_system() -> None:
-    """With a child's malloc settings, freed memory below a block in use is returned only by the trim."""
+    """With a child's malloc settings, only malloc_trim returns freed memory that lies below a block still in use."""
     script = """
 import time
 from pathlib import Path

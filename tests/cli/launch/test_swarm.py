@@ -81,11 +81,13 @@ def test_a_swarm_trains_on_verified_rollouts(finished: tuple[Path, str]) -> None
 
 def test_the_bound_separates_runs_that_learn_from_others() -> None:
     honest = committed_gains("tiny-learning")
-    # A new run falls below the bound with probability under 1e-4: Student's t with 9 degrees of freedom beyond 6.02.
+    # A new run misses the bound with a probability under 1e-4: that of a Student's t (9 degrees of freedom) above 6.02.
     assert len(honest) >= 10
     spread = statistics.stdev(honest) * (1 + 1 / len(honest)) ** 0.5
     assert (statistics.mean(honest) - MIN_GAIN) / spread >= 6.02
-    assert committed_gains("tiny-no-learning") == [0.0, 0.0, 0.0], "with a learning rate of 1e-12"
+    assert committed_gains("tiny-no-learning") == [0.0, 0.0, 0.0], (
+        "runs with a learning rate of 1e-12 must gain exactly 0"
+    )
 
 
 def test_nothing_is_left_running(finished: tuple[Path, str]) -> None:
@@ -163,7 +165,7 @@ def test_a_run_is_resumed_with_more_steps(finished: tuple[Path, str], tmp_path: 
     summary, first = summary_of(run), summary_of(finished[0])
     assert not any(summary["rejected"].values())
     assert summary["wall_s"] > first["wall_s"] and summary["tokens_trained"] > first["tokens_trained"], (
-        "both parts of the run count"
+        "the summary must cover both parts of the run"
     )
     assert summary["peak_together_bytes"] >= first["peak_together_bytes"]
 
@@ -311,7 +313,7 @@ def test_a_faked_fingerprint_is_not_slashed_and_a_lie_beside_it_is(tmp_path: Pat
     assert summary["accepted"]["cheater-1"] == 0
     assert summary["rejected"]["cheater-0"] == summary["reject_reasons"]["inexact"] >= 1
     exact = summary["accepted"]["worker-0"] + summary["accepted"]["worker-1"]
-    assert summary["exact"]["submissions"] == exact, "the faked fingerprint's work is outside of all classes"
+    assert summary["exact"]["submissions"] == exact, "work with the faked fingerprint must not count as exact"
     assert summary["rejected"]["worker-0"] == summary["rejected"]["worker-1"] == 0
     assert summary["exact"]["tokens"] > 0 and summary["exact"]["mismatched_tokens"] == 0
 
@@ -391,4 +393,4 @@ def test_a_worker_that_forges_a_tools_answers_is_slashed(tmp_path: Path) -> None
     assert summary["accepted"]["cheater"] == 0
     assert summary["rejected"]["worker-0"] == summary["rejected"]["worker-1"] == 0
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert min(step["completion/turns_mean"] for step in metrics) > 1.5, "the model calls the tool"
+    assert min(step["completion/turns_mean"] for step in metrics) > 1.5, "the model did not call the tool"

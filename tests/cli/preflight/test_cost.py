@@ -42,7 +42,7 @@ def test_sizes_are_read_from_a_config_json() -> None:
         "num_key_value_heads": 1, "tie_word_embeddings": True,
     }  # fmt: skip
     assert sizes_of(config) == SIZES and sizes_of(config | {"head_dim": 8}).width == 16
-    each = 4 * (4 + 2 + 2) + 4 * 4 + 3 * 4 * 8  # q, k, v, output; gate, up, down: 144
+    each = 4 * (4 + 2 + 2) + 4 * 4 + 3 * 4 * 8  # q, k, v, output; gate, up, down; 144 in all
     assert (SIZES.body, SIZES.head, SIZES.parameters) == (2 * each, 40, 2 * each + 40)
     assert replace(SIZES, tied=False).parameters == 2 * each + 80
     for changed, message in (
@@ -71,7 +71,7 @@ def test_the_work_of_a_step_follows_from_its_config() -> None:
     )
     work = work_of(config, prompt=7, length=9, useful=0.75)
     assert (work.trained, work.generated, work.at_once, work.passes, work.longest) == (10, 14, 16, 5, 2000)
-    assert (work.row_tokens, work.rows) == (2 * (7 + 8 * 9), 1), "an update trains on two groups"
+    assert (work.row_tokens, work.rows) == (2 * (7 + 8 * 9), 1), "an update of two groups must fit in one row"
     assert work_of(config, prompt=7, length=1000).rows == -(-2 * 8007 // 4000)
 
 
@@ -100,7 +100,7 @@ def test_memory_is_the_sum_of_weights_optimizer_state_activations_and_caches() -
     row = 2 * 4 * 2 + saved + 2 * 3 * 8  # recomputed: the layers' inputs, one layer, and gradients of its MLP
     learner = BASE_BYTES["learner"] + (4 + 12) * 328 + 100 * row + 2 * 4 * 10 * 100
     assert memory_of(SIZES, replace(WORK, rows=1), 2)["learner"] == learner
-    assert memory_of(SIZES, WORK, 2)["learner"] == learner + 4 * 328, "the sum of several rows' gradients"
+    assert memory_of(SIZES, WORK, 2)["learner"] == learner + 4 * 328, "several rows must add the sum of their gradients"
     assert memory_of(SIZES, replace(WORK, reference=True), 2)["learner"] == learner + (4 + 2) * 328
     whole = memory_of(SIZES, replace(WORK, rows=1, recomputes=False), 2)["learner"]
     assert whole == learner + 100 * (2 * saved - row)

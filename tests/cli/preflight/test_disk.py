@@ -42,10 +42,12 @@ def test_the_estimate_follows_the_settings_that_keep_files(more: dict[str, Any],
 
 
 def test_the_estimate_counts_relays_sites_and_their_meeting() -> None:
-    assert peak(relays={"count": Config().relays.count + 1}) - peak() > VERSION, "at least one whole version"
+    assert peak(relays={"count": Config().relays.count + 1}) - peak() > VERSION, (
+        "a relay must add at least one whole version"
+    )
     one_more = (Config().learner.keep_last + 1) * CHECKPOINT + (Config().learner.keep_versions + 1) * VERSION
     assert peak(learner={"sites": 3}) - peak(learner={"sites": 2}) == one_more
-    assert peak(learner={"sites": 1}) - peak() > 3 * CHECKPOINT, "the meeting's states"
+    assert peak(learner={"sites": 1}) - peak() > 3 * CHECKPOINT, "the estimate must count the meeting's states"
 
 
 def test_a_short_run_needs_less_space_and_keeps_only_part_of_it() -> None:

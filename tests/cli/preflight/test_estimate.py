@@ -107,9 +107,9 @@ def test_a_run_that_cannot_be_estimated_gives_the_reason_instead(tmp_path: Path)
 def test_a_check_of_a_config_estimates_time_memory_and_disk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_folder: Path
 ) -> None:
-    assert main(["check", "tiny", "--dir", str(tmp_path / "runs")]) == DONE, "the run would make the folder"
+    assert main(["check", "tiny", "--dir", str(tmp_path / "runs")]) == DONE, "a missing folder must be no problem"
     lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
-    words = {name: text for _, name, text in lines}  # the run's findings come last
+    words = {name: text for _, name, text in lines}  # of two findings with one name, the run's comes last
     assert "24 steps of " in words["time"] and words["memory"].startswith("about ")
     assert "rewards and environments passed a trial" in words["tasks"]
     assert [name for _, name, _ in lines].count("disk") == 1 and "during the run" in words["disk"]

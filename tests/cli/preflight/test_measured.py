@@ -1,4 +1,4 @@
-"""The estimate from the measured speeds of CPUs, compared with committed measurements of runs on them."""
+"""The estimate from a CPU's measured speeds agrees with committed measurements of runs on that CPU."""
 
 import json
 from collections import defaultdict

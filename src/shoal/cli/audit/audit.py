@@ -195,7 +195,8 @@ def check_settled(run: AuditedRun, rpc: str) -> str:
     foreign = sum(event[0] != "registered" and event[1] in members and event[2] not in digests for event in known)
     entries = sum(entry.kind in KINDS for entry in run.chain)
     more = (
-        f"; {foreign} events of its workers belong to other runs or to entries that this ledger lacks"
+        f"; {foreign} of its events name members of this run but match no entry: they belong to other runs, or this "
+        "ledger lacks their entries"
         if foreign
         else ""
     )

@@ -1,7 +1,7 @@
 """Check the files in a run's folder that a member signed or named by digest, except those that `walk` reads.
 
     coordinator/store     each file's name is its hash; every upload in the sealed table exists
-    coordinator/tasks     likewise; the manifest that the config names exists, and so does every file that it lists
+    coordinator/tasks     each file's name is its hash; the config's manifest and every file that it lists exist
     origin/store          manifests have the origin's signature and the digests in the ledger; every shard matches
     learner/versions      weights match the learner's record, and complete folders match their manifests
     learner/checkpoints   files match the learner's signature

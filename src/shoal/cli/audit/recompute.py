@@ -140,9 +140,9 @@ def judge_rejections(run: AuditedRun, state: AuditState, *, limit: int) -> str:
             judge.load(weights[version])
             finding = _judge(judge, run, id, rejected.worker, rejected.body["file"])
         if finding is None or finding.reason not in HARD:
-            instead = "accept it" if finding is None else f"reject it softly ({finding.reason})"
+            instead = "accept the file" if finding is None else f"reject the file softly ({finding.reason})"
             who, reason = rejected.worker[:16], rejected.reason
-            raise BrokenError(link, f"{who} was slashed for {reason}; a validator would {instead}")
+            raise BrokenError(link, f"{who} was slashed for {reason}, but a validator would {instead}")
         judged += 1
     return f"hard rejections: {judged} of {len(hard)} judged again" if hard else ""
 

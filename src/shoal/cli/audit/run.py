@@ -221,7 +221,7 @@ def check_end(run: AuditedRun, *, unsealed: bool) -> bool:
     with checking(f"ledger entry {last.seq}"):
         sealed = body["tables"]
         if not isinstance(sealed, dict) or set(sealed) != set(TABLE_NAMES):
-            raise BrokenError(f"ledger entry {last.seq}", "does not seal the tables of this version of Shoal")
+            raise BrokenError(f"ledger entry {last.seq}", "its sealed tables are not those of this Shoal version")
     for name in TABLE_NAMES:
         with checking(f"table {name}"):
             if table_digest(run.connection, name) != sealed[name]:

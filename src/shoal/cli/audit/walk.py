@@ -105,7 +105,7 @@ class Walk:
         self._require_role(body["validator"], "validator")
         submission = self._file("submissions", body["file"], id, self._reader().read)
         accepted = self._file("accepted", body["accepted"], id, self._accepted)
-        expected = body | {"groups": submission.header.groups}  # the entry's `groups` counts only accepted ones
+        expected = body | {"groups": submission.header.groups}  # the entry's `groups` counts only accepted groups
         self._check_header(id, submission.header, expected, signer=body["worker"])
         self._check_header(id, accepted.header, expected, signer=body["validator"])
         if accepted.header.prefilled < body["full"]:
@@ -159,15 +159,18 @@ class Walk:
         step, config = body["step"], self.state.config
         members = [(str(id), int(group)) for id, group in body["groups"]]
         due = len(self.state.batches)
-        if step != due or due >= config.run.steps or len(members) != config.coordinator.prompts_per_step:
-            raise ValueError(f"is not the batch of step {due + 1} of {config.run.steps}")
+        if due >= config.run.steps:
+            raise ValueError(f"is a batch for step {due + 1}, but the run has {config.run.steps} steps")
+        if step != due or len(members) != config.coordinator.prompts_per_step:
+            raise ValueError(f"is not a full batch for step {due + 1}")
         unchecked = 0
         for id, group in members:
             source = self.state.accepted.get(id)
             if source is None or group >= len(source.useful) or (id, group) in self.state.batched:
                 raise ValueError(f"group {group} of {id} is in two batches, or was not accepted")
             if not source.version <= step <= source.version + config.coordinator.async_level:
-                raise ValueError(f"group {group} of {id} has version {source.version}, which step {step + 1} forbids")
+                age = f"version {source.version}, which is too old or too new for step {step + 1}"
+                raise ValueError(f"group {group} of {id} has {age}")
             if config.coordinator.online_filter and not source.useful[group]:
                 raise ValueError(f"group {group} of {id} has equal rewards, which the online filter drops")
             unchecked += not source.full

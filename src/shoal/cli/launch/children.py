@@ -32,8 +32,8 @@ QUIET = "ignore:resource_tracker:UserWarning"
 MAX_QUOTED = 1000  # characters of a child's last log line that an error quotes
 USAGE, EVICTED, LASTING = 2, 3, 4  # exit statuses of a child, see cli.main
 
-# For every child: only large blocks of memory go back to the system (fewer page faults), idle threads sleep, and no library
-# starts threads when it is imported. `--threads` then gives each role its share of the cores.
+# Every child returns only large blocks of memory to the system, which saves page faults. Its idle threads sleep. No
+# library starts threads when it is imported, because `--threads` gives each role its share of the cores.
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),

@@ -93,7 +93,8 @@ def locked(folder: Path) -> Iterator[None]:
 def remove_caches(folder: Path, config: Config) -> int:
     """Remove the nodes' caches, old checkpoints, and old rounds of the sites' meeting. Return the bytes freed.
 
-    The origin's store stays: a manifest is signed only once, and submissions of its versions may wait for a validator.
+    The origin's store is kept. Its manifests cannot be made again, because each is signed only once. A validator may
+    still need its versions to check waiting submissions.
     """
     before = used_bytes(folder)
     for node in folder.iterdir():
@@ -103,7 +104,7 @@ def remove_caches(folder: Path, config: Config) -> int:
     for learner in (folder / each.name for each in members(config) if each.role == "learner"):
         for old in sorted(learner.glob("checkpoints/step-*"))[:-1]:
             shutil.rmtree(old)
-    for name in ("state", "rounding", "average"):  # what the sites' meeting keeps of a round
+    for name in ("state", "rounding", "average"):  # what the sites' meeting keeps for each round
         for path in sorted((folder / MEETING).glob(f"{name}-*.safetensors"))[:-1]:
             path.unlink()
     return before - used_bytes(folder)

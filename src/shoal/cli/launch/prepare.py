@@ -24,11 +24,11 @@ from shoal.tasks.taskset import TaskSet
 
 
 def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
-    """Build the task set, fetch, convert or train the model, and pick the dtype. Write the set to `task_folder`, if given.
+    """Build the task set, and write it to `task_folder` if given. Fetch, convert or train the model. Pick the dtype.
 
-    Return the model's folder and size, the dtype, the speed by dtype, the machine's speed in that dtype, the mean length of
-    prompts, and the task set's digest and notes. Raise ConfigError, DeviceError, ModelNotFoundError, UnsupportedModelError,
-    ChatTemplateError.
+    Return the model's folder and number of parameters, the picked dtype, the machine's measurements in that dtype, the
+    speed of each dtype tried, the mean length of prompts, and the task set's digest and notes. Raise ConfigError,
+    DeviceError, ModelNotFoundError, UnsupportedModelError, ChatTemplateError.
     """
     from shoal.model import dtype
     from shoal.model.load import eos_ids, load_tokenizer

@@ -238,7 +238,7 @@ class Swarm:
                 time.sleep(POLL_S)
 
     def _may_end(self, status: Status) -> bool:
-        """Return whether no node on another machine still needs the coordinator: here, all are children."""
+        """Return whether no other machine still needs the coordinator. Here all nodes are children, so none does."""
         return True
 
     def _wall_s(self) -> float:
@@ -288,7 +288,7 @@ class Swarm:
         assert self.status is not None
         trained = self._trained_model()
         assert trained is not None
-        shutil.rmtree(self.out / MODEL, ignore_errors=True)  # from before the run was resumed with more steps
+        shutil.rmtree(self.out / MODEL, ignore_errors=True)  # exists if the run was resumed with more steps
         copy_tree(trained, self.out / MODEL)
         legs, history = all_legs(self.legs), self.pool.history
         summary = write_report(self.out, config=self.config, status=self.status, history=history, measured=legs)
@@ -330,7 +330,10 @@ class PoolSwarm(Swarm):
         self.finished_s = math.inf
 
     def _resolve(self, prepared: dict[str, Any]) -> None:
-        """Keep the pool's config, because each machine picks its own dtype. Report no stall: workers run elsewhere."""
+        """Keep the pool's config, because each machine picks its own dtype.
+
+        Do not stop a run that stalls, because its workers run elsewhere.
+        """
         workers = self.config.workers.model_copy(update={"count": 0})
         self.local_config, self.stall_s = self.config.model_copy(update={"workers": workers}), math.inf
 

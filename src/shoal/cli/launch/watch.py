@@ -1,6 +1,6 @@
 """Watch a run: its state, its progress, and reasons to stop it.
 
-Invariant: a run that cannot make progress is stopped, and the error names the reason. The run stalls (STALL_S), its
+Invariant: a run that cannot make progress is stopped, and the error names the reason: the run stalls (STALL_S), its
 groups teach nothing (NO_SIGNAL_GROUPS in a row), its grader fails too often (GRADER_ERRORS), or its disk is full.
 """
 
@@ -18,7 +18,7 @@ from shoal.watch.figures import grader_warning, no_signal_warning
 NO_SIGNAL_GROUPS = 512  # accepted groups in a row with equal rewards after which a run is stopped
 STALL_S = 900.0  # without an accepted submission or a trained step
 MIN_GRADED = 64  # rollouts before the grader's error rate is checked
-RECENT_GRADED = 512  # likewise after a resume: then all recent rollouts are newer than the resume
+RECENT_GRADED = 512  # the same after a resume, so that all recent rollouts are newer than the resume
 
 
 class Watch:

@@ -6,10 +6,10 @@ appendix B). `Sizes` defines body, head and width.
 
     forward(group)  2 body S + 2 head G L + 4 layers width K FLOPs. The last term is attention, which has its own,
                     slower speed
-    learner         3 forward passes over the trained groups, one more to recompute activations, and one more for a
-                    reference model. In each update AdamW reads and writes 28 bytes per parameter. Each row of an update
-                    moves 14 more, because its gradients are added to a sum. Writing the version takes its bytes /
-                    WRITE_BPS
+    learner         3 forward passes over the trained groups (a backward pass counts as two), one more to recompute
+                    activations, and one more for a reference model. In each update AdamW reads and writes 28 bytes per
+                    parameter. Each row of an update moves 14 more, because its gradients are added to a sum. Writing
+                    the version takes its bytes / WRITE_BPS
     rollouts        A worker decodes `at_once` completions together. For each position of the longest one, it reads all
                     weights. Each token reads its cache and takes 2 FLOPs per parameter. On a CPU, these times and the
                     prefill's add up
@@ -28,8 +28,8 @@ AMX) and E (AMD).
     attention   for 200 tokens: 0.045 on X (`exact_speed.json`), 0.05 on E (`trl-completions.json`). The scores are
                 float32, and the backward pass is slow on short segments
     decode      0.09 on X (`exact_speed.json`, two threads), 0.34 on E (`validation_speed.json`, of one thread's peak).
-                Most of the time goes to noise and to logprobs of the whole vocabulary. Faster products do not shorten
-                it
+                Most of the time goes to sampling noise and to logprobs of the whole vocabulary. Faster products do not
+                shorten it
 
 All roles share the cores of one machine, so a step takes the sum of their times.
 A role's memory is BASE_BYTES, which a process with torch uses before it loads a model (`tiny-exact.json`), plus
@@ -68,8 +68,8 @@ from shoal.watch.figures import duration, memory
 
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-PRODUCTS = 0.9  # share of peak of a CPU's products in training and prefill
-AROUND = 475e9  # per core: the work around the products takes a second for this many of their FLOPs
+PRODUCTS = 0.9  # share of a CPU's peak that products reach in training and prefill
+AROUND = 475e9  # per core: while products compute this many FLOPs, the work around them takes one second
 ATTENTION, DECODE = 27e9, 85e9  # FLOP/s of one core
 READING = 0.7  # share of the measured bandwidth reached in decoding and in the optimizer
 ADAMW_BYTES = 28  # per parameter: reads 4 + 8 + 2, writes 4 + 8 + 2
@@ -125,7 +125,7 @@ class Sizes:
 
     @property
     def body(self) -> int:
-        """Parameters of the matrices that every position goes through."""
+        """Return the number of parameters of the matrices that every position goes through."""
         attention = self.hidden * (self.width + 2 * self.kv_width) + self.width * self.hidden
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
@@ -188,7 +188,7 @@ class Work:
 
     @property
     def passes(self) -> int:
-        """The learner's work in forward passes. A backward pass counts as two."""
+        """Return the learner's work, in forward passes. A backward pass counts as two."""
         return 3 + self.recomputes + self.reference
 
 
