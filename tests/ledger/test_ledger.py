@@ -103,7 +103,7 @@ def test_an_append_is_part_of_the_callers_transaction(tmp_path: Path) -> None:
     assert connection.in_transaction
     connection.execute("COMMIT")
     ledger.append("accepted", {})
-    assert not connection.in_transaction, "without an open transaction, an append uses its own"
+    assert not connection.in_transaction, "an append on its own left its transaction open"
     assert [entry.seq for entry in open_ledger(tmp_path / "ledger.db")[0].entries()] == [1, 2, 3]
 
 
@@ -176,7 +176,7 @@ def test_verification_finds_a_changed_entry(changed: dict[str, Any]) -> None:
     assert first_bad(entries) == 3
 
 
-def test_verification_finds_a_recomputed_digest_and_a_foreign_signature() -> None:
+def test_verification_finds_signatures_by_another_key_or_for_another_purpose() -> None:
     entries = some_entries()
     digest = entry_digest(3, entries[2].time_s, "accepted", '{"step":9}', entries[2].previous)
     forged = {
@@ -186,12 +186,12 @@ def test_verification_finds_a_recomputed_digest_and_a_foreign_signature() -> Non
     }
     entries[2] = entries[2].model_copy(update=forged)
     assert first_bad(entries) == 3
-    assert first_bad(some_entries(identity=OTHER)) == 1, "a chain of another key"
+    assert first_bad(some_entries(identity=OTHER)) == 1, "another key's chain must fail at its first entry"
     wrong = COORDINATOR.sign(bytes.fromhex(some_entries()[0].digest), domain="manifest")
-    assert first_bad([some_entries()[0].model_copy(update={"signature": wrong})]) == 1, "signed in another domain"
+    assert first_bad([some_entries()[0].model_copy(update={"signature": wrong})]) == 1, "another domain must fail"
 
 
-def test_an_entry_rewritten_by_the_owner_breaks_the_next_entry() -> None:
+def test_an_entry_that_the_coordinator_rewrites_no_longer_fits_the_next_entry() -> None:
     ledger, _ = open_ledger()
     rewritten = [ledger.append("accepted", {"step": step}) for step in (0, 9)]
     assert first_bad([*rewritten, *some_entries()[2:]]) == 3
@@ -225,11 +225,11 @@ def test_an_export_can_be_verified_without_the_database_and_replaces_the_previou
     connection.close()
     assert list(read_export(tmp_path / "ledger.jsonl")) == before
     verify_chain(read_export(tmp_path / "ledger.jsonl"), COORDINATOR.public)
-    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"], "no temporary file remains"
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"], "a temporary file was left behind"
 
 
 @pytest.mark.parametrize("line", [b"\n", b"{}\n", b"\xff\n", b'{"seq": "1"}\n', b"[1"])
-def test_reading_an_export_names_a_line_that_is_not_an_entry(tmp_path: Path, line: bytes) -> None:
+def test_the_error_for_an_export_names_the_line_that_is_not_an_entry(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(some_entries(1)[0].model_dump_json().encode() + b"\n" + line)
     with pytest.raises(LedgerError, match="line 2 of .*ledger.jsonl") as caught:

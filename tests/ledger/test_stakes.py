@@ -81,12 +81,12 @@ def test_slashing_takes_staked_and_unstaked_amounts_for_the_pool(backend: Backen
     stakes.slash(A, "w-1", DIGEST)
     assert stakes.pool() == 100
     assert (account(stakes).stake, account(stakes).leaving) == (0, 0)
-    assert account(stakes, B).stake == 7, "nobody else gains or loses"
+    assert account(stakes, B).stake == 7, "another member's stake changed"
     refused(lambda: stakes.slash(A, "w-1", DIGEST))
     advance(UNSTAKE_S + 100)
     refused(lambda: stakes.withdraw(A))
     stakes.slash(A, "w-2", DIGEST)
-    assert stakes.pool() == 100, "there was nothing left"
+    assert stakes.pool() == 100, "a second slash must add nothing, because nothing is at risk any more"
 
 
 @pytest.mark.parametrize("backend", ["pyrevm", "anvil"], indirect=True)
@@ -162,7 +162,7 @@ STRANGER = "0x" + "22" * 20
 def test_the_committed_bytecode_is_what_the_source_compiles_to() -> None:
     vyper = pytest.importorskip("vyper", reason="the compiler is not installed: make evm")
     committed = artifact()
-    assert vyper.__version__.startswith(committed["vyper"]), "compile the contract again with this compiler"
+    assert vyper.__version__.startswith(committed["vyper"]), "another compiler made it: compile it again"
     source = files("shoal.ledger").joinpath("stakes.vy").read_text()
     compiled = vyper.compile_code(source, output_formats=["abi", "bytecode"])
     assert (compiled["abi"], compiled["bytecode"]) == (committed["abi"], committed["bytecode"])
@@ -194,7 +194,9 @@ def test_a_stranger_can_only_reclaim_its_own_deposit() -> None:
     other.deposit("c3" * 32, 5)
     stakes.deposit("c3" * 32, 7)
     stakes.register("c3" * 32, "worker")
-    assert (account(stakes, "c3" * 32).stake, other.deposited("c3" * 32)) == (7, 5), "only the payer's deposit is stake"
+    assert (account(stakes, "c3" * 32).stake, other.deposited("c3" * 32)) == (7, 5), (
+        "only the payer's own deposit is staked"
+    )
     stakes.slash("c3" * 32, "w-9", "cd" * 32)
     other.reclaim("c3" * 32)
     refused(
@@ -206,5 +208,5 @@ def test_a_stranger_can_only_reclaim_its_own_deposit() -> None:
         lambda: other.slash(A, "w-2", "cd" * 32),
     )
     assert stakes.pool() == 107
-    assert chain.evm.get_balance(address) == 107, "slashed stake stays in the contract"
-    assert chain.evm.get_balance(ACCOUNT) == operator_before - 7, "the slasher gets nothing"
+    assert chain.evm.get_balance(address) == 107, "slashed stake must stay in the contract"
+    assert chain.evm.get_balance(ACCOUNT) == operator_before - 7, "the slasher must get nothing"

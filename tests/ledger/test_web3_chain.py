@@ -29,7 +29,7 @@ CALLS: dict[str, Callable[[EvmStakes], object]] = {
 
 
 class Node(ThreadingHTTPServer):
-    """A chain's node. It answers every request except for the chain id with `answer`, a body or a JSON-RPC result."""
+    """A chain's node. It answers with `answer` (a body or a JSON-RPC result), unless it is asked for the chain's id."""
 
     answer: Any = b""
 
@@ -94,7 +94,7 @@ def test_an_answer_from_another_contract_raises_a_chain_lost_error(node: Node, d
 
 
 def test_opening_a_chain_keeps_the_recursion_limit(node: Node) -> None:
-    """A dependency of web3.py sets 100,000, too much for C's stack. A new process imports web3 anew."""
+    """A dependency of web3.py sets it to 100,000, too much for C's stack. Only a new process imports web3 once more."""
     code = (
         "import sys; from shoal.ledger.evm import Web3Chain; before = sys.getrecursionlimit();"
         f"Web3Chain('http://127.0.0.1:{node.server_port}'); assert sys.getrecursionlimit() == before"

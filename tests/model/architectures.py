@@ -16,7 +16,7 @@ PACKED = (
     *("granitemoe", "llama", "minimax_m2", "mixtral", "nanochat", "olmo2", "olmoe", "opt", "phi3", "qwen2"),
     *("qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2"),
 )
-REFUSED = (  # not causal; or with layers in the head, windows, position biases, or states passed along
+REFUSED = (  # they are not causal, or have layers in the head, windows, position biases or states passed along
     *("bloom", "cohere2", "deepseek_v3", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "granitemoehybrid", "jamba"),
     *("lfm2", "llama4_text", "mamba2", "minimax", "mistral", "nemotron_h", "olmo3", "qwen3_5_text", "qwen3_next"),
     *("stablelm", "bert", "modernbert-decoder"),

@@ -73,7 +73,7 @@ def test_trivial_questions_are_answered_correctly(
     answers: list[list[int]], bundled_tokenizer: Any, index: int, question: str
 ) -> None:
     assert QUESTIONS[question] in bundled_tokenizer.decode(answers[index])
-    assert index or answers[index][-1] == bundled_tokenizer.eos_token_id, "a short answer ends with EOS"
+    assert index or answers[index][-1] == bundled_tokenizer.eos_token_id, "a short answer must end with EOS"
 
 
 def test_the_converted_weights_are_stored_in_bfloat16_and_the_tied_head_once(bundled: Path) -> None:

@@ -79,8 +79,8 @@ def test_saved_weights_are_rounded_to_bfloat16(make_tiny: Any, tokenizer: Any, t
     assert all(torch.equal(loaded[name], w.bfloat16().float()) for name, w in model.state_dict().items())
 
 
-def test_loading_and_saving_a_version_again_changes_no_byte(tiny_folder: Path, tmp_path: Path) -> None:
-    """Only the first copy differs, because transformers adds fields for local folders to tokenizer_config.json."""
+def test_a_copy_of_a_saved_copy_has_the_same_bytes(tiny_folder: Path, tmp_path: Path) -> None:
+    """The first copy differs from the original, because transformers adds fields to tokenizer_config.json."""
     folders = [tiny_folder, tmp_path / "once", tmp_path / "twice"]
     for source, target in pairwise(folders):
         save_model(load_model(source), load_tokenizer(source), target)
@@ -107,14 +107,16 @@ def test_weights_are_stored_in_bfloat16_and_a_tied_output_head_once(
     stored = load_file(tiny_folder / WEIGHTS)
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert "model.embed_tokens.weight" in stored and "lm_head.weight" not in stored
-    assert tiny_model.lm_head.weight.data_ptr() == tiny_model.model.embed_tokens.weight.data_ptr(), "tied when loaded"
+    assert tiny_model.lm_head.weight.data_ptr() == tiny_model.model.embed_tokens.weight.data_ptr(), (
+        "the head is not tied"
+    )
     untied = make_tiny(3, tie_word_embeddings=False)
     assert tied_names(untied) == set()
     save_model(untied, tokenizer, tmp_path / "m")
     assert "lm_head.weight" in load_file(tmp_path / "m" / WEIGHTS)
     with pytest.raises(FileExistsError):
         save_model(untied, tokenizer, tmp_path / "m")
-    assert {p.dtype for p in untied.parameters()} == {torch.float32}, "saving does not change the model's dtype"
+    assert {p.dtype for p in untied.parameters()} == {torch.float32}, "saving changed the model's dtype"
 
 
 @pytest.mark.parametrize("refused", ["config.json", "tokenizer.json", "model.safetensors"])
@@ -152,7 +154,7 @@ def test_weights_are_written_last_tensor_by_tensor_and_renamed_when_complete(
     assert seen_bytes == sorted(seen_bytes) and seen_bytes[-1] > seen_bytes[0]
     stored = load_file(folder / WEIGHTS)
     assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == shapes
-    assert not any(tensor.any() for tensor in stored.values()), "the given tensors, not the model's own"
+    assert not any(tensor.any() for tensor in stored.values()), "the model's own tensors were stored"
     assert list(folder.glob(".*")) == []
 
 
@@ -183,7 +185,9 @@ def test_a_pickled_checkpoint_is_never_opened(make_tiny: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_replaced_weights_equal_a_fresh_load_in_the_same_memory(tiny_folders: tuple[Path, Path], dtype: Any) -> None:
+def test_replaced_weights_equal_freshly_loaded_ones_and_stay_in_place(
+    tiny_folders: tuple[Path, Path], dtype: Any
+) -> None:
     model = load_model(tiny_folders[0], dtype)
     assert not model.training and model.dtype == getattr(torch, dtype)
     before = {name: p.data_ptr() for name, p in model.named_parameters()}

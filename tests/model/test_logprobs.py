@@ -88,4 +88,4 @@ def test_a_sliced_loss_computes_the_logits_only_once(monkeypatch: pytest.MonkeyP
     assert calls == 1
     monkeypatch.delattr(logprobs._Scores, "differentiate_")
     with torch.no_grad():
-        assert not chosen_loss(*case(5), sum_of).requires_grad, "no gradients are computed for a held-out loss"
+        assert not chosen_loss(*case(5), sum_of).requires_grad, "gradients were computed for a held-out loss"

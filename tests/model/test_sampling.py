@@ -64,7 +64,7 @@ def test_a_seed_is_a_known_number_and_depends_on_each_part_of_the_rollouts_name(
 # ---- the hashes
 
 
-def test_the_hashs_keys_and_finaliser_equal_published_values() -> None:
+def test_splitmix64_and_murmurhash3s_finaliser_give_published_values() -> None:
     assert position_keys([0, 0, 0], [0, 1, 2]).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert _fmix32_(np.array([0, 1, 2**32 - 1], np.uint32)).tolist() == [0, 0x514E28B7, 0x81F16F39]
 
@@ -123,7 +123,7 @@ def test_noise_is_gumbel_distributed_and_depends_only_on_its_row_and_token() -> 
         assert abs(correlation(noise_NV, dense([other] * 500, range(500), SIZE))) < limit
     assert torch.equal(dense([11], [7], 64)[0], noise_NV[7, :64])
     rows = noise_NV[:50].sort(-1).values
-    assert len({tuple(row) for row in rows[:, :20].tolist()}) == 50, "no row is a permutation of another"
+    assert len({tuple(row) for row in rows[:, :20].tolist()}) == 50, "a row is a permutation of another"
 
 
 # ---- sampling
@@ -148,7 +148,7 @@ def test_sampling_from_a_large_vocabulary_is_not_biased_to_low_ids() -> None:
 def test_logprobs_are_at_the_sampling_temperature_or_at_one_if_greedy(temperature: float) -> None:
     logits_NV = random_logits(50)
     tokens_N, logprobs_N = choose(logits_NV, range(50), range(50), temperature)
-    assert temperature or torch.equal(tokens_N, logits_NV.argmax(-1)), "greedy is the argmax whatever the seed"
+    assert temperature or torch.equal(tokens_N, logits_NV.argmax(-1)), "greedy must pick the argmax whatever the seed"
     expected_N = torch.log_softmax(logits_NV / (temperature or 1.0), -1)[torch.arange(50), tokens_N]
     torch.testing.assert_close(logprobs_N, expected_N)
     torch.testing.assert_close(token_logprobs(logits_NV / (temperature or 1.0), tokens_N), expected_N)
@@ -191,7 +191,7 @@ def test_margins_are_exactly_zero_for_chosen_tokens_and_positive_for_any_other(t
     assert float((replay_margins(flat_NV, tokens_N, range(1, 201), rows) > 0).float().mean()) > 0.8
 
 
-def test_a_margin_is_how_many_nats_the_logits_would_have_to_move() -> None:
+def test_a_margin_is_how_many_nats_a_tokens_logit_must_rise_for_it_to_be_chosen() -> None:
     logits_NV = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
     scores_V = logits_NV[0] / 0.5 + dense([9], [4], 64)[0]
     best, second = scores_V.topk(2).indices.tolist()

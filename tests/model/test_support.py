@@ -147,12 +147,14 @@ def test_gradients_through_scaled_and_capped_logits_equal_those_of_transformers(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_models_change_of_logits_is_identified_by_field_and_example(config: Any, change: LogitChange) -> None:
+def test_how_a_model_changes_its_logits_is_found_from_its_config_and_an_example(
+    config: Any, change: LogitChange
+) -> None:
     raw = 5 * torch.randn(40, 16)
     assert change_of_logits(config, raw, change(raw)) == change
     assert change_of_logits(config, raw, raw + raw.abs()) is None
     small = change_of_logits(config, 1e-6 * raw, change(1e-6 * raw))
-    assert small is not None and small.cap == change.cap, "small logits do not hide the cap"
+    assert small is not None and small.cap == change.cap, "the cap was not found from small logits"
 
 
 def test_the_difference_is_measured_in_float32_whatever_the_dtype(tmp_path: Path) -> None:

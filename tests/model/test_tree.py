@@ -1,4 +1,4 @@
-"""Trees packed into one row give the unpacked results, and nothing leaks. Turns, splitting and masks are right."""
+"""Packed trees give the results of separate forward passes, and nothing leaks. Turns, splitting and masks are right."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -221,7 +221,7 @@ def test_rows_hold_the_trees_in_order(sizes: list[int], row_tokens: int) -> None
 def test_the_parts_of_a_split_tree_fit_a_row_and_keep_its_prompt_and_completions(tree: Tree, row_tokens: int) -> None:
     parts = split(tree, row_tokens)
     assert [c for part in parts for c in part.completions] == list(tree.completions)
-    assert split(tree, tree.n_tokens) == [tree], "a tree that fits is not split"
+    assert split(tree, tree.n_tokens) == [tree], "a tree that fits must not be split"
     assert all(part.n_tokens <= row_tokens and part.prompt == tree.prompt for part in parts)
 
 

@@ -47,7 +47,7 @@ def answered(
 
 
 class FakeCoordinator:
-    """Fails `away` times, then answers from `answers` (by path: JSON text or a response). Keeps all requests."""
+    """It fails `away` times, then answers from `answers` (JSON text or a response, by path). It keeps all requests."""
 
     def __init__(self, away: int = 0, **descriptor: Any) -> None:
         self.away = away

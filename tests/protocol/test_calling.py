@@ -29,11 +29,11 @@ def test_requests_are_repeated_while_the_coordinator_is_away(tmp_path: Path, cap
     coordinator, stop = FakeCoordinator(away=6), NoPauses()
     assert join(coordinator, tmp_path, stop=stop).name == "w-0"
     assert len({request.headers["signature"] for request in coordinator.requests}) == 7, (
-        "a repeated signature would be a replay"
+        "a signature was used twice, so the coordinator would refuse it as a replay"
     )
-    assert stop.pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0]), "pauses double, up to two seconds"
+    assert stop.pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0]), "pauses must double, up to 2 s"
     assert caplog.messages == ["waiting up to 5 s for the coordinator at http://c:1: ConnectError: refused"], (
-        "one warning"
+        "there must be exactly one warning"
     )
 
 
@@ -85,13 +85,13 @@ def test_a_stop_does_not_wait_for_a_silent_coordinator(tmp_path: Path, monkeypat
             Node.join(invite(), tmp_path, stop=stop, transport=httpx.MockTransport(silent))
     finally:
         freed.set()
-    assert 1 <= (next(looks) - looks_before_stop) / 4 <= 2.5, "the node stops within these seconds"
+    assert 1 <= (next(looks) - looks_before_stop) / 4 <= 2.5, "the node must stop after 1 to 2.5 s"
 
 
 def test_an_answer_that_arrives_soon_after_the_stop_is_used(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
-    assert join(FakeCoordinator(), tmp_path, stop=stop).name == "w-0", "a last report is not lost"
+    assert join(FakeCoordinator(), tmp_path, stop=stop).name == "w-0", "a last report was lost"
 
 
 @pytest.mark.parametrize("body", ["<html>bad gateway</html>", "[" * 65_536])

@@ -49,7 +49,7 @@ def test_an_update_fetches_the_state_and_only_new_history() -> None:
     assert pool.look() == STATE
     assert (pool.history.metrics, cursors) == (STEPS, [0, 2, 4, 5])
     pool.look()
-    assert cursors[4:] == [5], "known entries are not fetched again"
+    assert cursors[4:] == [5], "known entries were fetched again"
 
 
 def test_a_request_answered_with_429_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_a_request_answered_with_429_is_repeated(monkeypatch: pytest.MonkeyPatch
         watching(lambda request: paths.append("") or httpx.Response(429)).look()
 
 
-def test_a_coordinator_that_does_not_answer_is_named() -> None:
+def test_the_error_for_a_coordinator_that_does_not_answer_names_it() -> None:
     def refuse(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("connection refused", request=request)
 
@@ -115,7 +115,7 @@ def test_a_pool_is_found_by_url_and_by_the_folder_of_a_run_or_coordinator(tmp_pa
         assert find_coordinator(where) == URL
 
 
-def test_a_folder_without_a_coordinator_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_without_a_coordinator_names_it(tmp_path: Path) -> None:
     with pytest.raises(AddressError, match=f"{tmp_path} is neither the folder of a run nor of a coordinator"):
         find_coordinator(str(tmp_path))
     (tmp_path / "coordinator.json").write_text("{")
@@ -161,7 +161,7 @@ def offered(*, signer: Identity = OWNER, trusted: str = "", **changed: Any) -> R
     return find_run(f"{URL}/", client(coordinator), trusted)
 
 
-def test_an_offer_is_believed_with_its_coordinators_signature() -> None:
+def test_an_offer_that_its_coordinator_signed_is_believed() -> None:
     assert offered() == offered(trusted=OWNER.public) == offer()
 
 
@@ -208,13 +208,15 @@ def test_a_changed_or_replayed_offer_is_refused() -> None:
         (httpx.Response(200, content=b"{}"), "is not an offer"),
     ],
 )
-def test_any_other_answer_is_refused(response: httpx.Response, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_not_an_offer_is_refused(
+    response: httpx.Response, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(history, "OFFER_BYTES", 100)
     with pytest.raises(ShoalError, match=words):
         find_run(URL, client(lambda request: response))
 
 
-def test_a_coordinator_that_is_away_is_named() -> None:
+def test_the_error_for_an_offer_that_cannot_be_fetched_names_the_url() -> None:
     def away(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused", request=request)
 

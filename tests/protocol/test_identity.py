@@ -43,7 +43,7 @@ def test_signed_bytes_begin_with_the_domain() -> None:
     plain = ALICE.private_key.sign(b"shoal/ledger\nfour legs good").hex()
     assert ALICE.sign(MESSAGE, domain="ledger") == plain
     assert ALICE.public == "3b6a27bcceb6a42d62a3a8d02a6f0d73653215771de243a63ac048a18b59da29", (
-        "the known key of the zero seed"
+        "the key of the zero seed must be the published one"
     )
 
 
@@ -115,7 +115,7 @@ def pem(key: Any, encryption: Any = None) -> bytes:
     ],
     ids=["empty", "text", "cut", "another kind", "encrypted"],
 )
-def test_an_unusable_key_file_is_named_and_never_replaced(tmp_path: Path, content: bytes) -> None:
+def test_the_error_for_an_unusable_key_file_names_it_and_it_is_never_replaced(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "key.pem"
     path.write_bytes(content)
     for load in (Identity.load, Identity.load_or_create):
@@ -124,7 +124,7 @@ def test_an_unusable_key_file_is_named_and_never_replaced(tmp_path: Path, conten
     assert path.read_bytes() == content
 
 
-def test_a_missing_or_unreadable_key_file_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_or_unreadable_key_file_names_it(tmp_path: Path) -> None:
     for path in (tmp_path / "key.pem", tmp_path):
         with pytest.raises(IdentityError, match=f"cannot read the key file {path} "):
             Identity.load(path)

@@ -34,7 +34,7 @@ def test_a_copied_invite_contains_address_key_run_role_and_name() -> None:
     payload = open_payload(made.signed.model_dump_json(), COORDINATOR.public, RUN)
     assert (made.url, made.key, made.run) == ("http://c:1", COORDINATOR.public, RUN)
     assert (payload.role, payload.name, payload.run, payload.expires_s) == ("worker", "w-0", RUN, 2_000_000_000)
-    assert invite().signed.payload != made.signed.payload, "each is valid once"
+    assert invite().signed.payload != made.signed.payload, "each invite must be different, because it is valid once"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_two_pools_with_the_same_name_are_two_runs() -> None:
     """Otherwise a request, a file or a seed of one pool would be valid in the other."""
     ids = [run_id("sums", identity.public) for identity in (COORDINATOR, OTHER)]
     assert ids[0] != ids[1] and all(id.startswith("sums-") for id in ids)
-    assert run_id(ids[0], COORDINATOR.public) == ids[0], "a restart keeps the id"
+    assert run_id(ids[0], COORDINATOR.public) == ids[0], "a restart must keep the id"
 
 
 def test_an_invite_to_a_run_of_another_coordinator_is_refused() -> None:

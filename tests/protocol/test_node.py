@@ -34,7 +34,7 @@ def test_joining_creates_a_key_and_registers_it_with_the_invite(tmp_path: Path) 
     assert open_payload(body["invite"], COORDINATOR.public, RUN).name == "w-0"
     assert body["url"] == "http://me:2"
     assert signer == node.identity.public == Identity.load(tmp_path / "identity.pem").public
-    assert join(FakeCoordinator(), tmp_path).identity.public == signer, "joining again keeps the key"
+    assert join(FakeCoordinator(), tmp_path).identity.public == signer, "joining again must keep the key"
     assert node.config() == Config()
 
 
@@ -129,7 +129,7 @@ def test_the_fastest_senders_of_a_download_are_reported(tmp_path: Path) -> None:
     intake = coordinator.beats()[0].stats.intake
     assert min(intake.bytes_per_s.values()) == 2.0 and len(intake.bytes_per_s) == MAX_SENDERS
     assert (intake.version, intake.size_bytes, intake.took_s, intake.behind_s) == (3, 700, 2.0, 1.5)
-    assert 60 <= intake.ago_s < 120, "by a monotonic clock"
+    assert 60 <= intake.ago_s < 120, "the age must be measured by a monotonic clock"
 
 
 def test_heartbeats_are_sent_in_the_background_and_continue_after_refusals(
@@ -148,12 +148,12 @@ def test_heartbeats_are_sent_in_the_background_and_continue_after_refusals(
     time.sleep(0.05)
     after = len(coordinator.beats())
     time.sleep(0.1)
-    assert len(coordinator.beats()) == after, "heartbeats end with the block"
-    assert not any(beat.wants_task for beat in coordinator.beats()), "only the worker's loop asks for tasks"
+    assert len(coordinator.beats()) == after, "heartbeats were sent after the block ended"
+    assert not any(beat.wants_task for beat in coordinator.beats()), "background heartbeats must not ask for tasks"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < deadline_s, "did not happen in time"
+        assert time.monotonic() < deadline_s, "the condition was not met in time"
         time.sleep(0.01)

@@ -156,7 +156,7 @@ def test_headers_of_another_request_or_key_are_refused(nonces: Nonces) -> None:
     assert reason(nonces, signed(audience="run-2") | {"shoal-audience": "run-1"}) == "bad signature"
     assert reason(nonces, signed() | {"content-digest": content_digest(b"[]")}, body=b"[]") == "bad signature"
     assert reason(nonces, signed() | {"signature": signed(MALLORY)["signature"]}) == "bad signature"
-    assert accept(nonces, signed()) == ALICE.public, "a forged request does not spend the nonce"
+    assert accept(nonces, signed()) == ALICE.public, "a forged request must not spend the nonce"
 
 
 def test_after_the_machine_restarts_no_request_signed_earlier_is_served(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_after_the_machine_restarts_no_request_signed_earlier_is_served(tmp_path
     assert accept(first, signed()) == ALICE.public
     first.connection.change("DELETE FROM nonces")
     same = Nonces(database(tmp_path / "nonces.db"), boot="one", now_s=NOW_S + 1)
-    assert accept(same, signed(nonce="n" * 16)) == ALICE.public, "only the process restarted"
+    assert accept(same, signed(nonce="n" * 16)) == ALICE.public, "a restart of only the process must not matter"
     for now_s in (NOW_S + 5, NOW_S + 9):  # the database is opened twice in the same boot
         again = Nonces(database(tmp_path / "nonces.db"), boot="two", now_s=now_s)
         assert reason(again, signed()) == "replayed"
@@ -201,7 +201,7 @@ def test_a_nonce_cannot_be_reused_for_the_same_or_another_request(nonces: Nonces
     accept(nonces, signed())
     assert reason(nonces, signed()) == "replayed"
     assert reason(nonces, signed(path="/other"), path="/other") == "replayed"
-    assert accept(nonces, signed(MALLORY)) == MALLORY.public, "another key may use the same nonce"
+    assert accept(nonces, signed(MALLORY)) == MALLORY.public, "another key must be allowed the same nonce"
 
 
 def test_old_nonces_are_purged() -> None:

@@ -51,5 +51,5 @@ def descendants(pid: int) -> list[int]:
 def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "timed out"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.01)

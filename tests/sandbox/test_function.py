@@ -64,7 +64,9 @@ def test_values_come_back_in_order(function: RemoteFunction) -> None:
     assert [call.value for call in function.calls([["add", n, 1] for n in range(20)])] == list(range(1, 21))
     assert function.calls([]) == []
     assert function.call(["dict"]).value == {"a": [1.5, None]}
-    assert [call.value for call in function.calls([["print"], ["add", 4]])] == [1, 4], "printed text is no answer"
+    assert [call.value for call in function.calls([["print"], ["add", 4]])] == [1, 4], (
+        "printed text was taken for an answer"
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_a_waiting_call_ends_at_its_wall_time_limit_and_uses_no_cpu_time(functio
     assert [call.ending for call in short.calls([["sleep", 60], ["add", 1]])] == ["timeout", "answered"]
     short.close()
     waited = function.call(["sleep", 1.0])
-    assert waited.ending == "answered" and waited.cpu_s < 0.3, "it waited longer than its limit of CPU time"
+    assert waited.ending == "answered" and waited.cpu_s < 0.3, "waiting must not count as CPU time"
 
 
 def test_no_call_starts_after_the_end_of_the_budget() -> None:
@@ -118,7 +120,7 @@ def test_usage_is_measured_and_a_call_that_uses_over_half_a_limit_is_not_repeata
 def test_each_call_starts_from_the_same_state_and_hashes_are_the_same_everywhere(function: RemoteFunction) -> None:
     first, second = (call.value for call in function.calls([["state"], ["state"]]))
     assert first[:2] == second[:2] and first[0] == 1
-    assert first[2] != second[2], "another child"
+    assert first[2] != second[2], "both calls ran in one child"
     other = remote()
     assert other.call(["state"]).value[1] == first[1]
     other.close()

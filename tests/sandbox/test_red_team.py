@@ -90,7 +90,7 @@ def test_an_output_flood_stops_at_its_limit(box: Sandbox, stream: str) -> None:
     assert (result.outcome, len(getattr(result, stream))) == ("output", 50_000)
 
 
-def test_an_unread_frame_pipe_blocks_nobody(box: Sandbox) -> None:
+def test_frames_that_a_program_does_not_read_block_nobody(box: Sandbox) -> None:
     source = "import channel\nwhile True: channel.send(b'x' * 1000)"
     with box.open(Program(source), ProgramLimits(wall_s=60.0, output_bytes=50_000)) as process:
         process.send(b"y" * 10_000_000)  # the program never reads it, so it stays in the buffer

@@ -1,4 +1,4 @@
-"""Attacks with system calls and on limits and privileges, also with one protection missing, and as another user."""
+"""Attacks with system calls, and on limits and privileges. Some run with one protection missing, or as another user."""
 
 import os
 import platform
@@ -104,7 +104,9 @@ def test_a_program_gains_no_privilege(box: Sandbox, name: str) -> None:
 
 
 @pytest.mark.parametrize("missing", ["seccomp", "landlock"])
-def test_the_other_protections_hold_without_one(box: Sandbox, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_one_protection_is_missing_the_others_hold(
+    box: Sandbox, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = forkserver.sources()
     line = {"seccomp": "    FILTERS[0].apply()\n",
             "landlock": "    kernel.restrict_files(config[\"binds\"], config[\"devices\"], SCRATCH)\n"}[missing]  # fmt: skip

@@ -50,7 +50,7 @@ def test_a_budget_that_runs_out_stops_all_programs_until_the_budget_is_stopped(b
     with Sandbox(box.tier, ProgramLimits(wall_s=3600.0), budget=(budget := Budget())) as bounded:
         budget.start(0.5)
         assert [bounded.run(endless).outcome for _ in range(2)] == ["timeout", "timeout"], (
-            "the second starts after the budget has run out"
+            "both must be stopped, although the second starts only after the budget has run out"
         )
         assert budget.over
         budget.stop()
@@ -330,7 +330,7 @@ def test_a_sandbox_starts_where_only_root_may_enter_the_folder_of_bubblewrap(
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
 @pytest.mark.parametrize("tier", TIERS)
-def test_an_interpreter_that_only_root_may_read_is_named_with_the_remedy(
+def test_the_error_for_an_interpreter_that_only_root_may_read_gives_the_remedy(
     tier: Tier, root_only: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reason := problem(tier):

@@ -6,7 +6,8 @@ somebody has seen, printed as `SEQ:DIGEST`. A chain that contains a head also co
 anyone who keeps a head can detect that the ledger was truncated before it.
 
 Left out: detecting truncation without a head (a log without its last entries is still a valid chain); which run the log
-belongs to (its first entry names it); several writers; the evidence itself (bodies hold its digest).
+belongs to (its first entry names it); several writers; the evidence for a rejection (the entry's body holds only its
+digest).
 """
 
 import json

@@ -1,9 +1,9 @@
 """The database connection, and everything that differs between SQLite (here) and PostgreSQL (in `postgres`).
 
 Invariants: `transaction()` is atomic. The ledger's table refuses UPDATE, DELETE and any INSERT that does not extend its
-head. Two tables have the same digest if and only if they have the same rows.
-In statements, `?` marks an argument, RETURNING reads new rows back, and SERIAL is an auto-increment key. All other SQL
-is common to both.
+head. Two tables of the same name have the same `table_digest` if and only if they have the same rows.
+Statements use SQL that both databases accept, including RETURNING. `?` marks an argument, and SERIAL stands for an
+auto-increment key.
 Left out: threads (only one thread uses a connection).
 """
 
@@ -56,7 +56,7 @@ class Connection(ABC):
 
     @abstractmethod
     def create(self, statement: str, *, survives_power_cuts: bool = True) -> None:
-        """Create a table or index unless it exists. Writes to a table that need not survive power cuts are faster."""
+        """Create a table or index. Without `survives_power_cuts`, writes may be faster, and power cuts may undo them."""
 
     @abstractmethod
     def transaction(self) -> AbstractContextManager[None]:
@@ -151,7 +151,8 @@ class SqliteConnection(Connection):
 def open_sqlite(path: Path | str, *, survives_power_cuts: bool = True, read_only: bool = False) -> SqliteConnection:
     """Open or create a database whose commits survive kill -9 and, by default, power cuts.
 
-    `read_only`: open an existing file, even while its owner has it open. Raise sqlite3.OperationalError if it is unreadable.
+    `read_only`: open an existing file, even while another process uses it. Raise sqlite3.OperationalError if that
+    fails.
     """
     if read_only:
         return SqliteConnection(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None))

@@ -1,6 +1,6 @@
 """A pool's accounts in a contract on an EVM chain, and how a ledger is settled there.
 
-    stakes.vy      the contract, in Vyper        stakes.json   its ABI and bytecode; a test recompiles and compares them
+    stakes.vy      the contract, in Vyper        stakes.json   its ABI and bytecode; a test compares them with stakes.vy
     EvmStakes      the accounts of `shoal.ledger.stakes` in a contract
     Web3Chain      calls and transactions of one account, through a node's JSON-RPC; tests use an in-process EVM instead
 
@@ -11,15 +11,15 @@ module needs no extra; opening a chain needs the extra `evm`.
 
 Settling copies the ledger's entries about accounts into the contract, one by one and in order:
 
-    registered   register(key, role, payer)                  a key is registered once, by the first run that settles it
+    registered   register(key, role, payer)                  a key is registered once, by the first run to settle it
     credited     credit(worker, entry digest, tokens)        a digest is credited once
     slashed      slash(worker, entry digest, hash of the rejected file)
 
 The contract refuses an entry that it already has. The settler also asks for each entry before it sends it. So if the
-settler crashes, repeats itself or misses an answer, each entry still counts once. The contract stores digests: a ledger
-that lacks one of them is not the ledger that was settled.
-Left out: several entries in one transaction; reorganisations (wait for more blocks on chains that have them); fees that rise
-while a transaction waits.
+settler crashes, repeats itself or misses an answer, each entry still counts once. Because the contract stores
+the entries' digests, a ledger that lacks one of them is not the ledger that was settled.
+Left out: several entries in one transaction; reorganisations of the chain (where these happen, wait for more blocks
+before you rely on an entry); fees that rise while a transaction waits.
 """
 
 import re
@@ -284,7 +284,7 @@ def _encode(types: Sequence[str], values: Sequence[Any]) -> bytes:
 
 
 def unsettled(entries: Iterable[Entry], contract: EvmStakes) -> list[Entry]:
-    """Return the entries of KINDS after the last credit or slash that is settled, found by bisection."""
+    """Find the last settled credit or slash by bisection. Return the entries of KINDS after it."""
     relevant = [entry for entry in entries if entry.kind in KINDS]
     works = [number for number, entry in enumerate(relevant) if entry.kind != "registered"]
     n_settled = bisect_left(works, True, key=lambda number: not is_settled(relevant[number], contract))
@@ -298,7 +298,7 @@ def settle(entry: Entry, contract: EvmStakes) -> bool:
     try:
         _send(entry, contract)
     except LedgerError:
-        if is_settled(entry, contract):  # settled by an earlier transaction that was slow
+        if is_settled(entry, contract):  # no answer came, but this transaction or an earlier slow one has settled it
             return False
         raise
     return True

@@ -2,8 +2,8 @@
 
 Invariant: there is one session and no reconnection, so nothing is written after the server has ended the session. The
 process then stops with DatabaseLostError and must be restarted.
-Needs the extra `postgres` (psycopg). Left out: a password in the URL, because every node can read the config; libpq reads
-the password from PGPASSWORD or ~/.pgpass.
+This module needs the extra `postgres` (psycopg). Left out: a password in the URL, because every node can read the
+config. Instead, libpq reads the password from PGPASSWORD or ~/.pgpass.
 """
 
 import functools
@@ -144,7 +144,7 @@ class PostgresConnection(Connection):
 
 
 class _Number(Loader):
-    """Load `numeric`, the type of sums and averages of integers, as int or float, as SQLite does."""
+    """Load a `numeric` (the type of sums and averages of integers) as an int or a float, which SQLite returns, too."""
 
     def load(self, data: Any) -> int | float:
         text = bytes(data)

@@ -10,7 +10,7 @@ Two backends pass the same tests: `LedgerStakes` here, in the hash-chained signe
 EVM chain (`evm`). Keys are public keys in hex; `work` names a submission.
 Invariant: deposits, stake, unstaked stake, the pool, and the amounts reclaimed and withdrawn add up to the amount paid
 in. `Book` holds the rules; the contract has the same rules. A forbidden action changes nothing and raises LedgerError.
-Left out: the use of slashed stake.
+Left out: paying slashed stake out of the pool.
 """
 
 import json
@@ -153,7 +153,7 @@ class LedgerStakes:
         self.ledger.append(kind, body)
 
     def book(self) -> Book:
-        """Return the accounts, cached between calls. They are rebuilt if a rollback removed the last entry."""
+        """Return the accounts, cached between calls. Compute them anew if a rollback removed the last entry read."""
         new = self.ledger.entries(self._last.seq - 1 if self._last else 0)
         if self._last is not None and next(new, None) != self._last:
             self._cached, new = Book(), self.ledger.entries()

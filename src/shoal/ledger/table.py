@@ -2,7 +2,7 @@
 
 Invariants: an appended entry is never changed, reordered or removed, and the signature covers its position. An append joins
 the caller's transaction if one is open. Entries are read page by page, so no cursor stays open.
-Left out: several writers. A database has one coordinator (`coordinator/folder`), and a ledger has one key.
+Left out: several writers, because a database has one coordinator (`coordinator/folder`) and a ledger has one key.
 """
 
 import time

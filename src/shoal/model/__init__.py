@@ -1,4 +1,4 @@
-"""Loading, packed forward passes, logprobs and seeded sampling. A library without processes or messages.
+"""Loading, packed forward passes, logprobs and seeded sampling. This library starts no process and sends no message.
 
 sources, load, support     find a model by name, load it, check that it is supported
 tree, turns, attention     a group as one packed forward pass

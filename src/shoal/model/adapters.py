@@ -49,7 +49,7 @@ class Adapted(nn.Linear):
             super().__init__(layer.in_features, layer.out_features, layer.bias is not None)
         self.weight, self.bias = layer.weight, layer.bias
         self.scale, self.exact = section.scale, exact
-        device = "cpu" if layer.weight.is_meta else layer.weight.device  # initialise A even if weights are loaded later
+        device = "cpu" if layer.weight.is_meta else layer.weight.device  # A must have values even if W is loaded later
         self.lora_A = nn.Parameter(layer.weight.new_empty(section.rank, layer.in_features, device=device))
         self.lora_B = nn.Parameter(layer.weight.new_zeros(layer.out_features, section.rank, device=device))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))

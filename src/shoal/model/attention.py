@@ -1,14 +1,14 @@
 """Attention over trees packed into one row: a token attends to its prompt and to earlier tokens of its completion.
 
-If prompts share a prefix, it is in the row once, before all trees, and is called the root.
+If all prompts share a prefix, the row contains this prefix once, before all trees. It is called the root.
 
 Three kernels compute the same result; the device decides which one runs:
 
-    cascade  CPU. Root, prompts and completions attend causally to themselves, batched by length. Then the completions of a
-             tree attend to its prompt, and all trees attend to the root. The root's keys are read once for all trees.
-             Each query's results are merged by their log-sum-exps. No masked score is computed.
+    cascade  CPU. The root, each prompt and each completion attend causally to themselves, in batches of similar length.
+             Then the completions of a tree attend to its prompt, and all trees attend to the root. The root's keys are
+             read once for all trees. A query's results are merged by their log-sum-exps. No masked score is computed.
     flex     CUDA. PyTorch's flex_attention with a block mask, compiled. Masked blocks are skipped.
-    masked   other devices, and the reference in tests. The mask is dense: the cost grows with the square of the length.
+    masked   other devices, and the reference in tests. The mask is dense, so the cost grows with the length squared.
 
 The backward pass of a merged softmax needs no new formula: the flash backward of each part, given the *merged* output and
 log-sum-exp, yields that part's share of the gradients, as in ring attention (Liu et al. 2023, arXiv 2310.01889).
@@ -95,7 +95,7 @@ class RowLayout:
         self.derived: dict[tuple[int, int], Any] = {}  # the plans of exact attention, by heads and depth
 
     def to(self, device: torch.device) -> "RowLayout":
-        """Move to a device. Recent results are cached, so that policy and reference share masks."""
+        """Return this layout on a device. The newest results are cached, so policy and reference share masks."""
         return self if device == self.device else _moved(tuple(self.spans), device, self.root)
 
     def parts(self) -> Iterator[tuple[range, tuple[range, range]]]:
@@ -174,7 +174,7 @@ class RowLayout:
         return block_mask(self.length, self.sees, self.device)
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether queries attend to keys, by position; both int64, broadcast."""
+        """Return whether queries attend to keys. Both are given by their positions (int64), which are broadcast."""
         tree_T, branch_T = self.owners
         same_branch = (branch_T[query] == branch_T[key]) | (branch_T[key] == 0)
         same_tree = (tree_T[query] == tree_T[key]) & same_branch
@@ -182,7 +182,7 @@ class RowLayout:
 
 
 def restore_index(batches: Sequence[tuple[Tensor, Tensor]], length: int) -> Tensor:
-    """Return the index of each position of a row in the row's flattened and concatenated batches.
+    """For each position of a row, return its index among the positions of all batches, flattened and concatenated.
 
     A batch is two tensors of the same shape: positions, and whether each is padding.
     """

@@ -1,12 +1,12 @@
 """Exact attention: a token's output has the same bits in every batch, packing, cache and process.
 
-Equal formulas do not give equal bits: a sum of floats depends on the order of its terms, which PyTorch's attention
-kernels choose by shape. Here the order is fixed. Queries attend to the keys of their own sequence, at absolute positions
-0, 1, 2, ...:
+Equal formulas do not give equal bits, because a sum of floats depends on the order of its terms, and PyTorch's
+attention kernels choose this order by shape. Here the order is fixed. Queries attend to the keys of their own sequence,
+at absolute positions 0, 1, 2, ...:
 
     scores       one product over the head's depth, float32; keys that a query may not see get -inf
     weights      softmax over all keys; a masked key's weight is exactly 0, so the number of masked keys does not matter
-    output       the sum over keys in tiles of `tile()`, one tile after the other
+    output       the sum over keys in tiles of `tile()` keys, one tile after the other
 
 Invariant: the result of a row depends only on its query and its visible keys. `numerics.refusal` tests whether this
 machine's float32 products and softmax preserve this.

@@ -3,11 +3,11 @@
 The full logits of a batch (tokens x vocabulary) are the largest tensor in training a small model. Here they exist for a
 few hundred tokens at a time. `chosen_loss` computes a slice's gradients while its logits exist, as Liger Kernel does (arXiv
 2410.10989). `chosen_logprobs`, for a loss that needs all tokens at once (gspo), recomputes the logits in the backward pass.
-With z the logits divided by the temperature, p their softmax and H its entropy:
+Let z be the logits divided by the temperature, p their softmax, and H the entropy of p. Then:
 
     d logp(t) / dz = onehot(t) - p          d H / dz = -p * (log p + H)
 
-`token_logprobs` is the one definition of a logprob: engine, validator and learner get equal bits from equal logits.
+`token_logprobs` is the one definition of a logprob, so engine, validator and learner get equal bits from equal logits.
 `logits` is the one definition of logits. It includes the scaling and soft-capping that some models apply after the head:
 
     logits = cap * tanh(scale * (hidden W^T + b) / cap)         Gemma 2, Cohere, Granite and others
@@ -76,7 +76,7 @@ class Likelihoods(NamedTuple):
 
 
 def likelihoods(scaled_NV: Tensor) -> Likelihoods:
-    """Compute likelihoods in float32. A single row is duplicated, because PyTorch sums a row alone in another order."""
+    """Compute likelihoods in float32. A single row is duplicated, because PyTorch sums single rows in another order."""
     top_N1 = scaled_NV.amax(-1, keepdim=True)
     each_NV = (scaled_NV - top_N1).exp_()
     single = len(each_NV) == 1
@@ -85,7 +85,7 @@ def likelihoods(scaled_NV: Tensor) -> Likelihoods:
 
 
 def token_logprobs(scaled_NV: Tensor, tokens_N: Tensor, known: Likelihoods | None = None) -> Tensor:
-    """Return log softmax(scaled)[token], float32, nats: the one definition for engine, validator and learner."""
+    """Return log softmax(scaled)[token] in nats, float32. Engine, validator and learner use this one definition."""
     scaled_NV = scaled_NV.float()
     _, total_N, top_N1 = known or likelihoods(scaled_NV)
     return (scaled_NV.gather(-1, tokens_N[:, None]) - top_N1)[:, 0] - total_N.log()
@@ -290,7 +290,7 @@ def _logits(hidden_NH: Tensor, head_VH: Tensor, bias_V: Tensor | None, exact: bo
 def _cached(z_CV: Tensor, start: int, how: Scoring, *, in_place: bool = False) -> Iterator[tuple[slice, Tensor]]:
     """Yield (slice of all N rows, float32 logits divided by the temperature), a few rows at a time.
 
-    Plain float32 logits are not copied: `in_place` divides them by the temperature where they are.
+    With `in_place`, float32 logits without a change after the head are divided where they are, not in a copy.
     """
     step = max(1, CACHED_BYTES // (4 * z_CV.shape[1])) if z_CV.device.type == "cpu" else len(z_CV)
     for row in range(0, len(z_CV), step):

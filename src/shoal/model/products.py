@@ -3,8 +3,9 @@
 A product's bits depend on the order of the sum over its depth, and libraries choose that order by shape: with AMX, oneDNN
 splits the depth of some bf16 products in two, and MKL uses other float32 kernels for few rows. Small products are not
 split, so the reference here is a product of UNIT rows and the narrowest of COLUMNS on one thread. A larger product is
-computed in the first way that gives the reference's bits: as a whole, in wide columns, or transposed (weights times
-rows: libraries rearrange bf16 weights only as the second factor). If no way gives these bits, the rows are halved.
+computed in the first way that gives the reference's bits: as a whole, in wide columns, or transposed. A transposed
+product is weights times rows. In bf16 it saves time, because libraries first rearrange weights that are the second
+factor, but not the first. If no way gives the reference's bits, the rows are halved.
 `_way` finds the way by measuring, once per process, shape, dtype and number of threads.
 
 The measurement's data reveals every difference in order: the terms of each sum cancel in pairs, at random places, so that
@@ -122,7 +123,7 @@ def _pieces(weight_NK: Tensor, y_RN: Tensor, columns: int) -> Iterable[tuple[Ten
 
 @cache
 def _way(rows: int, depth: int, width: int, dtype: torch.dtype, threads: int) -> Way | None:
-    """Return the first way with the reference's bits, or None to halve the rows. Raise OrderError at UNIT rows."""
+    """Return the first way that gives the reference's bits. If none does, return None; at UNIT rows, raise OrderError."""
     # Enough columns for a full piece and for the last piece of a wide product.
     columns = COLUMNS[0] + width % COLUMNS[0] if width > COLUMNS[0] else width
     x_DK, weight_CK, expected_DC = _reference(depth, columns, dtype)
@@ -145,14 +146,14 @@ def ways(rows: int, width: int, dtype: torch.dtype) -> list[Way]:
     """Return the ways to try, fastest first."""
     columns = [c for n, c in enumerate(COLUMNS) if n == 0 or c < width]
     result: list[Way] = [partial(_in_columns, columns=c) for c in columns]
-    if dtype == torch.bfloat16:  # transposing float32 weights saves nothing: libraries do not rearrange them
+    if dtype == torch.bfloat16:  # libraries do not rearrange float32 weights, so transposing saves nothing
         result.insert(0 if rows <= FEW else min(3, len(result)), partial(_transposed, columns=COLUMNS[0]))
     return result
 
 
 @lru_cache(maxsize=8)  # enough for the shapes of one model
 def _reference(depth: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return cancelling rows and weights, and their product in UNIT rows and the narrowest columns, on one thread."""
+    """Return cancelling rows and weights, and their product, computed in the smallest pieces on one thread."""
     x_DK, weight_CK = cancelling(DISTINCT, columns, depth, dtype)
     y_DC = x_DK.new_empty(DISTINCT, columns)
     with use_threads(1):

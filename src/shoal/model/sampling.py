@@ -2,11 +2,11 @@
 
 A token is the argmax of `logits / temperature + Gumbel noise` (the Gumbel-max trick: its distribution is the softmax). The
 noise is a counter-based hash of (run, step, worker, submission, rollout, nonce, position, token id): splitmix64 of seed and
-position gives a 64-bit key, and two rounds of MurmurHash3's finaliser mix in the token. So a validator with its own logits
-derives the same token, up to numerics, and a worker cannot choose tokens.
+position gives a 64-bit key, and two rounds of MurmurHash3's finaliser mix in the token. So a validator derives the
+same token from its own logits, up to numerics, and a worker cannot choose tokens.
 
-Invariants: noise depends only on integers. The integers and the uniforms are exact; the float32 logarithms are equal on
-machines of one kind, and differ by a few units in the last place between kinds.
+Invariants: noise depends only on integers. The integers, and the uniform numbers made from them, are exact. The float32
+logarithms are equal on machines of one kind, and differ by a few units in the last place between kinds.
 Left out: top-k, top-p and penalties, because the recipe samples from the full distribution.
 Sources: Gumbel-max, Maddison et al. 2014 (arXiv 1411.0030); splitmix64, Steele et al. 2014; MurmurHash3, Appleby (public
 domain).
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from shoal.model.logprobs import token_logprobs
 
-LOWEST_LOGPROB = -50.0  # a sampled token is at most about 26 nats below the likeliest one; the rest is a margin
-LARGEST_NOISE = 16.7  # nats; from uniforms of 23 bits
+# Noise spans 19.6 nats, so a sampled token's logprob is at least -19.6 - ln(vocabulary). The rest is a margin.
+LOWEST_LOGPROB = -50.0
+LARGEST_NOISE = 16.7  # nats; the largest that uniform numbers of 23 bits give
 
 
 def rollout_seed(run: str, step: int, worker: str, submission: int, rollout: int, nonce: str = "") -> int:
@@ -51,8 +52,8 @@ def position_keys(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
 def gumbel(keys: np.ndarray, ids: np.ndarray) -> Tensor:
     """Return standard Gumbel noise, one float32 for each pair of a key and a token id, broadcast together, on the CPU.
 
-    It is in [-2.9, LARGEST_NOISE], because uniforms have 23 bits. So a token of probability below about 6e-8 is never
-    sampled.
+    It is in [-2.9, LARGEST_NOISE], because the uniform numbers have 23 bits. So a token of probability below about 6e-8
+    is never sampled.
     """
     bits = ids.astype(np.uint32) * np.uint32(0x9E3779B1)  # 2**32 / golden ratio
     bits = _fmix32_(_fmix32_(bits + keys.astype(np.uint32)) ^ (keys >> np.uint64(32)).astype(np.uint32))

@@ -125,7 +125,7 @@ def change_of_logits(config: Any, raw: Tensor, logits: Tensor) -> logprobs.Logit
     """Return the change from the head's output to the logits that fits the config and an example; None if none fits."""
     text = config.get_text_config(decoder=True)
     values = [value for field in SCALES if isinstance(value := getattr(text, field, None), int | float) and value != 1]
-    scales = [scale for value in values for scale in (float(value), 1 / value)]  # some models divide
+    scales = [scale for value in values for scale in (float(value), 1 / value)]  # some models divide by the field
     caps = [float(value) for field in CAPS if (value := getattr(text, field, None))]
     for scale in (*scales, 1.0):
         for cap in (*caps, None):
@@ -159,7 +159,7 @@ def _trees(model: Any) -> list[Tree]:
 
     short = length // 4  # short completions, because a leaking state fades within a few tokens
     prompt = tokens(length - short)
-    other = [*prompt[:SHORTEST_ROOT], *tokens(2)]  # a shared prefix: the row has a root
+    other = [*prompt[:SHORTEST_ROOT], *tokens(2)]  # the prompts share a prefix, so the row has a root
     return [
         Tree(prompt, [tokens(short) for _ in range(3)]),
         Tree(other[: length - 1], [tokens(max(1, length - len(other)))]),

@@ -137,7 +137,7 @@ def pack(trees: Sequence[Tree]) -> Pack:
 
 
 def shared_prefix(prompts: Sequence[Ids]) -> int:
-    """Return the length of the prompts' shared prefix, shorter than every prompt; 0 if sharing is not worth it."""
+    """Return how long a prefix the prompts share. Each keeps a token of its own. Return 0 if sharing saves too little."""
     if len(prompts) < 2:
         return 0
     first, shared = np.asarray(prompts[0]), min(map(len, prompts)) - 1

@@ -32,7 +32,7 @@ LOOK_S = 0.1  # the time between two checks of the stop event
 SEND_BYTES = 1 << 20  # bytes of a body that are passed to httpcore at once
 MESSAGE_BYTES = 16 << 20  # the largest message, unless the caller names another limit
 PLAIN = {"accept-encoding": "identity"}  # request header that asks for an uncompressed answer
-MIN_BPS, GRACE_S = 1024, 30.0  # minimum rate of a body, enforced after GRACE_S
+MIN_BPS, GRACE_S = 1024, 30.0  # a body of n bytes must arrive within GRACE_S + n / MIN_BPS seconds
 # HTTP statuses after which a request is repeated. 425: the request was signed before the coordinator started, so the
 # coordinator cannot know whether it has already served that request. 503: a service that the coordinator
 # needs (a chain) does not answer.

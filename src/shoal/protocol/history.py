@@ -6,7 +6,7 @@
 Invariants: the history is fetched by cursor, so each update transfers only new entries. A step or evaluation that is
 reported again replaces the earlier report. A request that the coordinator answers with 429 is repeated. The coordinator
 signs an offer for this very request (`signing`), so nobody can replay an old offer. No answer can prove who owns the
-coordinator's key: ask the operator for the key, and pass it to `find_run` or compare it with the key in the offer.
+coordinator's key, so ask the operator for the key, and pass it to `find_run` or compare it with the key in the offer.
 """
 
 import time
@@ -81,7 +81,7 @@ class Exactness(Message):
 class Signal(Message):
     """Whether accepted groups give a training signal. A group is useful if its rewards differ."""
 
-    groups: int = Field(default=0, ge=0)  # accepted since the open step began
+    groups: int = Field(default=0, ge=0)  # accepted since the current step began
     useful: int = Field(default=0, ge=0)  # useful groups among these
     flat: int = Field(default=0, ge=0)  # groups accepted since the last group whose rewards differ
     lowest: float | None = None  # lowest mean reward of the groups that `flat` counts
@@ -113,7 +113,7 @@ class Status(Message):
     reject_reasons: dict[str, int]
     slashed: list[str]
     stale_groups: int  # useful groups that became too old before a batch took them
-    late_groups: Count = 0  # in submissions that came too late for any batch
+    late_groups: Count = 0  # groups in submissions that came too late for any batch
     useful_groups: Count = 0  # accepted so far, stale ones included
     tokens_generated: int  # accepted tokens, counted by the validators
     signal: Signal = Signal()

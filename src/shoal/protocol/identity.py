@@ -1,8 +1,8 @@
 """A node's identity: one ed25519 key. The public key identifies the node everywhere in the pool.
 
-Invariants: a signature serves one purpose: the mandatory `domain` is signed together with the message, so a ledger signature
-cannot pass as the signature of a manifest. A key has one spelling: `verify` accepts only the lowercase hex of a canonical
-point. Otherwise a banned key could return under another spelling.
+Invariants: a signature serves one purpose, because the mandatory `domain` is signed together with the message. So a
+ledger signature cannot pass as the signature of a manifest. A key has one spelling: `verify` accepts only the lowercase
+hex of a canonical point. Otherwise a banned key could return under another spelling.
 Left out: passphrases (a worker restarts unattended; the file's mode protects the key), key rotation (a new key is a new
 node), hardware keys.
 """
@@ -32,7 +32,7 @@ DOMAIN = re.compile("[a-z0-9._/-]{1,64}")
 
 FIELD_PRIME = 2**255 - 19
 ORDER_8_Y = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
-# y of the eight points of small order. With such a public key, a signature made without any private key is valid.
+# The y of the eight points of small order. With such a public key, a signature made without any private key is valid.
 SMALL_ORDER_Y = {0, 1, FIELD_PRIME - 1, ORDER_8_Y, FIELD_PRIME - ORDER_8_Y}
 
 
@@ -92,7 +92,7 @@ class Identity:
     def sign(self, message: bytes, *, domain: str) -> str:
         """Return the signature of `message` for one purpose: 128 hex characters."""
         if not DOMAIN.fullmatch(domain):
-            raise ValueError(f"bad signing domain {domain!r}: 1 to 64 of a-z 0-9 . _ / -")
+            raise ValueError(f"bad signing domain {domain!r}: use 1 to 64 of the characters a-z 0-9 . _ / -")
         return self.private_key.sign(_in_domain(domain, message)).hex()
 
 

@@ -1,10 +1,9 @@
 """The address of a pool's coordinator, and invites: one string with which a node joins.
 
-Invariants: a URL is http(s)://HOST[:PORT] and nothing else, so signed paths are the same on both sides. The coordinator's
-key, in the invite, is the root of a node's trust. That key signs the payload (role and name), which is valid once. A run's
-id ends in digits of that key (`run_id`), so no other pool can have the same id: a signature for one run is invalid in every
-other run.
-Every node imports this module when it starts, so this module imports nothing heavy.
+Invariants: a URL is http(s)://HOST[:PORT] and nothing else, so signed paths are the same on both sides. A node trusts
+only the coordinator's key in its invite. That key signs the invite's payload (role and name), which is valid once. A
+run's id ends in digits of that key (`run_id`), so no other pool can have the same id, and a signature for one run is
+invalid in every other run. Every node imports this module when it starts, so this module imports nothing heavy.
 """
 
 import base64
@@ -111,7 +110,7 @@ class Invite(BaseModel):
         write_file(path, self.encode().encode() + b"\n", mode=0o600)
 
     def check(self, role: Role, now_s: float | None) -> None:
-        """Raise InviteError unless this is a valid invite for `role`, not expired at `now_s` (None: do not check)."""
+        """Raise InviteError unless this is a valid invite for `role`, not expired at `now_s` (None: any time)."""
         payload = open_payload(self.signed.model_dump_json(), self.key, self.run)
         if payload.role != role:
             raise InviteError(f"the invite is for the role {payload.role}, not {role}; start `shoal {payload.role}`")

@@ -149,7 +149,7 @@ class Intake(Message):
 
 
 class Stats(Message):
-    """A node's report about itself. Used for display only."""
+    """A node's report about itself. It is used for display only."""
 
     doing: str = Field(default="", max_length=80)
     tokens: int = Field(default=0, ge=0, le=LARGEST)  # generated or checked since it started
@@ -198,7 +198,7 @@ class Assignment(Message):
     policy_digest: str = Hex64
     nonce: str = Hex32  # only the coordinator can compute it; the same assignment always gets the same nonce
     groups: int = Field(ge=1)
-    deadline_s: float  # unix time; after it, a worker that lost the task gets another. A late upload is still allowed
+    deadline_s: float  # unix time; a worker that lost the task gets another then. A late upload is still allowed
     upload_path: str
     max_bytes: int
 
@@ -334,8 +334,8 @@ class Reason(StrEnum):
     TERMINATION = "termination"  # stopped early
     DISTRIBUTION = "distribution"  # tokens are too likely, or too unlikely, to be samples at the configured temperature
     SPECIAL_TOKENS = "special_tokens"  # a token that only chat templates use, and that its seed does not yield
-    INEXACT = "inexact"  # within the limits, but not bit-identical, although the worker claims the validator's class
-    SPENDING = "spending"  # over all submissions, deviations within the limits that honest numerics do not explain
+    INEXACT = "inexact"  # within the limits, but not bit-identical, although the worker claims the same exactness class
+    SPENDING = "spending"  # each submission is within the limits, but all together deviate more than honest numerics
 
 
 # Soft reasons can be caused by a broken disk, a coordinator restored to an older state, an answer changed in transit, or a
@@ -364,7 +364,7 @@ class Claim(Message):
     assignment: Assignment
     worker: str = Hex64
     lease_s: float
-    full: bool = True  # False: a spot check suffices. Drawn at random; trusted workers get more spot checks
+    full: bool = True  # False: a spot check suffices. This is drawn at random, more often for trusted workers
     fingerprint: str = MaybeHex64  # the worker's, for this version; "": it claims no exactness class
 
 
@@ -428,7 +428,7 @@ class Replay(Message):
     """The result of an exact replay."""
 
     tokens: Count  # sampled tokens that were compared
-    mismatched: Count  # of these
+    mismatched: Count  # how many of these differed
 
 
 LogEValue = Annotated[float, Field(ge=-1e6, le=1e6)]  # nats

@@ -4,7 +4,8 @@ Requests and the bytes of their answers are counted. The bytes estimate the cost
 Invariants: a member's limits depend neither on other members' requests nor on its address, which it may share with an
 attacker. Only requests that no member signed are counted by address, for all runs of a listener together. Answers that
 their readers have not received take a bounded amount of memory.
-Left out: the bandwidth of rollout files, and attackers with many addresses; a proxy in front limits them (docs/operate.md).
+Left out: the bandwidth of rollout files, and attackers with many addresses; a proxy in front limits both
+(docs/operate.md).
 """
 
 import time
@@ -22,11 +23,12 @@ REFUSED_RATE = 20.0  # per address; refusals beyond it are delayed
 RARE_RATE = 1.0  # per member, for requests that it sends when it joins, leaves or has lost its state
 AT_ONCE = 16  # requests of one member in progress; each may hold a body as large as its route allows
 LARGE_AT_ONCE = 2  # of these, requests whose body or answer is a large file in memory
-# Bytes per second, with the same burst.
+# The next two rates are in bytes per second, and have the same burst.
 MEMBER_BYTES = 4 << 20  # of answers to one member
 OPEN_BYTES = 4 << 20  # of answers to one address: a dashboard opened late reads a long history at once
-FILE_WEIGHT = 1 / 4  # weight of a byte of task data, or of a discarded upload: making these bytes costs nothing here
-# Bytes of answers that were made and not yet received. A reader's only unread answer may be larger.
+# A byte of task data, or of a discarded upload, counts as this many bytes, because the server does not compute it.
+FILE_WEIGHT = 1 / 4
+# Limits on bytes of answers that were made and not yet received. An answer may exceed them if its reader has no other.
 LARGE_BYTES = 64 << 10  # smaller answers are not counted: a connection's own buffers hold them
 MEMBER_UNREAD, ADDRESS_UNREAD = 16 << 20, 4 << 20
 STRANGERS_UNREAD = 64 << 20  # of all addresses together
@@ -48,7 +50,7 @@ class Refusal(ShoalError):
 
 
 class Rates:
-    """How far each client is ahead of its rate, in requests or bytes. The least recent clients are forgotten."""
+    """How far each client is ahead of its rate, in requests or bytes. Beyond `clients`, it forgets the least recent."""
 
     def __init__(self, per_s: float, *, clients: int = MAX_CLIENTS, burst_s: float = BURST_S) -> None:
         self.per_s, self.clients, self.burst_s = per_s, clients, burst_s

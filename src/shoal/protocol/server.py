@@ -4,12 +4,12 @@
 
 Invariants: if a request has no valid signature, its key lacks the route's role, or it exceeds a rate, its body is not read
 and nothing is written. A handler gets a body only if it is the signed one and within its route's limit. The run signs every
-answer to a signed request, refusals included: a node believes no other answer. A connection stays open only if a member
-signed its last request; any other connection is closed after its answer. So strangers hold no idle connections, and each
-refusal costs them a new connection. The more refusals an address causes, the longer each refusal is delayed. The rest of
-a refused body is read at a bounded rate and discarded. So a sender that reads the answer only after sending its body
-still gets the refusal, and a flood of bodies costs little time. Expected errors get an HTTP status. Any other error is a
-bug; its request gets a 500, and other routes keep working.
+answer to a signed request, refusals included, because a node believes no other. A connection stays open only if a
+member signed its last request; any other connection is closed after its answer. So strangers hold no idle connections,
+and each refusal costs them a new connection. The more refusals an address causes, the longer each refusal is delayed.
+The rest of a refused body is read at a bounded rate and discarded. So a sender that reads the answer only after sending
+its body still gets the refusal, and a flood of bodies costs little time. Expected errors get an HTTP status. Any other
+error is a bug; its request gets a 500, and other routes keep working.
 
 A listener has one `Front`, and each run has one `Admission`. Limits are in `pace`.
 """
@@ -30,7 +30,7 @@ from shoal.protocol.pace import LARGE_BYTES, Pace, Refusal, Strangers, Unread
 from shoal.protocol.signing import NonceStore, SignatureError, SignedHead, sign_answer, verify_head
 from shoal.shardcast.connections import LISTENER, LOG, PATIENCE, Listener, network, started
 
-MAX_SMALL_BYTES = 4 << 10  # a registration, a claim, a version, an evaluation: a few fields
+MAX_SMALL_BYTES = 4 << 10  # enough for a few fields, as in a registration, claim, version or evaluation
 BODY_TIMEOUT_S = 30.0  # for a whole message, and for the next piece of a file
 STRANGER_S = 10.0  # for a stranger's whole body
 THREAD_BYTES = 1 << 20  # a larger answer is hashed in a thread
@@ -150,9 +150,10 @@ class Admission:
     ) -> SignedHead:
         """Verify the headers: signature, role, encoding and length of the body, rate.
 
-        The request counts as in progress until it is answered. `roles` None allows any key. Then the handler spends the
-        nonce once it knows that the key is admissible; otherwise strangers could fill the disk with nonces. `large`,
-        `rare`: see `pace`. Raise SignatureError, or Refusal with status 403, 413, 415 or 429.
+        The request counts as in progress until it is answered. `roles` None allows any key, and leaves it to the
+        handler to spend the nonce once it knows that the key is admissible. If the nonce were spent here, strangers
+        could fill the disk with nonces. `large`, `rare`: see `pace`. Raise SignatureError, or Refusal with status 403,
+        413, 415 or 429.
         """
         head = verify_head(request.method, request.raw_path, request.headers, audience=self.run, now_s=self.clock())
         role = self.role_of(head.key)

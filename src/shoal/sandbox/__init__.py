@@ -19,13 +19,13 @@ Keep expected outputs outside: run the program on an input, or call its function
 The tiers `bubblewrap` and `kernel` both promise:
 
 - a process outside bounds wall time, CPU time and output; Linux bounds memory, file size and open files
-- one process with at most eight threads beside the first; nothing outlives a run
-- no descriptor, environment or argument of the parent; no state of one run reaches the next
+- a program is one process with at most eight threads beside the first; nothing outlives a run
+- a program gets no descriptor, environment or argument of the parent; no state of one run reaches the next
 - the host's files cannot be read; nothing can be written outside the scratch folder, whose total size is bounded
-- no network, no DNS, no abstract sockets; no other process can be seen, signalled or traced
-- no new privileges, setuid ignored, no capability
-- only listed system calls: no mount, unshare, io_uring, keyctl, ptrace, bpf, userfaultfd, clone3, memfd
-- no new user namespaces: two mechanisms forbid them in `bubblewrap`, one in `kernel`
+- there is no network, no DNS and no abstract socket; no other process can be seen, signalled or traced
+- a program has no capability and gains no privileges; setuid is ignored
+- only listed system calls work, so mount, unshare, io_uring, keyctl, ptrace, bpf, userfaultfd, clone3 and memfd fail
+- a program cannot create user namespaces; two mechanisms forbid this in `bubblewrap`, one in `kernel`
 
 Both have the same Landlock rules, seccomp filter and limits. In `bubblewrap` the widely reviewed bwrap builds the
 namespaces; in `kernel`, `launch.py` builds them. A third tier, `plain`, is for code that this machine's owner trusts.

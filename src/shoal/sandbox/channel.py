@@ -47,7 +47,7 @@ def describe(error: BaseException) -> str:
     """Return the last line of an error's traceback, at most MAX_ERROR characters."""
     try:
         return f"{type(error).__name__}: {error}"[:MAX_ERROR]
-    except BaseException:  # noqa: BLE001 - an overridden method
+    except BaseException:  # noqa: BLE001 - the error's class may override __str__
         return type(error).__name__[:MAX_ERROR]
 
 

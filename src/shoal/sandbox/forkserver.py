@@ -193,7 +193,7 @@ def executable() -> str:
 def binds() -> list[str]:
     """Return the files and folders to bind read-only. Omit those inside another folder of the list."""
     prefix = Path(os.path.realpath(sys.base_prefix))
-    bases = dict.fromkeys(("base", "platbase", "installed_base", "installed_platbase"), str(prefix))  # not the venv's
+    bases = dict.fromkeys(("base", "platbase", "installed_base", "installed_platbase"), str(prefix))  # not the venv
     library = [sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")]
     paths = {executable(), str(prefix / "lib"), *map(os.path.realpath, library), *SYSTEM}
     real = sorted(path for path in paths if Path(path).exists() and not Path(path).is_symlink())

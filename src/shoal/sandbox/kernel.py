@@ -86,7 +86,7 @@ def keep_capabilities(capabilities: int) -> None:
 
 
 def fork_into(namespaces: int) -> int:
-    """`os.fork`, but the child is process 1 of new namespaces. The child must not use threads; it may fork again."""
+    """Fork, with the child as process 1 of new namespaces. The child must not use threads; it may fork again."""
     number = SYS_CLONE[platform.machine()]
     zeros = [ctypes.c_long(0)] * 4
     return checked(_holding_gil.syscall(ctypes.c_long(number), ctypes.c_long(namespaces | SIGCHLD), *zeros), "clone")

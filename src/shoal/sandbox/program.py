@@ -61,7 +61,7 @@ def set_limits(request: dict[str, Any], config: dict[str, Any]) -> None:
     cpu_s = request["cpu_s"]
     values = {
         resource.RLIMIT_AS: request["memory_bytes"],
-        # A backstop: `server.wait` enforces `cpu_s`.
+        # This is only a backstop, because `server.wait` enforces `cpu_s`.
         resource.RLIMIT_CPU: 2 * math.ceil(cpu_s) + 1 if math.isfinite(cpu_s) else -1,
         resource.RLIMIT_CORE: 0,
     }

@@ -126,6 +126,6 @@ def when(number: int, then: list[Instruction]) -> list[Instruction]:
 
 
 def argument_in(index: int, values: tuple[int, ...]) -> list[Instruction]:
-    """Allow the call if the low 32 bits of an argument are among `values`. The kernel reads no more bits either."""
+    """Allow the call if the low 32 bits of an argument are among `values`. The kernel ignores the other bits."""
     tests = [pair for value in values for pair in ((JUMP_EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
     return [(LOAD, 0, 0, ARGUMENTS + 8 * index), *tests, (RETURN, 0, 0, EPERM)]
