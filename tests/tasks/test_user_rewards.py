@@ -1,4 +1,4 @@
-"""User rewards: what they see, and that a call affects no other call. The example in `examples/own` works."""
+"""Reward functions written by users: what a function sees, what the sandbox forbids, and that calls are independent."""
 
 import re
 import time
@@ -65,7 +65,7 @@ def grade(reward: str | dict[str, float], *completions: str, **sandbox: float) -
 
 
 def grade_with(source: str, cpu_s: float = 5.0) -> Grade:
-    """Return the grade of a completion by the function `score` of this source."""
+    """Return the grade that the function `score` in this source gives to a completion."""
     with closing(UserReward(UserCode("a.py:score", {"a.py": source.encode()}, SandboxSection(cpu_s=cpu_s)))) as reward:
         return reward.grade([TASK], ["x"])[0]
 
@@ -74,7 +74,8 @@ def test_a_function_sees_the_task_with_its_metadata_parsed_and_scores_each_compl
     right, wrong = grade("mine.py:exact", " 4", "5")
     assert (right.score, right.outcome, right.tier, right.repeatable) == (1.0, "graded", tier, True)
     assert (wrong.score, wrong.outcome) == (0.0, "graded")
-    assert not right.certain and not wrong.certain, "the function may read its machine, so another score may be honest"
+    uncertain = not right.certain and not wrong.certain
+    assert uncertain, "no grade may be certain, because the function may read its machine"
     assert grade("folder/mine.py:sees", "")[0].score == 0.25
 
 
@@ -137,7 +138,7 @@ def test_the_sandbox_confines_a_function(name: str, detail: str) -> None:
     assert result.outcome == "grader_error" and detail in result.detail
 
 
-def test_an_answer_is_never_built_as_a_dict() -> None:
+def test_an_answer_that_encodes_a_dict_is_refused_before_the_dict_is_built() -> None:
     """The hashes of these integers are equal, so building a dict of them would take time quadratic in their number."""
     source = (
         "import os, sys\n"
@@ -157,12 +158,12 @@ def test_random_numbers_are_the_same_in_every_call() -> None:
 
 
 @pytest.mark.usefixtures("tier")
-def test_a_completion_may_have_ten_megabytes() -> None:
+def test_a_completion_of_ten_megabytes_is_graded() -> None:
     long, right = grade("mine.py:exact", "4" * 10_000_000, "4")
     assert (long.score, long.outcome, right.score) == (0.0, "graded", 1.0)
 
 
-def test_a_score_near_the_limit_is_not_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_score_computed_in_nearly_the_time_limit_is_not_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.tasks.user_code.WAIT_S", 1.0)
     source = "import time\ndef score(task, completion):\n    time.sleep(1.2)\n    return 1"
     assert not grade_with(source, cpu_s=1.0).repeatable
@@ -181,7 +182,7 @@ def test_several_rewards_give_the_weighted_mean(tier: str) -> None:
 
 
 @pytest.mark.parametrize("weights", [{}, {"number": 0.0}, {"number": -1.0, "math": 2.0}])
-def test_weights_without_a_mean_are_refused(weights: dict[str, float]) -> None:
+def test_reward_weights_that_define_no_mean_are_refused(weights: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="weights of at least 0, and one weight above 0"):
         SourceSection(generator="arithmetic", reward=weights)
 
@@ -195,7 +196,7 @@ def test_weights_without_a_mean_are_refused(weights: dict[str, float]) -> None:
     ],
 )
 @pytest.mark.usefixtures("tier")
-def test_a_trial_names_a_file_that_cannot_work(source: str, message: str) -> None:
+def test_the_trial_before_a_run_names_a_reward_file_that_cannot_work(source: str, message: str) -> None:
     section = TaskSection(sources=[SourceSection(name="s", generator="arithmetic", reward="mine.py:exact")])
     with Graders(section, files={"mine.py": source.encode()}) as rewards, pytest.raises(GradeError, match=message):
         rewards.try_out([TASK])
@@ -212,12 +213,12 @@ def test_a_trial_names_a_file_that_cannot_work(source: str, message: str) -> Non
         ("maths", "no reward 'maths'; there are number"),
     ],
 )
-def test_a_trial_names_a_reward_that_cannot_grade(name: str, message: str) -> None:
+def test_the_trial_before_a_run_names_a_reward_that_cannot_grade(name: str, message: str) -> None:
     with pytest.raises(GradeError, match=message), graders(name) as rewards:
         rewards.try_out([TASK])
 
 
-def test_a_trial_names_a_missing_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_before_a_run_reports_a_missing_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_sandbox(*_: object, **__: object) -> None:
         raise SandboxError("no sandbox here\nfor two reasons")
 
@@ -233,7 +234,7 @@ def test_a_trial_names_a_missing_sandbox(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_failing_machine_gives_no_grades(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that reports 0 because its own sandbox fails would look like a liar."""
+    """A worker that reported 0 because its own sandbox fails would look like a liar, so grading must raise an error."""
     failures = [1, 2]
 
     def calls(self: object, values: object) -> object:
@@ -248,10 +249,10 @@ def test_a_failing_machine_gives_no_grades(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(GradeError, match="cannot grade: no memory"):
             rewards.grade([TASK], ["4"])
         failures.append(1)
-        assert rewards.grade([TASK], ["4"])[0].score == 1.0, "the second try succeeds"
+        assert rewards.grade([TASK], ["4"])[0].score == 1.0, "the second try must succeed after one failure"
 
 
-# --- the examples and the page on tasks -------------------------------------------------------------------------------
+# --- configs in examples/ and docs/tasks.md ---------------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "own"
@@ -268,7 +269,7 @@ def test_every_config_on_the_page_on_tasks_is_valid(block: str) -> None:
     assert parse(tomllib.loads(block))
 
 
-def test_the_example_of_problems_and_rewards_has_at_most_30_lines_and_scores() -> None:
+def test_the_example_with_own_problems_and_rewards_gives_scores_and_has_at_most_30_lines() -> None:
     lines = [line for name in ("my.toml", "my_rewards.py") for line in (OWN / name).read_text().splitlines()]
     assert sum(bool(line.strip()) for line in lines) <= 30
     settings = load(OWN / "my.toml").tasks

@@ -1,12 +1,12 @@
-"""Make real_states.npz, and print the errors of proofs by honest machines and by liars, in both dtypes.
+"""Make real_states.npz. Print the errors of proofs by honest machines and by liars, in bfloat16 and float16.
 
     python tests/toploc/make_real_states.py
 
 The file holds the last hidden states (after the norm) of 512 tokens that SmolLM2-135M-Instruct generated at temperature 1,
-in 16 chunks of 32. They are computed by prefill in three dtypes, and by decoding with a cache in two dtypes, as a worker
-does. They are also computed in float32 with weights rounded to 8 and 4 bits. An entry is stored only if it is among the 128
-largest of its chunk in at least one of these computations. Other entries occur in no proof, and are zero in the tests.
-`BFLOAT16` quotes the printed figures.
+in 16 chunks of 32. They are computed in seven ways: by prefill in three dtypes; by decoding with a cache in two dtypes,
+as a worker does; and by prefill in float32 with weights rounded to 8 and to 4 bits. An entry is stored only if it is
+among the 128 largest of its chunk in at least one of these computations. Other entries occur in no proof, and are zero
+in the tests. The docstring of `BFLOAT16` quotes the printed figures.
 """
 
 import sys
@@ -22,7 +22,7 @@ from shoal.model.sources import SMOLLM2, resolve
 from shoal.toploc import build, verify
 
 PROMPT = "Tell me a story about a lighthouse."
-SEED = 1  # thresholds of 60/40/40 accept one constant in 15 of this seed's 16 chunks, and in 11 chunks of seed 0
+SEED = 1  # thresholds of 60/40/40 accept one constant in 15 of the 16 chunks with this seed, but in 11 with seed 0
 TOKENS, CHUNK, TOP_K = 512, 32, 128
 
 
@@ -81,7 +81,7 @@ def decode(model: Any, tokens_1T: Tensor) -> Tensor:
 
 
 def round_(weight_OI: Tensor, levels: int) -> None:
-    """Round in place to 2 · levels + 1 values, with a scale per row at 8 bits and per 32 weights at 4 bits."""
+    """Round in place to 2 · levels + 1 values. At 8 bits each row has a scale; at 4 bits, each 32 weights."""
     blocks = weight_OI if levels > 7 else weight_OI.view(-1, 32)
     scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-8) / levels
     blocks.copy_((blocks / scale).round() * scale)

@@ -1,4 +1,4 @@
-"""Hidden states for these tests: from a real model, random with heavy tails, and with known peaks without ties."""
+"""Hidden states for these tests: from a real model, random with heavy tails, and with distinct known peaks."""
 
 import struct
 from collections import Counter
@@ -19,7 +19,7 @@ EXACT = ChunkResult(0, 0.0, 0.0)
 
 @cache
 def real_states() -> dict[str, Tensor]:
-    """Return SmolLM2's last hidden states, (512, 576) float32, by how they were computed (see make_real_states.py)."""
+    """Return SmolLM2's last hidden states, (512, 576) float32, by how each was computed (see make_real_states.py)."""
     with np.load(Path(__file__).with_name("real_states.npz"), allow_pickle=False) as file:
         arrays = {name: torch.from_numpy(file[name]) for name in file.files}
     index_N, shape = arrays.pop("index").long(), tuple(arrays.pop("shape").tolist())
@@ -35,9 +35,11 @@ def heavy_tailed(tokens: int, width: int, seed: int = 0) -> Tensor:
 
 
 def tie_free(tokens: int, width: int, at: tuple[int, ...] = ()) -> Tensor:
-    """Return (tokens, width) bfloat16: 1500 distinct magnitudes, every third negative, the rest a small constant.
+    """Return (tokens, width) bfloat16 with 1500 distinct magnitudes, every third negative. All other values are a small
+    constant.
 
-    It is computed with integers only, so it is equal on every machine. `at`: indices of the largest magnitudes.
+    The result is the same on every machine, because only integers are computed. `at`: indices of the largest
+    magnitudes.
     """
     bits_X = torch.full((tokens * width,), 0x3C00, dtype=torch.int32)
     rank_N = torch.arange(1500)
@@ -47,7 +49,7 @@ def tie_free(tokens: int, width: int, at: tuple[int, ...] = ()) -> Tensor:
 
 
 def accepted_constants(hidden_TH: Tensor, thresholds: Thresholds) -> dict[int, int]:
-    """Return each constant whose errors are within the thresholds in any chunk, with the number of such chunks."""
+    """Return the constant polynomials that the thresholds accept in some chunk, each with the number of such chunks."""
     own = peaks([hidden_TH], chunk_tokens=32, top_k=128)
     bits = own.mantissa_bits
     exponents = ((own.bits_BK & 0x7FFF) >> bits).unique()

@@ -1,4 +1,4 @@
-"""Field arithmetic, peaks and the bytes of proofs, against Python's integers, a full sort and the public package."""
+"""Field arithmetic is compared with Python's integers, peaks with a full sort, and proofs with the public package."""
 
 import hashlib
 import random
@@ -27,7 +27,7 @@ def test_every_inverse_is_pythons_modular_inverse() -> None:
 def test_evaluate_equals_big_integer_polynomials() -> None:
     draw = random.Random(1)
     coefficients = [[draw.randrange(PRIME) for _ in range(40)] for _ in range(3)]
-    coefficients[2] = [PRIME - 1] * 40  # the largest products
+    coefficients[2] = [PRIME - 1] * 40  # gives the largest possible products
     x = [[draw.randrange(PRIME) for _ in range(7)] + [0, PRIME - 1] for _ in range(3)]
     expected = [
         [sum(c * point**power for power, c in enumerate(row)) % PRIME for point in points]
@@ -45,7 +45,8 @@ def test_an_interpolant_passes_through_its_points(points: int) -> None:
 
 
 def test_interpolation_does_not_change_its_arguments() -> None:
-    x_BK, y_BK = torch.tensor([[4], [5]]), torch.tensor([[6], [7]])  # (B, 1), so that transposing copies nothing
+    # Transposing a tensor of shape (B, 1) copies nothing, so a change in place would change the argument.
+    x_BK, y_BK = torch.tensor([[4], [5]]), torch.tensor([[6], [7]])
     interpolate(x_BK, y_BK)
     assert (x_BK.tolist(), y_BK.tolist()) == ([[4], [5]], [[6], [7]])
 
@@ -73,14 +74,14 @@ def test_magnitudes_are_those_of_a_full_sort(values: int, top_k: int, distinct: 
 
 @pytest.mark.parametrize("values", [1000, 18432, 131072, 131075])
 def test_rows_do_not_influence_each_other(values: int) -> None:
-    """Five rows of 131072 values take more than one slab."""
+    """Five rows of 131072 values are more than one slab, the number of chunks searched together."""
     bits_BX = torch.randint(0, 300, (5, values), generator=torch.Generator().manual_seed(values), dtype=torch.int16)
     alone = torch.cat([largest(bits_BX[row : row + 1], 128) for row in range(5)])
     assert torch.equal(largest(bits_BX, 128).sort().values, alone.sort().values)
 
 
 def test_among_equal_magnitudes_the_first_are_selected() -> None:
-    """This makes the bytes equal on every device."""
+    """This rule makes the bytes equal on every device."""
     assert sorted(largest(torch.tensor([[7, 1, -32761, 7, 9, 7]], dtype=torch.int16), 3)[0].tolist()) == [0, 2, 4]
 
 
@@ -95,7 +96,7 @@ def test_the_peaks_of_a_long_prompt_are_those_of_a_full_sort() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_gpu_computes_the_same_bytes_and_figures(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    hidden_TH = torch.randn(150, 4096, generator=generator).to(dtype)  # ties at the last place in every chunk
+    hidden_TH = torch.randn(150, 4096, generator=generator).to(dtype)  # magnitudes tie for the last place
     other_TH = (hidden_TH.float() * (1 + torch.randn(150, 4096, generator=generator) / 256)).to(dtype)
     proofs = build(hidden_TH)
     assert build(hidden_TH.cuda()) == proofs
@@ -111,7 +112,7 @@ def test_a_gpu_computes_the_same_bytes_and_figures(dtype: torch.dtype) -> None:
     ("width", "prefill_at", "decode_at", "digest"),
     [
         (576, (), (5, 6), "d97772e1047edfb60777e7a18a1f7b3cb748efa73b60e946c7929507618102d6"),
-        (  # indices that collide under the prime, in prefill and decode: both moduli are 65495
+        (  # some indices are equal modulo the prime, in prefill and in decoding, so both moduli are 65495
             4096,
             (9, 9 + PRIME, 9 + PRIME - 1, 131071),
             (9, 9 + PRIME, 9 + PRIME - 1, 131071),
@@ -122,9 +123,10 @@ def test_a_gpu_computes_the_same_bytes_and_figures(dtype: torch.dtype) -> None:
 def test_proofs_equal_those_of_the_public_package(
     width: int, prefill_at: tuple[int, ...], decode_at: tuple[int, ...], digest: str, dtype: torch.dtype
 ) -> None:
-    """The digest is of the joined build_proofs_bytes([prefill of 40 tokens, 37 single tokens], 32, 128) of toploc 0.1.6.
+    """The digest is that of the joined proofs from toploc 0.1.6: build_proofs_bytes([40 prompt tokens, 37 single], 32,
+    128).
 
-    The bytes do not contain the dtype: bfloat16 and float16 of the same bits have one digest.
+    The bytes do not contain the dtype, so bfloat16 and float16 values with the same bits have the same digest.
     """
     parts = tie_free(40, width, prefill_at), tie_free(32, width, decode_at), tie_free(5, width, (1, 2, 3))
     hidden_TH = torch.cat(parts).view(torch.int16).view(dtype)
@@ -134,7 +136,7 @@ def test_proofs_equal_those_of_the_public_package(
 
 
 def test_text_equals_that_of_the_public_package() -> None:
-    """The text is that of build_proofs_base64([two tokens, one token], 32, 4) of toploc 0.1.6 on these values."""
+    """The text is what build_proofs_base64([two tokens, one token], 32, 4) of toploc 0.1.6 returns for these values."""
     rows = [
         [0.5, -3, 1.25, 0, 9, 0.125, -2, 0.75],
         [7, 1, -0.25, 4.5, 0, -6, 2.5, 0.625],
@@ -166,7 +168,7 @@ def test_the_memory_layout_does_not_matter() -> None:
     assert build(hidden_TH) == build(hidden_TH.contiguous())
 
 
-def test_the_modulus_is_the_largest_without_collisions() -> None:
+def test_the_modulus_is_the_largest_that_keeps_all_indices_distinct() -> None:
     index_BK = torch.tensor(
         [[0, 1, 2], [0, PRIME, 7], [1, PRIME, 7], [5, 5 + PRIME, 4 + PRIME], [0, 2 * PRIME, 2 * PRIME - 2]]
     )
@@ -178,8 +180,8 @@ def test_the_modulus_is_the_largest_without_collisions() -> None:
         injective_modulus(torch.tensor([[PRIME, PRIME]]))
 
 
-def test_two_selections_among_ties_verify_each_other() -> None:
-    """8 of 24 equal magnitudes at the 128th place are selected; two machines may select disjoint sets of 8."""
+def test_proofs_from_two_selections_among_equal_magnitudes_verify_each_other() -> None:
+    """24 equal magnitudes tie for the last 8 of the 128 places, so two machines may select disjoint sets of 8."""
     bits_X = torch.full((32 * 64,), 0x3C00, dtype=torch.int16)
     bits_X[:120] = 16000 + torch.arange(120, dtype=torch.int16)
     tied = list(range(1000, 1024))

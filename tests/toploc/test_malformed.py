@@ -69,7 +69,7 @@ def test_no_tokens_is_an_error_and_not_an_empty_result() -> None:
         verify_many([], [])
 
 
-def test_too_few_values_for_top_k_is_an_error_that_says_what_to_choose() -> None:
+def test_the_error_for_a_chunk_with_fewer_than_top_k_values_says_which_top_k_to_choose() -> None:
     with pytest.raises(ProofError, match="a chunk has only 64 values: choose a top_k of at most 64"):
         build(torch.ones(33, 64))
     proofs = build(torch.arange(33 * 64).float().reshape(33, 64), top_k=64)
@@ -80,7 +80,7 @@ def test_too_few_values_for_top_k_is_an_error_that_says_what_to_choose() -> None
     ("hidden", "reason"),
     [
         (torch.full((32, 192), torch.nan), "not finite"),
-        (torch.full((32, 192), 3.4e38), "not finite"),  # infinite when rounded to bfloat16
+        (torch.full((32, 192), 3.4e38), "not finite"),  # becomes infinite when rounded to bfloat16
         (torch.zeros(192), "expected"),
         (torch.zeros(32, 192, dtype=torch.float64), "float64"),
     ],

@@ -12,13 +12,13 @@ from .support import ASSIGNMENT, SETTINGS, make_producer, make_validator
 
 @pytest.fixture(scope="module")
 def worker(one_thread: None, tiny_folder: Path) -> Producer:
-    """An honest worker."""
+    """Return an honest worker."""
     return make_producer(tiny_folder, SETTINGS)  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
 def honest(worker: Producer) -> list[Rollout]:
-    """The honest worker's rollouts for `ASSIGNMENT`."""
+    """Return the honest worker's rollouts for `ASSIGNMENT`."""
     return produced(worker, ASSIGNMENT)
 
 

@@ -1,4 +1,4 @@
-"""A validator and honest or lying workers in one process, without a coordinator or network, on a tiny random llama."""
+"""A validator and workers, honest or lying, run in one process on a tiny random llama, without a coordinator."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ EOS, USER, GROUP_SIZE, MAX_TOKENS = 1, 2, 4, 40  # USER: a special token, but no
 
 
 def config(**sections: Any) -> Config:
-    """Return a config with two groups of four completions of at most 40 tokens: a full proof chunk and a short one."""
+    """Return a config with two groups of four completions. The longest have 40 tokens, so 2 proof chunks."""
     base: dict[str, Any] = {
         "tasks": {"length_targets": [8, 16, 32]},
         "sampling": {"max_tokens": MAX_TOKENS, "group_size": GROUP_SIZE},
@@ -73,7 +73,7 @@ def judged(validator: Validator, given: Assignment, data: bytes, worker: Identit
 
 
 def case_of(judge: Judge, given: Assignment, data: bytes) -> Case:
-    """Open a readable file."""
+    """Return the case of a file, which must be readable."""
     case = judge.open(given, ALICE.public, data)
     assert isinstance(case, Case), case
     return case

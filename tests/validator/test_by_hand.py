@@ -1,4 +1,4 @@
-"""`shoal audit`: an exit status that a script can use, and a line for each check that a person can read."""
+"""`shoal audit` gives an exit status for scripts, and a line on each check for people."""
 
 import shutil
 from dataclasses import replace
@@ -25,7 +25,7 @@ NOT_RUN = "rejected; the checks after this one did not run"
 
 @pytest.fixture(scope="module")
 def run(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a run that `shoal audit` reads."""
+    """Write the files of a run that `shoal audit` reads. Return their folder."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.toml").write_text(config_module.dumps(config(model={"dtype": "float32"})))
     shutil.copytree(tiny_folder, folder / "learner" / "versions" / "v000002")
@@ -34,7 +34,7 @@ def run(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def verify(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    """Return the exit status and the lines for a file with these bytes."""
+    """Return a function that audits bytes and returns the exit status and the printed lines."""
 
     def verify(data: bytes) -> tuple[int, list[str]]:
         (tmp_path / "file.parquet").write_bytes(data)
@@ -53,15 +53,15 @@ def test_honest_work_is_accepted_with_a_line_for_each_check(verify, worker: Prod
     assert (status, lines[-1]) == (ACCEPTED, "accepted")
     results = answers(lines)
     assert {check.__name__: results.pop(check.__name__) for check in ALL} == {check.__name__: "yes" for check in ALL}
-    # The file is also compared bit for bit; a difference is not a fault.
+    # The file is also compared bit for bit, but a difference does not lead to a rejection.
     same = set(results) == {check.__name__ for check in EXACT}
     assert lines[-2] == (EQUAL if same else UNEQUAL)
     for check in [*ALL, *EXACT]:
-        assert any((check.__doc__ or "?").splitlines()[0] in line for line in lines), "each question is printed"
-    assert any("margin_max" in line and "mismatch_frac" in line for line in lines), "the measured figures are printed"
+        assert any((check.__doc__ or "?").splitlines()[0] in line for line in lines), "each question must be printed"
+    assert any("margin_max" in line and "mismatch_frac" in line for line in lines), "the figures must be printed"
 
 
-def test_a_lie_found_by_a_cheap_check_is_named_without_a_prefill(
+def test_a_lie_that_a_cheap_check_finds_is_named_without_a_prefill(
     verify, worker: Producer, honest: list[Rollout]
 ) -> None:  # type: ignore[no-untyped-def]
     lied = [replace(row, seed=row.seed + 1) for row in honest]
@@ -89,7 +89,7 @@ def test_a_damaged_file_is_unreadable(verify, worker: Producer, cut: int) -> Non
     assert status == UNREADABLE and len(lines) == 1 and lines[0].startswith("unreadable: ")
 
 
-def test_an_invalid_submission_number_is_checked_like_any_other(verify, worker: Producer) -> None:  # type: ignore[no-untyped-def]
+def test_a_file_with_an_implausibly_high_submission_number_is_checked_and_accepted(verify, worker: Producer) -> None:  # type: ignore[no-untyped-def]
     given = ASSIGNMENT.model_copy(update={"number": 10**6})
     status, lines = verify(signed(worker, given, produced(worker, given)))
     assert status == ACCEPTED, lines
@@ -100,7 +100,7 @@ def test_the_error_names_missing_weights_or_options(
 ) -> None:
     file = tmp_path / "file.parquet"
     file.write_bytes(worker.submission(ASSIGNMENT.model_copy(update={"policy_version": 7})))
-    assert main(["audit", str(file), "--run", str(run)]) == USAGE, "missing weights are not a rejection"
+    assert main(["audit", str(file), "--run", str(run)]) == USAGE, "missing weights must not count as a rejection"
     assert "no longer holds version 7" in capsys.readouterr().err
     assert main(["audit", str(file)]) == USAGE
     assert "--run DIR" in capsys.readouterr().err

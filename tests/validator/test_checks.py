@@ -61,7 +61,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def verdict_on(worker: Producer, validator: Validator) -> Callable[[list[Rollout]], Verdict]:
-    """Return the verdict on these rows, signed by Alice for her assignment."""
+    """Return a function that gives the verdict on rows that Alice signed for her assignment."""
     return lambda rows: judged(validator, ASSIGNMENT, signed(worker, ASSIGNMENT, rows))
 
 
@@ -91,7 +91,7 @@ def test_honest_work_is_accepted(worker: Producer, validator: Validator, number:
         {"tasks": {"length_targets": []}},
         {"sampling": {"temperature": 0.6}},
         {"sampling": {"temperature": 1.7}},
-        {"tasks": {"length_targets": [32_003], "length_penalty": 0.7}},  # files store rewards as float32
+        {"tasks": {"length_targets": [32_003], "length_penalty": 0.7}},  # files store these rewards as float32
     ],
     ids=["no targets", "cooler", "hotter", "rewards of thousands"],
 )
@@ -148,7 +148,7 @@ def test_a_forged_reward_is_rejected(honest: list[Rollout], verdict_on: Callable
 def test_a_worker_need_not_claim_rewards(
     honest: list[Rollout], worker: Producer, validator: Validator, verdict_on: Callable[..., Verdict]
 ) -> None:
-    """A worker claims no rewards if its own grader failed. The accepted file has the validator's rewards."""
+    """A worker claims no rewards if its own grader failed. The accepted file then has the validator's rewards."""
     assert verdict_on(with_row(honest, 5, reward=float("nan"))).reason is None
     _, accepted = checked(
         validator, claim(), signed(worker, ASSIGNMENT, [replace(row, reward=math.nan) for row in honest])
@@ -166,7 +166,7 @@ def test_a_grade_that_may_differ_on_another_machine_accuses_nobody(
     failed: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """This holds for a validator whose grader fails and for a worker on a slow machine."""
+    """Two cases are tried: the validator's grader fails, and the worker's machine is slow."""
     uncertain = Grade(0.0, **failed)
     claims_one = with_row(honest, 5, reward=1.0)
     assert verdict_on(claims_one).reason is Reason.REWARD
@@ -203,10 +203,10 @@ def first_is(name: str, value: float) -> Callable[[Rollout], dict[str, Any]]:
         lambda row: {"proofs": []},
     ],
 )
-def test_figures_tokens_and_counts_out_of_range_are_rejected(
+def test_logprobs_or_tokens_or_counts_out_of_range_are_rejected(
     honest: list[Rollout], verdict_on: Callable[..., Verdict], change: Callable[[Rollout], dict[str, Any]]
 ) -> None:
-    fewer = with_row(honest, 1, proofs=[])  # so that one more proof does not exceed the file's limit
+    fewer = with_row(honest, 1, proofs=[])  # so that a change may add a proof without exceeding the file's limit
     verdict = verdict_on(with_row(fewer, 0, **change(honest[0])))
     assert verdict.reason is Reason.BOUNDS and verdict.detail.startswith("rollout 0")
 
@@ -221,11 +221,11 @@ def test_one_false_proof_among_honest_ones_is_rejected(
     assert verdict.reason is Reason.PROOF
 
 
-# --- other tasks -----------------------------------------------------------------------------------------------------
+# --- work for other tasks --------------------------------------------------------------------------------------------
 
 
 def test_work_for_another_submission_number_is_rejected(worker: Producer, validator: Validator) -> None:
-    """The signed prompts are those of the assignment, or those of the work."""
+    """The rows are signed twice: with the prompts of the assignment, and with those of the other task."""
     lucky = assignment(17)
     rows, prompts = produced(worker, lucky), [worker.prompt(plan) for plan in worker.plan(lucky)]
     for data in (signed(worker, ASSIGNMENT, rows), worker.sign(ASSIGNMENT, prompts, rows)):
@@ -260,7 +260,7 @@ def test_missing_moved_or_doubled_rows_and_other_seeds_or_targets_are_rejected(
 
 @pytest.fixture
 def case(validator: Validator, worker: Producer, honest: list[Rollout]) -> Case:
-    """Honest work with its prefill."""
+    """Return honest work with its prefill."""
     return validator.judge.prefill([case_of(validator.judge, ASSIGNMENT, signed(worker, ASSIGNMENT, honest))])[0]
 
 
@@ -281,8 +281,8 @@ def ending(case: Case, token: int, rollouts: int = OUTLIERS + 1) -> Case:
 
 
 @pytest.mark.parametrize("token", [20, USER, EOS])
-def test_a_token_near_the_margin_passes_every_check(rules: Rules, case: Case, token: int) -> None:
-    """A worker that fails one of these checks is slashed, so none may be stricter than numerics allow."""
+def test_a_token_with_a_margin_near_the_limit_passes_every_check(rules: Rules, case: Case, token: int) -> None:
+    """A worker that fails one of these checks is slashed, so each must tolerate the errors that numerics can cause."""
     changed = at(ending(case, token, 1), logprobs_N=-9.0, margins_N=1.5 * SETTINGS.validator.sampling_margin)
     assert run([sampling, termination, special_tokens], rules, changed).finding is None
 
@@ -293,12 +293,12 @@ def test_a_token_near_the_margin_passes_every_check(rules: Rules, case: Case, to
         ([1.5] * 2, 300, False),
         ([1.5] * 3, 300, True),
         ([FAR + 0.1], 300, True),
-        ([1.5] * 2, 50, False),  # the mean excludes outliers; otherwise two would fail a small submission
+        ([1.5] * 2, 50, False),  # the mean must exclude outliers, or two of them would fail a small submission
         ([0.9] * 5, 50, True),  # the mean is too high
     ],
     ids=["two", "three", "one far away", "two of few", "many near"],
 )
-def test_only_a_few_near_outliers_pass(
+def test_only_a_few_tokens_slightly_beyond_the_margin_pass(
     rules: Rules, case: Case, margins: list[float], tokens: int, rejects: bool
 ) -> None:
     margins_N = torch.zeros(tokens)
@@ -311,11 +311,11 @@ def test_only_a_few_near_outliers_pass(
 @pytest.mark.parametrize(
     ("token", "logprob", "margin", "rejects"),
     [
-        (EOS, -0.5, 5.0, False),  # likely
-        (EOS, -9.0, 0.0, False),  # yielded by its seed
-        (EOS, -9.0, 0.7, False),  # yielded within numerical error
+        (EOS, -0.5, 5.0, False),  # the end token is likely
+        (EOS, -9.0, 0.0, False),  # its seed yields the token
+        (EOS, -9.0, 0.7, False),  # its seed yields the token within numerical error
         (EOS, -9.0, 5.0, True),
-        (EOS, -2.4, 5.0, True),  # probability 0.09
+        (EOS, -2.4, 5.0, True),  # its probability is 0.09
         (20, -9.0, 5.0, False),  # not an end token
     ],
 )
@@ -332,7 +332,9 @@ def test_an_end_token_must_be_likely_or_yielded(
 @pytest.mark.parametrize(
     ("token", "margin", "rejects"), [(USER, 0.0, False), (USER, 0.7, False), (USER, 0.8, True), (EOS, 0.8, False)]
 )
-def test_a_special_token_must_be_yielded(rules: Rules, case: Case, token: int, margin: float, rejects: bool) -> None:
+def test_a_special_token_must_follow_from_its_seed(
+    rules: Rules, case: Case, token: int, margin: float, rejects: bool
+) -> None:
     assert special_tokens(rules, case).finding is None
     for rollouts in (OUTLIERS, OUTLIERS + 1):
         finding = special_tokens(rules, at(ending(case, token), rollouts, margins_N=margin)).finding
@@ -371,7 +373,7 @@ def test_a_completion_must_run_to_its_end_and_no_further(
 # --- signer and assignment -------------------------------------------------------------------------------------------
 
 
-def test_rows_of_another_worker_are_rejected_as_tasks_whoever_submitted_them_first(
+def test_another_workers_rows_are_rejected_with_reason_tasks_and_not_as_a_replay(
     tiny_folder: Path, honest: list[Rollout]
 ) -> None:
     validator, thief = make_validator(tiny_folder, SETTINGS), make_producer(tiny_folder, SETTINGS, identity=BOB)
@@ -427,7 +429,7 @@ def test_a_file_signed_for_other_prompts_is_rejected(
 
 
 @pytest.mark.parametrize("honestly", [False, True])
-def test_a_file_signed_by_another_is_rejected_as_signature(
+def test_a_file_that_another_worker_signed_is_rejected_with_reason_signature(
     worker: Producer, validator: Validator, honest: list[Rollout], honestly: bool
 ) -> None:
     """Bob signs, and names himself or Alice as the signer. If that passed, Alice could be slashed for his file."""
@@ -473,4 +475,4 @@ def test_each_engine_has_its_own_limits(tiny_folder: Path, kind: str, rejects: b
         assert (check(judge.rules, case).finding is not None) == rejects, check.__name__
     assert termination(judge.rules, case) and special_tokens(judge.rules, case)
     beyond = spent(judge.grade(case), settings, FIGURES).beyond[-1]
-    assert (beyond > 0) == rejects, "the tests over many submissions use the same unit"
+    assert (beyond > 0) == rejects, "the evidence over many submissions must use the limits of the same engine"

@@ -1,4 +1,4 @@
-"""The e-values have a mean of exactly 1 for honest sampling, and grow for every other way of sampling."""
+"""The e-value (e to the evidence) has mean 1 for honest sampling, and grows for every other way of sampling."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ def test_every_alternative_is_a_distribution_so_honest_e_values_have_mean_1(alte
 
 
 def test_a_submissions_e_value_has_mean_1() -> None:
-    """The mean is over every pair of tokens from a vocabulary of three."""
+    """The test computes the mean exactly, over every pair of tokens from a vocabulary of three."""
     scaled_NV = logits(2, vocabulary=3)
     mean = 0.0
     for pair in itertools.product(range(3), repeat=2):
@@ -92,7 +92,7 @@ def test_other_sampling_exceeds_the_limit_after_a_few_hundred_tokens(way: str, n
     assert evidence(scaled_NV, tokens_N) > LIMIT
     _, evidence_NA = token_evidence(scaled_NV.clone(), tokens_N)
     assert submission_evidence(evidence_NA[:, [ALTERNATIVES.index(nearest)]]) > LIMIT, (
-        "the nearest alternative alone suffices"
+        "the evidence for the nearest alternative alone must exceed the limit"
     )
 
 

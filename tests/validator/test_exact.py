@@ -1,7 +1,7 @@
-"""Zero tolerance: the effect of one flipped bit in a worker and in a validator, and of a lie within a class.
+"""Checks without tolerance: what one flipped bit in a worker or a validator causes, and a lie within a class.
 
-The models are tiny and computed in float32 with exact numerics, so no figure depends on this machine. Fingerprints are faked
-here; real ones are in tests/engine/test_selftest.py.
+The models are tiny and computed in float32 with exact numerics, so no figure depends on this machine. The
+fingerprints that define a class are made up here; tests/engine/test_selftest.py tests real ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -99,7 +99,7 @@ def test_a_logprob_off_by_one_bit_is_inexact_only_in_the_validators_class(
 def test_a_validator_reloads_its_weights_for_inexact_work_only_rarely(
     validator: Validator, worker: Producer, rows: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a worker could stop all checks of large models: each of its submissions would cost a reload."""
+    """If each inexact submission cost a reload, a worker could block all checks of a large model."""
     clock, loads = [1000.0], []
     monkeypatch.setattr("shoal.validator.service.time.monotonic", lambda: clock[0])
 
@@ -114,17 +114,17 @@ def test_a_validator_reloads_its_weights_for_inexact_work_only_rarely(
     assert loads == [1000.0, 1000.0 + 60.0 / RELOAD_SHARE + 1.0]
     lie = replace(rows[3], logprobs=[logprob - 9.0 for logprob in rows[3].logprobs])
     assert judged(validator, worker, [*rows[:3], lie, *rows[4:]]).reason is Reason.LOGPROBS
-    assert len(loads) == 3, "a lie always causes a reload"
+    assert len(loads) == 3, "a lie must always cause a reload"
 
 
 @pytest.fixture
 def computed(validator: Validator, worker: Producer, rows: list[Rollout]) -> Case:
-    """Honest work and its prefill."""
+    """Return honest work with its prefill."""
     return validator.judge.prefill([case_of(validator.judge, ASSIGNMENT, signed(worker, ASSIGNMENT, rows))])[0]
 
 
 def flipped(proof: bytes) -> bytes:
-    """Flip one bit of the lowest coefficient. TOPLOC's thresholds allow that, because they compare values, not bytes."""
+    """Flip one bit of the lowest coefficient. TOPLOC's thresholds accept that, because the values differ little."""
     return proof[:3] + bytes([proof[3] ^ 1]) + proof[4:]
 
 
@@ -138,8 +138,8 @@ def test_a_missing_proof_or_one_with_a_flipped_bit_differs(
     assert exact_proofs(validator.judge.rules, other).finding is not None
 
 
-def test_a_token_within_the_limits_is_inexact(validator: Validator, computed: Case) -> None:
-    """The lie that a tolerance allows: another token at a near tie."""
+def test_another_token_within_the_limits_is_inexact(validator: Validator, computed: Case) -> None:
+    """The tolerances allow this lie: where two scores nearly tie, the worker chose the other token."""
     margins_N = computed.computed().margins_N.clone()
     margins_N[5] = 1e-6
     near = replace(computed, exact=True, prefill=replace(computed.computed(), margins_N=margins_N))
@@ -149,7 +149,7 @@ def test_a_token_within_the_limits_is_inexact(validator: Validator, computed: Ca
     assert replay(near).mismatched == 1
 
 
-def test_a_run_of_exact_work_tolerates_nothing_whatever_class_is_claimed(
+def test_if_the_config_requires_exact_work_nothing_is_tolerated_whatever_class_is_claimed(
     tiny_folder: Path, worker: Producer, rows: list[Rollout]
 ) -> None:
     validator = make(tiny_folder, config(model={"numerics": "exact"}, validator={"classes": "exact"}))
@@ -165,14 +165,14 @@ def test_a_validator_without_a_fingerprint_uses_tolerances(
     with validator.judge:
         assert validator.node.fingerprint is None
         verdict = judged(validator, worker, rows)
-    assert verdict.reason is None and verdict.replay is None, "its own arithmetic depends on batch shapes"
+    assert verdict.reason is None and verdict.replay is None, "tolerances must be used if arithmetic depends on batches"
 
 
 # --- faults of a machine ---------------------------------------------------------------------------------------------
 
 
 def flip_(model: Any, bit: int) -> None:
-    """Flip one bit of one weight, in memory."""
+    """Flip one bit of one weight of the model in memory."""
     with torch.no_grad():
         words = model.base_model.layers[0].mlp.down_proj.weight.view(torch.int32)
         words[0, 0] ^= 1 << bit
@@ -184,7 +184,7 @@ def test_work_with_a_faked_fingerprint_is_inexact_and_not_slashed(validator: Val
     with torch.no_grad():
         other.engine.model.base_model.layers[0].mlp.down_proj.weight.mul_(1 + 2**-20)  # type: ignore[attr-defined]
     rows = produced(other, ASSIGNMENT)
-    assert judged(validator, other, rows, TWO).reason is None, "accepted if it claims another class"
+    assert judged(validator, other, rows, TWO).reason is None, "the work must be accepted if it claims another class"
     verdict = judged(validator, other, rows, ONE)
     assert verdict.reason is Reason.INEXACT and verdict.replay is not None
 
@@ -192,7 +192,7 @@ def test_work_with_a_faked_fingerprint_is_inexact_and_not_slashed(validator: Val
 def test_a_changed_library_is_not_slashed_and_changes_the_fingerprint(
     validator: Validator, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The new library is simulated by attention that sums in another order."""
+    """Attention that sums in another order simulates the new library."""
     from shoal.model import exact
 
     updated = exact_producer(tiny_folder)
@@ -200,7 +200,7 @@ def test_a_changed_library_is_not_slashed_and_changes_the_fingerprint(
     attention = exact.attention
 
     def other_order(query: Any, key: Any, value: Any, hidden: Any, *more: Any) -> Any:
-        """The same formula; keys are summed from the last to the first."""
+        """Compute the same formula, but sum over the keys from the last to the first."""
         output, sums = attention(query, key, value, hidden, *more)
         scores = torch.bmm(query, key.transpose(1, 2))
         hidden.apply_(scores)
@@ -213,7 +213,7 @@ def test_a_changed_library_is_not_slashed_and_changes_the_fingerprint(
     assert changed != before
     verdict = judged(validator, updated, rows)
     assert verdict.reason is Reason.INEXACT
-    assert judged(validator, updated, rows, changed).reason is None, "accepted in its own class"
+    assert judged(validator, updated, rows, changed).reason is None, "the work must be accepted in its own class"
 
 
 def test_a_flipped_bit_in_a_workers_weight_is_inexact_until_it_reloads(
@@ -233,13 +233,13 @@ def test_a_flipped_bit_in_a_workers_weight_is_inexact_until_it_reloads(
 def test_a_flipped_bit_in_a_validators_weight_harms_no_worker(
     validator: Validator, worker: Producer, rows: list[Rollout], bit: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With bit 14 honest work is inexact; with bit 30 (of the exponent) it looks like a lie."""
+    """With bit 14 flipped, honest work is inexact. With bit 30 flipped, a bit of the exponent, it looks like a lie."""
     flip_(validator.judge.model, bit)
     [case] = [validator.judge.open(ASSIGNMENT, ALICE.public, signed(worker, ASSIGNMENT, rows))]
     finding = validator.judge.examine([replace(case, exact=True)])[0].finding  # type: ignore[type-var]
     assert finding is not None and (finding.reason in HARD) == (bit == 30)
     verdict = judged(validator, worker, rows)
-    assert verdict.reason is None, "it reloads its weights before it rejects"
+    assert verdict.reason is None, "the validator must reload its weights before it rejects"
     assert "this machine's memory" in caplog.text
 
 

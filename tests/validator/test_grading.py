@@ -1,4 +1,4 @@
-"""Slow programs in a submission: written by its worker, or by the run's own model."""
+"""Submissions that contain slow programs, written by the worker or by the run's own model."""
 
 import json
 import math
@@ -31,7 +31,7 @@ SUMS = {"kind": "stdin", "cases": [{"input": "1", "output": "1"}]}
 
 
 def settings(folder: Path, **sandbox: float) -> Config:
-    """A config whose tasks ask for programs that echo a number; each program may run for 12 s."""
+    """Return a config whose tasks ask for programs that echo a number. Each program may run for 12 s."""
     rows = [{"question": str(n), "tests": json.dumps(SUMS)} for n in range(400)]
     path = folder / "programs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -63,13 +63,13 @@ def validator(programs: Config, tiny_folder: Path) -> Iterator[Validator]:
 
 
 def made_up(row: Rollout, program: str = ENDLESS) -> Rollout:
-    """Replace the completion by a program, with a well-formed proof."""
+    """Replace the completion by a program that the worker wrote, with a well-formed but false proof."""
     tokens = [*tiny_tokenizer().encode(program, add_special_tokens=False), 1]
     return replace(row, tokens=tokens, logprobs=[-1.0] * len(tokens), proofs=row.proofs[:1])
 
 
 def prefilled(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that collects the number of rollouts in each prefill."""
+    """Return a list to which each later prefill appends its number of rollouts."""
     sizes: list[int] = []
     prefill = judge.prefill
     monkeypatch.setattr(judge, "prefill", lambda cases: sizes.extend(len(c.rows) for c in cases) or prefill(cases))
@@ -79,14 +79,14 @@ def prefilled(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_programs_that_a_worker_wrote_are_detected_before_they_reach_their_limits(
     validator: Validator, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The spot check sees honest rollouts; then the budget ends, and a whole prefill finds the made-up ones."""
+    """The spot check draws honest rollouts. Grading then takes too long, so a whole prefill finds the others."""
     monkeypatch.setattr(validator.judge, "choose", lambda numbers, k: [6, 7])
     sizes = prefilled(validator.judge, monkeypatch)
     rows = [*map(made_up, honest[:4]), *honest[4:]]
     verdict, accepted = checked(validator, claim(full=False), signed(worker, ASSIGNMENT, rows))
     assert verdict.reason in HARD and accepted is None
-    assert verdict.reason not in (Reason.REWARD, Reason.ENVIRONMENT), "the prefill finds the lie"
-    assert sizes == [2, 8, 8], "the last prefill is with reloaded weights"
+    assert verdict.reason not in (Reason.REWARD, Reason.ENVIRONMENT), "the checks of the prefill must find the lie"
+    assert sizes == [2, 8, 8], "there must be a spot check, a whole prefill, and another with reloaded weights"
 
 
 def test_programs_that_end_in_time_cost_no_prefill(
@@ -96,11 +96,11 @@ def test_programs_that_end_in_time_cost_no_prefill(
     sizes = prefilled(validator.judge, monkeypatch)
     verdict, accepted = checked(validator, claim(full=False), signed(worker, ASSIGNMENT, honest))
     assert verdict.reason is None and accepted is not None and sizes == [2]
-    assert validator.judge.budget.left_s == math.inf, "the limit ends with the submission"
+    assert validator.judge.budget.left_s == math.inf, "the time limit must end with the submission"
 
 
 def slow_model(judge: Judge, monkeypatch: pytest.MonkeyPatch, groups: set[int]) -> None:
-    """Replace the completions of these groups by endless programs, and let the budget end soon."""
+    """Grade endless programs instead of the completions of these groups, and let the time budget end soon."""
     grade = judge.graders.grade
     task_ids: list[str] = []
 
@@ -118,9 +118,10 @@ def slow_model(judge: Judge, monkeypatch: pytest.MonkeyPatch, groups: set[int]) 
 def test_slow_programs_of_the_runs_own_model_are_blamed_on_nobody(
     validator: Validator, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A group not graded in time is accepted and paid, but enters no batch and does not count as an observation."""
+    """A group not graded in time is accepted and paid, but no batch takes it and it is no evidence on its worker."""
     slow_model(validator.judge, monkeypatch, {1})
-    claimed = [replace(row, reward=1.0) if row.group == 1 else row for row in honest]  # the worker had time to grade
+    # The worker had more time, so it claims rewards for group 1.
+    claimed = [replace(row, reward=1.0) if row.group == 1 else row for row in honest]
     for full in (True, False):
         verdict, accepted = checked(validator, claim(full=full), signed(worker, ASSIGNMENT, claimed))
         assert verdict.reason is None and accepted is not None
@@ -129,7 +130,7 @@ def test_slow_programs_of_the_runs_own_model_are_blamed_on_nobody(
         assert "validator's time limit" in second.error and verdict.spent is None
     monkeypatch.undo()
     verdict, _ = checked(validator, claim(), signed(worker, ASSIGNMENT, honest))
-    assert verdict.spent is not None, "a submission that is graded in time is an observation"
+    assert verdict.spent is not None, "a submission that is graded in time must count as evidence"
 
 
 def test_one_slow_submission_takes_no_time_from_the_others(
@@ -153,7 +154,7 @@ def test_one_slow_submission_takes_no_time_from_the_others(
     assert shares == [2.0] * 3
     shares.clear()
     judge.examine([case, case], cheaply=[True, True])
-    assert shares == [0.75, 0.75, 3.0, 3.0], "before a prefill, at most a quarter of the share"
+    assert shares == [0.75, 0.75, 3.0, 3.0], "before a prefill, grading may take at most a quarter of a case's share"
 
 
 class Ticking:
@@ -177,7 +178,8 @@ def test_before_a_prefill_grading_may_take_as_long_as_the_prefill(
         return prefill(cases)
 
     monkeypatch.setattr(judge, "prefill", slow)
-    # Twice: a grading in time; a grading that takes too long; the same grading after the prefill.
+    # The durations of three gradings, twice: one in time, one that takes too long, and its repetition after the
+    # prefill.
     takes_s = iter([0.5, 1.5, 0.0, 39.0, 41.0, 0.0])
 
     def grade(case: Case) -> Case:
@@ -191,8 +193,8 @@ def test_before_a_prefill_grading_may_take_as_long_as_the_prefill(
         assert examined.finding is None
         return examined.case.prefill is not None
 
-    assert [whole(), whole()] == [False, True], "at most a second before the first whole prefill"
-    assert [whole(), whole()] == [False, True], "then at most as long as the last prefill"
+    assert [whole(), whole()] == [False, True], "before the first prefill, grading may take a second"
+    assert [whole(), whole()] == [False, True], "then grading may take as long as the last prefill"
 
 
 @pytest.mark.usefixtures("echo")

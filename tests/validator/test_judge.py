@@ -1,4 +1,4 @@
-"""Submissions judged together get the same results as alone; a spot check still includes every cheap check."""
+"""Submissions judged together get the same results as alone. Spot-checked work still passes each cheap check."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ def judge(validator: Validator) -> Judge:
 
 @pytest.fixture(scope="module")
 def files(tiny_folder: Path, worker: Producer) -> list[bytes]:
-    """Files for the first four tasks: honest, from quantised weights, honest, with forged rewards."""
+    """Return files for the first four tasks: honest, from quantised weights, honest, and with forged rewards."""
     forged = [replace(row, reward=1.0) for row in produced(worker, assignment(3))]
     return [
         worker.submission(assignment(0)),
@@ -56,7 +56,7 @@ def test_submissions_judged_together_get_the_results_of_each_alone(judge: Judge,
     together, alone = judge.examine(cases), [judge.examine([case])[0] for case in cases]
     assert [one.finding for one in together] == [one.finding for one in alone]
     assert reasons(together) == [None, Reason.PROOF, None, Reason.REWARD]
-    assert together[1].case.rewards == [], "a case that fails a check of the prefill is never graded"
+    assert together[1].case.rewards == [], "a case that fails a check of the prefill must not be graded"
     for one, other in zip(together, alone, strict=True):
         assert one.case.rewards == other.case.rewards
         assert one.evidence == pytest.approx(other.evidence, abs=1e-3)
@@ -72,7 +72,7 @@ def test_a_spot_checked_case_has_no_prefill_and_keeps_the_workers_logprobs(
     judge: Judge, files: list[bytes], worker: Producer
 ) -> None:
     examined = judge.examine(opened(judge, files), cheaply=[True, True, False, True])
-    assert reasons(examined) == [None, Reason.PROOF, None, Reason.REWARD], "two rollouts show quantised weights"
+    assert reasons(examined) == [None, Reason.PROOF, None, Reason.REWARD], "two rollouts must reveal quantised weights"
     cases = [result.case for result in examined]
     assert [case.prefill is None for case in cases] == [True, False, False, True]
     claimed = [row.logprobs for row in cases[0].rows]
@@ -87,8 +87,8 @@ def test_a_spot_checked_case_has_no_prefill_and_keeps_the_workers_logprobs(
 def test_a_case_with_an_impossible_logprob_is_prefilled_whole(
     judge: Judge, files: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The learner drops such groups, so a batch would be empty if a spot check sufficed to accept them."""
-    monkeypatch.setattr(judge, "choose", lambda of, k: [6, 7])  # a spot check of other rollouts
+    """The learner drops a group with such a logprob, so a batch could be empty if a spot check accepted it."""
+    monkeypatch.setattr(judge, "choose", lambda of, k: [6, 7])  # the spot check draws other rollouts
     [case, *_] = opened(judge, files)
     row = case.rows[0]
     for logprob, prefilled in ((LOWEST_LOGPROB, False), (LOWEST_LOGPROB - 0.1, True)):
@@ -100,7 +100,7 @@ def test_a_case_with_an_impossible_logprob_is_prefilled_whole(
 def test_hand_written_answers_fail_the_spot_check(
     judge: Judge, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No model generated their tokens. Their proofs are null, or copied from another rollout."""
+    """No model generated the tokens of these answers. The proofs are null, or copied from another rollout."""
     written = [replace(row, tokens=[5, 1], logprobs=[-1.0, -1.0], proofs=[bytes(PROOF_BYTES)]) for row in honest]
     assert reasons(
         judge.examine([case_of(judge, ASSIGNMENT, signed(worker, ASSIGNMENT, written))], cheaply=[True])
@@ -110,13 +110,13 @@ def test_hand_written_answers_fail_the_spot_check(
     monkeypatch.setattr(judge, "prefill", lambda cases: sizes.extend(len(c.rows) for c in cases) or prefill(cases))
     copied = [replace(row, proofs=honest[0].proofs[:1]) for row in written]
     results = reasons(judge.examine([case_of(judge, ASSIGNMENT, signed(worker, ASSIGNMENT, copied))], cheaply=[True]))
-    assert results == [Reason.PROOF] and sizes == [2, 8], "a spot check, then a whole prefill"
+    assert results == [Reason.PROOF] and sizes == [2, 8], "a whole prefill must follow the spot check"
 
 
 def test_a_spot_check_prefills_two_rollouts_drawn_after_the_upload(
     judge: Judge, files: list[bytes], worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One false rollout of eight passes unless it is drawn."""
+    """If one rollout of eight is false, the submission passes unless that rollout is drawn."""
     other = make_false(honest[6])
     rows = [*honest[:6], other, honest[7]]
     case = case_of(judge, ASSIGNMENT, signed(worker, ASSIGNMENT, rows))
@@ -156,7 +156,7 @@ def test_lies_found_by_cheap_checks_are_rejected_without_a_prefill(
     judge: Judge, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(cases: list[Case]) -> list[Case]:
-        assert not cases, "the file itself shows these lies"
+        assert not cases, "a lie that the file itself shows must not cause a prefill"
         return []
 
     monkeypatch.setattr(judge, "prefill", fail)
@@ -176,7 +176,7 @@ def test_lies_found_by_cheap_checks_are_rejected_without_a_prefill(
 def test_completions_that_the_runs_model_did_not_write_are_never_graded(
     judge: Judge, files: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Grading may run the program in a completion, which the worker could have written."""
+    """Grading may run the program in a completion, and the worker could have written that program."""
     graded = []
     grade = judge.grade
     monkeypatch.setattr(judge, "grade", lambda case: graded.append(case.assignment.number) or grade(case))
@@ -185,7 +185,7 @@ def test_completions_that_the_runs_model_did_not_write_are_never_graded(
     assert graded == [0, 2, 3]
     graded.clear()
     judge.examine(cases, cheaply=[True] * 4)
-    assert graded == [0, 2, 3], "a spot check suffices"
+    assert graded == [0, 2, 3], "the same cases must be graded after the spot check alone"
 
 
 def test_a_group_is_reported_with_its_task_target_scores_and_outcomes(judge: Judge, files: list[bytes]) -> None:

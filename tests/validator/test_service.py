@@ -51,7 +51,7 @@ def file(worker: Producer, honest: list[Rollout]) -> bytes:
 
 @pytest.fixture
 def modelless() -> Iterator[Validator]:
-    """A validator without weights or relays."""
+    """Yield a validator without weights or relays."""
     validator = Validator(ValidatorsNode(), SETTINGS, Path("/nowhere"), "", "float32")  # type: ignore[arg-type]
     with validator.judge:
         yield validator
@@ -71,7 +71,7 @@ def test_a_file_that_inflates_is_unreadable_and_decoded_neither_here_nor_in_the_
     for fault, data in files.items():
         verdict, accepted = checked(modelless, claim(), data)
         assert verdict.reason is Reason.UNREADABLE and "column proofs" in verdict.detail and accepted is None, fault
-    assert modelless.judge.quarantine.child is child is not None, "no file killed the child"
+    assert modelless.judge.quarantine.child is child is not None, "the child process must survive every file"
 
 
 def test_an_honest_file_is_decoded_in_the_child_alone(
@@ -141,7 +141,7 @@ def test_the_verdict_describes_every_group(tiny_folder: Path, honest: list[Rollo
 
 
 def test_a_group_with_equal_rewards_is_not_useful(tiny_folder: Path) -> None:
-    settings = config(tasks={"length_targets": []})  # without targets all rewards of a random model are 0
+    settings = config(tasks={"length_targets": []})  # without length targets, all rewards of a random model are 0
     worker = make_producer(tiny_folder, settings)
     verdict, data = checked(make_validator(tiny_folder, settings), claim(), worker.submission(ASSIGNMENT))
     assert [group.useful for group in verdict.groups] == [False, False]
@@ -214,11 +214,11 @@ def test_the_newest_version_is_loaded_before_the_first_claim(
     assert loaded == [(3, None)]
     node.policy_version = 1
     validator.preload()
-    assert loaded == [(3, None)], "no other version before a claim needs one"
+    assert loaded == [(3, None)], "no other version may be loaded before a claim needs it"
 
 
 def test_each_of_several_claims_gets_its_own_verdict(tiny_folder: Path, worker: Producer, tiny_folders: Any) -> None:
-    """A spot check detects other weights, too; honest work that passes a spot check keeps its logprobs."""
+    """A spot check detects other weights too. Honest work that passes a spot check keeps the worker's logprobs."""
     validator, node = scripted(tiny_folder, b"")
     given = [assignment(number) for number in range(5)]
     files = [worker.submission(given) for given in given]
@@ -235,7 +235,7 @@ def test_each_of_several_claims_gets_its_own_verdict(tiny_folder: Path, worker: 
         (given[number].id, reasons[number]) for number in (0, 1, 2, 3, 4, 2, 3)
     ]
     assert [verdict.spent is None for verdict in node.verdicts] == [False, *[True] * 6], (
-        "only accepted, fully checked work has one"
+        "only work that is accepted after a full check may report the tolerance it used"
     )
     assert set(node.uploads) == {f"/v1/accepted/{given[n].id}" for n in (0, 4)}
     for number in (0, 4):

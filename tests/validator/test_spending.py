@@ -1,4 +1,4 @@
-"""The tolerance that a submission used, from given margins and rewards."""
+"""The tolerance that a submission used is computed from given margins and rewards."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ CONFIG = parse({"validator": {"sampling_margin": 0.8}})
 
 
 def case(margins: list[list[float]], rewards: list[float], group_size: int = 4) -> Case:
-    """Rollouts of three tokens, each of probability 1/2."""
+    """Return a case whose rollouts have three tokens, each of probability 1/2."""
     margins_N = torch.tensor([margin for row in margins for margin in row])
     prefill = Prefill(
         hidden_NH=torch.zeros(len(margins_N), 1),
@@ -45,9 +45,9 @@ def used_by(margins: list[list[float]], rewards: list[float]) -> ToleranceSpent:
 QUIET = [0.0, 0.0, 0.0]
 
 
-def test_tokens_are_counted_by_margin() -> None:
+def test_tokens_beyond_each_limit_of_the_margin_are_counted() -> None:
     used = used_by([[0.01, 0.05, 0.0], [0.2, 0.5, 0.9], QUIET, QUIET], [0.0, 0.0, 1.0, 1.0])
-    assert used.beyond == (5, 3, 2, 1), "limits are 0, 0.1, 0.4 and 0.8"
+    assert used.beyond == (5, 3, 2, 1), "the tokens with margins above 0, 0.1, 0.4 and 0.8 must be counted"
     assert used.exposure == pytest.approx(12 * 0.5)
     assert (used.proof_exponent_mean, used.distribution) == (1.0, -3.0)
 
@@ -58,7 +58,7 @@ def test_mismatches_in_better_completions_are_evidence() -> None:
     assert up.better > 0.2 and up.worse < -1, up
     down = used_by([missed, missed, QUIET, QUIET], [0.0, 0.0, 1.0, 1.0])
     assert down.worse == pytest.approx(up.better) and down.better == pytest.approx(up.worse)
-    assert used_by([missed] * 4, [1.0] * 4).better == 0.0, "equal rewards are no evidence"
+    assert used_by([missed] * 4, [1.0] * 4).better == 0.0, "equal rewards must give no evidence"
 
 
 def test_mismatches_in_groups_of_high_reward_are_evidence() -> None:
@@ -69,7 +69,7 @@ def test_mismatches_in_groups_of_high_reward_are_evidence() -> None:
 
 
 def test_honest_mismatches_are_no_evidence_on_average_even_if_they_correlate_with_the_reward() -> None:
-    """Here mismatches are twice as likely in right completions, which the bets allow (REWARD_TILT)."""
+    """Mismatches are twice as likely in right completions here. REWARD_TILT makes the bets allow that."""
     generator = torch.Generator().manual_seed(0)
     paid = []
     for _ in range(400):

@@ -44,18 +44,18 @@ def honest(worker: Producer) -> list[Rollout]:
 
 @pytest.fixture(scope="module")
 def turned(honest: list[Rollout]) -> int:
-    """The number of a row with several turns, the last of which is not cut off."""
+    """Return the number of a row with several turns whose last turn is not cut off."""
     return next(n for n, row in enumerate(honest) if row.turns and row.tokens[-1] in ENDS)
 
 
 def verdict_on(
     validator: Validator, worker: Producer, honest: list[Rollout], number: int, *, full: bool = True, **changed: Any
 ) -> Verdict:
-    """Return the verdict on these rows, one of them changed.
+    """Return the verdict on these rows after changing the row `number`.
 
-    Use `full=False` if a prefill of the changed row would first lead to a rejection for its proofs.
+    With `full=False`, a spot check prefills only other rows, so the changed row is not rejected for its proofs.
     """
-    validator.judge.choose = lambda of, k: [n for n in of if n != number][:k]  # a spot check of other rows
+    validator.judge.choose = lambda of, k: [n for n in of if n != number][:k]  # a spot check draws other rows
     rows = [replace(row, **changed) if n == number else row for n, row in enumerate(honest)]
     return checked(validator, claim(full=full), signed(worker, ASSIGNMENT, rows))[0]
 
@@ -68,7 +68,7 @@ def test_honest_conversations_are_accepted(worker: Producer, validator: Validato
     given = assignment(number, step=number)
     data = worker.submission(given)
     rows = read_submission(data, max_rows=8, max_tokens=MAX_TOKENS).rows
-    assert any(row.turns for row in rows) and any(USER in row.tokens for row in rows), "a special token is among them"
+    assert any(row.turns for row in rows) and any(USER in row.tokens for row in rows), "the data lacks turns or USER"
     verdict = judged(validator, given, data)
     assert verdict.reason is None, verdict.detail
     assert verdict.evidence["margin_max"] < 1e-3
@@ -79,13 +79,13 @@ def test_the_test_data_has_every_kind_of_ending(honest: list[Rollout], worker: P
     rows = [*honest, *more]
     assert {len(row.turns) // 2 + 1 for row in rows} == set(range(1, MAX_TURNS + 1))
     assert any(len(row.tokens) == MAX_TOKENS for row in rows)
-    assert any(row.tokens[-1] in ENDS and len(row.turns) == 2 for row in rows), "the environment fell silent"
+    assert any(row.tokens[-1] in ENDS and len(row.turns) == 2 for row in rows), "the environment ended no row"
 
 
 def test_the_accepted_file_marks_the_turns(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
     verdict, data = checked(validator, claim(), signed(worker, ASSIGNMENT, honest))
     assert data is not None, verdict.detail
-    rows = read_accepted(data, max_rows=8, max_tokens=512).rows  # prompts included
+    rows = read_accepted(data, max_rows=8, max_tokens=512).rows  # the limit includes the prompts
     assert [(row.tokens, row.turns) for row in rows] == [(row.tokens, row.turns) for row in honest]
     assert [len(row.logprobs) for row in rows] == [model_tokens(row.turns, len(row.tokens)) for row in rows]
     for row, own in zip(rows, honest, strict=True):
@@ -118,7 +118,7 @@ def test_the_reward_is_for_the_last_turn_and_the_models_tokens(worker: Producer,
 def test_graders_read_only_the_last_turn(
     worker: Producer, validator: Validator, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The random model answers no task, so a grader of the whole conversation would give the same rewards here."""
+    """The random model solves no task, so a grader that read the whole conversation would give the same rewards."""
     last = [worker.tokenizer.decode(row.tokens[sum(row.turns) :], skip_special_tokens=True) for row in honest]
     read: list[str] = []
 
@@ -139,7 +139,7 @@ def test_graders_read_only_the_last_turn(
 
 
 def claims(row: Rollout, own: int, **changed: Any) -> dict[str, Any]:
-    """Return the change, with as many logprobs and proofs as `own` tokens of the model need."""
+    """Return the changes, with as many logprobs and proofs as a row with `own` tokens of the model needs."""
     logprobs = [*row.logprobs, *[-1.0] * (own - len(row.logprobs))][:own]
     return changed | {"logprobs": logprobs, "proofs": [row.proofs[0]] * -(-own // 32)}
 
@@ -160,12 +160,12 @@ def handed_over(row: Rollout) -> dict[str, Any]:
 
 
 def cut_to_a_turn(row: Rollout) -> dict[str, Any]:
-    """End the row where the environment answers."""
+    """Cut the row off where the environment answers."""
     return claims(row, row.turns[0], tokens=row.tokens[: row.turns[0]], turns=[])
 
 
 def goes_on(row: Rollout) -> dict[str, Any]:
-    """Continue the row where the environment is silent."""
+    """Continue the row where the environment ended the conversation."""
     turns = [*row.turns, len(row.tokens) - sum(row.turns), 4]
     return claims(row, len(row.logprobs) + 1, tokens=[*row.tokens, USER, 10, EOS, 3, EOS], turns=turns)
 
@@ -181,7 +181,7 @@ def of_turns(row: Rollout) -> bool:
 @pytest.mark.parametrize(
     ("picked", "change", "full", "reason"),
     [
-        (ended, all_its_own, True, Reason.TERMINATION),  # the end token of the first turn is within a turn now
+        (ended, all_its_own, True, Reason.TERMINATION),  # now the end token of the first turn is inside a turn
         (of_turns, lambda row: shifted(row, 1), True, Reason.TERMINATION),
         (of_turns, lambda row: shifted(row, -1), True, Reason.TERMINATION),
         (lambda row: len(row.turns) >= 4, handed_over, False, Reason.ENVIRONMENT),
@@ -206,7 +206,7 @@ INT32_MAX = 2**31 - 1
     "turns",
     [[3], [0, 1], [-1, 2], [INT32_MAX, INT32_MAX], [1, MAX_TOKENS], [1] * (MAX_TOKENS + 1)],
 )
-def test_turns_that_do_not_fit_are_unreadable(
+def test_turns_that_do_not_fit_the_tokens_are_unreadable(
     worker: Producer, validator: Validator, honest: list[Rollout], turned: int, turns: list[int]
 ) -> None:
     data = signed(worker, ASSIGNMENT, [replace(r, turns=turns) if n == turned else r for n, r in enumerate(honest)])
@@ -225,7 +225,9 @@ def test_more_turns_than_the_run_allows_are_rejected(
 
 
 @pytest.mark.parametrize("turns", [[3], [-1, 2], [INT32_MAX, INT32_MAX]])
-def test_an_audit_refuses_turns_that_do_not_fit(worker: Producer, honest: list[Rollout], turns: list[int]) -> None:
+def test_an_audit_refuses_turns_that_do_not_fit_the_tokens(
+    worker: Producer, honest: list[Rollout], turns: list[int]
+) -> None:
     data = signed(worker, ASSIGNMENT, [replace(row, turns=turns) for row in honest])
     with pytest.raises(RolloutFileError, match="do not fit"):
         read_header(data, config())
@@ -254,7 +256,7 @@ def test_turns_in_a_run_of_single_turns_are_rejected(talkative_folder: Path, hon
 def test_ends_are_checked_turn_by_turn(
     worker: Producer, validator: Validator, honest: list[Rollout], turned: int
 ) -> None:
-    """No seed yields these end tokens, one of which is in a middle turn. The environment may write any token."""
+    """No seed yields these end tokens of the model, one in a middle turn. The environment may write any token."""
     judge = validator.judge
     case = judge.prefill([case_of(judge, ASSIGNMENT, signed(worker, ASSIGNMENT, honest))])[0]
     assert endings(judge.rules, case).finding is None and special_tokens(judge.rules, case).finding is None

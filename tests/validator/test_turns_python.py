@@ -1,6 +1,7 @@
-"""Programs that run between turns.
+"""Programs run between the turns of a conversation.
 
-A forged answer is rejected for a hard reason. An answer in which honest machines may differ is rejected for a soft reason.
+A forged answer is rejected for a hard reason. An answer on which honest machines may differ is rejected for a soft
+reason.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ ENDLESS = "while True: pass"
 
 
 class Scripted(Python):
-    """The Python tool with the test's programs. The random model writes no program; the length of its text selects one."""
+    """The Python tool with the test's programs. The length of the random model's text selects the program that runs."""
 
     programs = (SUM,)
     slow = False  # whether the machine is too slow for the time limit
@@ -61,7 +62,7 @@ LIMITS = {"cpu_s": 1.0}
 
 
 class Pair:
-    """A worker and a validator, each with its own tool."""
+    """A worker and a validator that have separate tools."""
 
     def __init__(self, folder: Path, *programs: str, kind: type[Producer] = Producer) -> None:
         self.worker = make_producer(folder, settings(), kind)

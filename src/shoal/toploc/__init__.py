@@ -1,12 +1,12 @@
 """TOPLOC: commitments to the final hidden states of generated tokens, checked against a second forward pass.
 
 A worker calls `build` on the hidden states of the tokens that it generated, and sends the proofs. A validator runs its own
-prefill of the same tokens, calls `verify`, and compares each chunk's errors with `Thresholds` (`BFLOAT16`). Proofs
-equal those of the public `toploc` package (0.1.6) byte for byte, unless magnitudes tie at the top_k-th place. Then the two
-packages may choose different entries, and each accepts the other's choice.
+prefill of the same tokens, calls `verify`, and compares each chunk's errors with `Thresholds` (`BFLOAT16`). The proofs
+equal those of the public `toploc` package (0.1.6) byte for byte, unless several magnitudes tie for the top_k-th place.
+In that case the two packages may choose different entries, but each package accepts the proofs of the other.
 
-Left out: running the model, choosing which tokens to check, and the consequences of a failed check. A proof shows which
-hidden states its author had, not how tokens were sampled from them.
+This package does not run the model, choose which tokens to check, or decide what follows from a failed check. A proof
+shows which hidden states its author had. It does not show how tokens were sampled from them.
 
 Paper: TOPLOC, arXiv 2501.16007, sections 3 and 4.
 """

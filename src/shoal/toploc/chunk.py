@@ -2,12 +2,12 @@
 
 Invariant: each chunk covers chunk_tokens tokens, and only the last chunk of a sequence may be shorter. The selected
 magnitudes are those that a full sort would select. The selection among equal magnitudes depends only on the values, not
-on the device or on torch.topk, because all compared keys are distinct. A proof from another selection, such as the
-public package's, still verifies. Entries that differ evaluate to random values and count as mismatches, but few entries
-differ, because few magnitudes are equal.
+on the device or on torch.topk, because all compared keys are distinct. The public package may select other entries of
+equal magnitude, and its proofs still pass `verify`. At an entry that only one side selected, the proof's value is
+random and counts as a mismatch. Such entries are few, because few magnitudes are equal.
 
 Paper: TOPLOC section 3 (top-k selection). Shapes: T tokens, H hidden size, B chunks, X = values in a chunk, K = top_k,
-S = chunks in a slab, N columns and C candidates of the search.
+S = chunks searched together (a slab), N columns of the search, C candidates of the search.
 """
 
 from collections import defaultdict
@@ -21,13 +21,16 @@ from shoal.toploc.proof import ProofError
 
 MAGNITUDE = 0x7FFF  # clears the sign bit: then a float's bits sort like its magnitude, with infinity and NaN last
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
-_FAN = 8  # values per column; the fastest of 4, 8, 16, 32 at X = 131072, K = 128
-_SLAB_VALUES = 2**18  # magnitudes computed together; they fit into a core's cache
+_FAN = 8  # values per column; of 4, 8, 16 and 32, this is the fastest at X = 131072, K = 128
+_SLAB_VALUES = 2**18  # number of magnitudes computed together, so that they fit into a core's cache
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """Every chunk's top_k entries, on the device of the hidden states: index in the flattened chunk, and raw 16 bits."""
+    """Every chunk's top_k entries: their indices in the flattened chunk, and their raw 16 bits.
+
+    The tensors are on the device of the hidden states.
+    """
 
     index_BK: Tensor
     bits_BK: Tensor
@@ -38,9 +41,9 @@ class Peaks:
 def peaks(hiddens: Sequence[Tensor], *, chunk_tokens: int, top_k: int) -> Peaks:
     """Split every (T, H) tensor into chunks and select each chunk's top_k entries by magnitude.
 
-    float32 is rounded to bfloat16 first; bfloat16 and float16 are unchanged. Raise ProofError if no proof exists (no
-    tokens, or fewer than top_k values in a chunk). Raise ValueError for a caller's error: wrong rank, dtype or count, mixed
-    dtypes or devices, values that are not finite, no sequences.
+    float32 is rounded to bfloat16 first; bfloat16 and float16 are unchanged. Raise ProofError if no proof exists,
+    because a sequence has no tokens or a chunk has fewer than top_k values. Raise ValueError for a caller's error: a
+    wrong rank, dtype or count, mixed dtypes or devices, values that are not finite, or an empty list of sequences.
     """
     if chunk_tokens < 1 or top_k < 1:
         raise ValueError(f"chunk_tokens and top_k must be at least 1, got {chunk_tokens} and {top_k}")
@@ -52,7 +55,7 @@ def peaks(hiddens: Sequence[Tensor], *, chunk_tokens: int, top_k: int) -> Peaks:
     if len({hidden_TH.device for hidden_TH in rounded}) > 1:
         raise ValueError(f"sequences differ in device: {[str(hidden_TH.device) for hidden_TH in rounded]}")
 
-    # Chunks of one size are searched together, across sequences.
+    # All chunks of the same size are searched together, whichever sequence they come from.
     pieces: dict[int, list[Tensor]] = defaultdict(list)
     places: dict[int, list[int]] = defaultdict(list)
     counts: list[int] = []
@@ -72,7 +75,7 @@ def peaks(hiddens: Sequence[Tensor], *, chunk_tokens: int, top_k: int) -> Peaks:
         index_BK[places[size]] = largest_BK = largest(bits_BX, top_k)
         bits_BK[places[size]] = bits_BX.gather(1, largest_BK).long() & 0xFFFF
     mantissa_bits = _MANTISSA_BITS[rounded[0].dtype]
-    # Infinity and NaN have the largest magnitudes, so checking the peaks is enough.
+    # Infinity and NaN have the largest magnitudes, so it is enough to check the selected entries.
     finite_B = ((bits_BK & MAGNITUDE) < MAGNITUDE >> mantissa_bits << mantissa_bits).all(dim=1)
     if not bool(finite_B.all()):
         raise ValueError(f"hidden states are not finite in chunk {int(finite_B.int().argmin())} of the batch")
@@ -106,11 +109,12 @@ def _sixteen_bit(hidden_TH: Tensor, sequence: int) -> Tensor:
 
 
 def largest(bits_BX: Tensor, top_k: int) -> Tensor:
-    """Return the indices (B, K) int64, unordered, of the largest magnitudes in each row of raw 16-bit floats (int16).
+    """Return the indices, (B, K) int64 in any order, of the largest magnitudes in each row of raw 16-bit floats
+    (int16).
 
-    X is laid out as 8 rows of N = X / 8 columns. The K columns with the largest maxima contain K magnitudes that are at
-    least as large as any outside them, so only their 8 · K values compete. A recursive call on the N maxima finds these
-    columns.
+    Each row is laid out as a grid of 8 rows and N = X / 8 columns. The K columns with the largest maxima contain K
+    magnitudes that are at least as large as any in other columns. So only the 8 · K values of these columns can be
+    among the K largest. A recursive call on the N maxima finds these columns.
     """
     rows, values = bits_BX.shape
     columns = values // _FAN

@@ -3,10 +3,10 @@
 Invariant: all values are integers in float64. Residues are below 2^16, products below 2^32, and a sum has at most a few
 hundred products. So all values stay far below 2^50, the limit up to which `_reduce` is exact, and no result depends on
 rounding, on the order of summation or on the device.
-Left out: subquadratic algorithms. At 128 points a few matrix products are enough.
+The algorithms are quadratic, because a few matrix products are fast enough at 128 points.
 
-Paper: TOPLOC section 3 (polynomial encoding). Shapes: B polynomials, K coefficients or points, N points; A powers of x in
-steps of 1 and G powers in steps of A, with A · G >= K.
+Paper: TOPLOC section 3 (polynomial encoding). Shapes: B polynomials, K coefficients or points, N points.
+Powers of x are computed as A powers in steps of 1 times G powers in steps of A, with A · G >= K.
 """
 
 from functools import cache
@@ -22,7 +22,7 @@ def interpolate(x_BK: Tensor, y_BK: Tensor) -> Tensor:
 
     Inputs and output are int64 in [0, PRIME). Raise ValueError if a row repeats an x.
 
-    Lagrange: the sum over i of w_i · M(X) / (X − x_i), where M is the product of all (X − x_i) and
+    The Lagrange form is the sum over i of w_i · M(X) / (X − x_i), where M is the product of all (X − x_i) and
     w_i = y_i / M'(x_i). Because M(X) / (X − x) = sum over j > k of M_j · x^(j−k−1) · X^k, coefficient k is the sum over
     j > k of M_j · S_(j−k−1), where S_m = sum over i of w_i · x_i^m.
     """
@@ -52,7 +52,7 @@ def inverse(value: Tensor) -> Tensor:
 
 @cache
 def _inverse_table(device: torch.device) -> Tensor:
-    """Return the table of inverses, a^(PRIME-2) by Fermat, from repeated squaring; the entry of 0 is 0."""
+    """Return the table of inverses a^(PRIME-2) (Fermat), computed by repeated squaring. The entry for 0 is 0."""
     power = torch.arange(PRIME, dtype=torch.int64, device=device)
     table = torch.ones_like(power)
     exponent = PRIME - 2
@@ -67,8 +67,8 @@ def _inverse_table(device: torch.device) -> Tensor:
 def _reduce(value: Tensor) -> Tensor:
     """Return value mod PRIME for integers 0 <= value < 2^50.
 
-    (value + 0.5) / PRIME is at least 2^-17 away from any integer, and its two roundings change it by less than 2^-18. So the
-    floor equals that of the exact quotient.
+    The exact (value + 0.5) / PRIME is at least 2^-17 away from any integer, and the two roundings in computing it
+    change it by less than 2^-18. So its floor equals the floor of value / PRIME.
     """
     quotient = torch.add(value, 0.5).mul_(1 / PRIME).floor_()
     return torch.add(value, quotient, alpha=-PRIME)
@@ -91,7 +91,7 @@ def _geometric(x_BN: Tensor, count: int) -> Tensor:
 
 
 def _combine(coefficients_BK: Tensor, step_BNA: Tensor, stride_BNG: Tensor) -> Tensor:
-    """Return the values (B, N). Because x^(g·A+a) = stride_g · step_a, the inner sums over a are one matrix product."""
+    """Return the values (B, N). As x^(g·A+a) = stride_g · step_a, one matrix product gives all inner sums over a."""
     steps, strides = step_BNA.shape[2], stride_BNG.shape[2]
     padding = steps * strides - coefficients_BK.shape[1]
     coefficients_BGA = torch.nn.functional.pad(coefficients_BK, (0, padding)).view(-1, strides, steps)
@@ -100,10 +100,10 @@ def _combine(coefficients_BK: Tensor, step_BNA: Tensor, stride_BNG: Tensor) -> T
 
 
 def _from_roots(x_BK: Tensor) -> Tensor:
-    """Return the product of all (X − x_i) without its leading X^K, (B, K) ascending, computed as a tree of products."""
+    """Return the product of all (X − x_i) without its leading X^K: (B, K), ascending. It is computed as a tree."""
     points = x_BK.shape[1]
-    padding = (1 << (points - 1).bit_length()) - points  # extra factors X, which shift the product up
-    lower_BFC = torch.nn.functional.pad(_reduce(PRIME - x_BK), (0, padding))[:, :, None]  # F factors X^C + lower
+    padding = (1 << (points - 1).bit_length()) - points  # extra factors X; they shift the product's powers
+    lower_BFC = torch.nn.functional.pad(_reduce(PRIME - x_BK), (0, padding))[:, :, None]  # F factors of X^C + lower
     while (degree := lower_BFC.shape[2]) < points + padding:
         left, right = lower_BFC[:, 0::2], lower_BFC[:, 1::2]
         product = _product(left, right)
@@ -113,7 +113,7 @@ def _from_roots(x_BK: Tensor) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return the unreduced products (..., 2C), with last coefficient 0, of polynomials (..., C)."""
+    """Return the products (..., 2C) of polynomials (..., C), not reduced mod PRIME. The last coefficient is 0."""
     count = left.shape[-1]
     product = left.new_zeros(*left.shape[:-1], 2 * count)
     for power in range(count):

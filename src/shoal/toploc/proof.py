@@ -4,7 +4,7 @@
 
 Invariant: `parse` returns only canonical proofs (exact length, modulus in [MODULUS_MIN, PRIME], coefficients in
 GF(PRIME)). Anything else raises ProofError, which names the sequence and the proof.
-The format does not contain the number of tokens, the dtype or top_k: the caller must know them.
+The caller must know the number of tokens, the dtype and top_k, because the format does not contain them.
 
 Paper: TOPLOC section 3; format of the public `toploc` 0.1.6.
 """
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from shoal.toploc.field import PRIME
 
-# An honest modulus is just below PRIME. A small modulus would map all tokens to the same few x (with modulus H, x is the
-# hidden dimension), and a prover without the hidden states could commit to "dimension d is usually v".
+# The modulus of an honest proof is PRIME or slightly less. A small modulus would map all tokens to the same few x: with
+# modulus H, x is the hidden dimension. Then a prover without the hidden states could commit to "dimension d is usually
+# v".
 MODULUS_MIN = 2**15 + 1
 
 
@@ -44,7 +45,7 @@ def size_bytes(top_k: int) -> int:
 def injective_modulus(index_BK: Tensor) -> Tensor:
     """Return the largest modulus (B,) in [MODULUS_MIN, PRIME] that keeps each row's indices distinct.
 
-    Raise ValueError if there is none (top_k far above 1024, or a repeated index).
+    Raise ValueError if no such modulus exists, because top_k is far above 1024 or an index is repeated.
     """
     modulus_B = torch.full_like(index_BK[:, 0], PRIME)
     # Indices below PRIME are their own residues, so only rows with larger indices need a search.
@@ -97,8 +98,8 @@ def to_base64(proof: bytes) -> str:
 def from_base64(text: str) -> bytes:
     """Decode the text form of a proof; `verify` checks the content.
 
-    Strict: raise ProofError unless `text` is exactly what `to_base64` writes (no whitespace, no other alphabet, no missing
-    padding, no unused bits set).
+    Raise ProofError unless `text` is exactly what `to_base64` writes: whitespace, another alphabet, missing padding and
+    unused bits that are set are refused.
     """
     if not isinstance(text, str):
         raise ProofError(f"expected text, got {type(text).__name__}")

@@ -2,6 +2,6 @@
 
 service    the process: claims submissions, uploads verdicts       judge      opens and examines files
 checks     one function for each lie                               case       a submission under examination
-prefill    one forward of the claimed version                      verdict    the message for the coordinator
-spending   how much of the tolerance was used                      by_hand    `shoal audit FILE`
+prefill    one forward pass of the claimed version                 verdict    the message to the coordinator
+spending   how much of the checks' tolerance a submission used     by_hand    `shoal audit FILE`
 """

@@ -1,8 +1,9 @@
 """`shoal audit FILE`: check one submission and explain every check, for operators and for workers whose work was rejected.
 
 The file is checked against the task that its own header names. Only the pool knows whether the coordinator assigned that
-task, whether these rollouts were submitted before, and which exactness class the worker claimed. So the file is judged by
-the tolerances, and then also compared bit for bit: within a class, any difference would be `inexact`.
+task, whether these rollouts were submitted before, and which exactness class the worker claimed. So the verdict uses
+the tolerances. The file is also compared bit for bit, because a validator of the worker's class would reject any
+difference as `inexact`.
 """
 
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def verify(
     weights: Path,
     dtype: DtypeName,
 ) -> tuple[int, list[str]]:
-    """Return the exit status, and lines of text for each check that ran. Raise RolloutFileError."""
+    """Return the exit status, and lines of text on each check that ran. Raise RolloutFileError if unreadable."""
     with Judge(config, header.run, dtype) as judge:
         judge.load(weights)
         assignment = offline_assignment(
@@ -71,13 +72,13 @@ def verify(
                 if outcome.finding:
                     return REJECTED, [*lines, "rejected; the checks after this one did not run"]
         compared = [(check, check(judge.rules, case)) for check in EXACT]
-        lines += ["compared bit for bit, as within an exactness class:"]
+        lines += ["compared bit for bit, as a validator of the worker's exactness class would do:"]
         lines += [line for check, outcome in compared for line in _explain(check, outcome)]
         return ACCEPTED, [*lines, UNEQUAL if any(outcome.finding for _, outcome in compared) else EQUAL, "accepted"]
 
 
 def find_weights(run: Path, version: int) -> Path:
-    """Return the folder of a version in the output of `shoal run`. Raise FileNotFoundError."""
+    """Return the folder that holds a version in the output of `shoal run`. Raise FileNotFoundError if there is none."""
     name = version_name(version)
     for folder in (run / "learner" / "versions" / name, *sorted(run.glob(f"*/weights/{name}"))):
         if folder.is_dir():
@@ -98,7 +99,7 @@ def offline_assignment(
     nonce: str = "0" * 32,
     groups: int | None = None,
 ) -> Assignment:
-    """Make an assignment without a coordinator. Its fields are not validated."""
+    """Make an assignment without a coordinator. No field is validated."""
     id = f"{worker[:16]}-{number:06d}"
     return Assignment.model_construct(
         id=id,
@@ -116,7 +117,7 @@ def offline_assignment(
 
 def _explain(check: Check, outcome: Outcome) -> list[str]:
     question = (check.__doc__ or "").strip().partition("\n")[0]
-    no = "no " if check in EXACT else "NO "  # outside an exactness class, a bitwise difference is not a fault
+    no = "no " if check in EXACT else "NO "  # "no" is no fault: machines of different classes may differ in a bit
     lines = [f"{no if outcome.finding else 'yes'}  {check.__name__:15} {question}"]
     if outcome.finding:
         lines.append(f"     {outcome.finding.reason}: {outcome.finding.detail}")

@@ -1,8 +1,8 @@
 """A submission under examination: the assignment, the file, and the validator's own results.
 
-Invariant: a `Case` never changes. Grading and prefill return a new case with their results, and checks only read a case. The
-worker's figures are only compared with the recomputed ones. After a spot check, the learner gets the worker's logprobs, but
-it does not use them. It gets no other figure of the worker.
+Invariant: a `Case` never changes. Grading and prefill return a new case with their results, and checks only read a
+case. The worker's figures are only compared with the recomputed ones. The learner gets none of them, with one
+exception: after a spot check it gets the worker's logprobs, which it does not use.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,19 +29,19 @@ class Finding:
 class Outcome:
     """The result of one or several checks."""
 
-    finding: Finding | None = None  # None: passed
+    finding: Finding | None = None  # None: the checks passed
     evidence: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """The claimed version's results for every token that the model wrote (N in total, rollout by rollout)."""
+    """What the claimed version computes for each of the N tokens that the model wrote, rollout by rollout."""
 
     hidden_NH: Tensor  # bfloat16
     logprobs_N: Tensor
     margins_N: Tensor  # nats: score of the token that the seed yields, minus that of the written token
-    evidence_NA: Tensor  # nats for each of A other ways of sampling (see `prefill`)
-    lengths: list[int]  # number of these tokens in each rollout
+    evidence_NA: Tensor  # evidence in nats for each of A other ways of sampling (see `prefill`)
+    lengths: list[int]  # how many tokens of each rollout the model wrote
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Case:
     plans: list[GroupPlan]  # one per group, derived from the assignment
     tasks: list[Task]  # one per group
     prompts: list[list[int]]  # one per group
-    content_owner: str | None = None  # the accepted submission with the same rollouts
+    content_owner: str | None = None  # id of the accepted submission with the same rollouts
     rewards: list[float] = field(default_factory=list)  # one per rollout, recomputed; empty before grading
     grades: list[Grade] = field(default_factory=list)  # one per rollout; empty before grading
     prefill: Prefill | None = None

@@ -1,7 +1,7 @@
 """The checks: one function for each lie, in the order in which the judge runs them.
 
 A check takes a `Case` and returns an `Outcome`: the fault, if any, and the figures that it measured. It changes nothing.
-Its docstring begins with a question, which `shoal audit` prints.
+The docstring of a check begins with a question, which `shoal audit` prints.
 
     FILE       read the file and the assignment
     EXPENSIVE  read the results of one prefill of the claimed version
@@ -13,9 +13,9 @@ A worker of this validator's exactness class computes the same bits for every to
 work beyond the limits is a lie in any class. Work that is within the limits but differs in a bit is `inexact`, a soft
 rejection, because a flipped bit or an updated library can cause it.
 Invariants: a worker's figures are compared, never used. A hard reason follows from data that the worker itself signed, so
-no other party can cause it. Therefore `context` comes first: a file that passes it was signed for exactly this assignment.
-`context` itself is soft. For the same reason `derived_tasks` comes before `replayed`: `derived_tasks` rejects rows that were
-made with another worker's seeds.
+no other party can cause it. For this, `context`, whose rejections are soft, comes first: a file that passes it was
+signed for exactly this assignment. Also for this, `derived_tasks` comes before `replayed`: it rejects rows that were
+made with another worker's seeds, so only a worker's own earlier rollouts can count as a replay.
 docs/trust.md lists the lies that are not caught.
 Papers: TOPLOC (arXiv 2501.16007); INTELLECT-2 (arXiv 2505.07291), section on validators.
 """
@@ -42,18 +42,18 @@ from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.prefill import ALTERNATIVES, submission_evidence
 
 REWARD_TOLERANCE = 1e-4  # absolute for rewards up to 1, relative for larger ones; files hold rewards as float32
-FAR = 4.0  # in units of `sampling_margin`; numerics cannot cause a larger margin
+FAR = 4.0  # in units of `sampling_margin`: no larger margin can come from numerics
 EOS_PROBABILITY = 0.1  # an end token that its seed does not yield must be more probable than this (INTELLECT-2)
-# Numerics can move a few tokens beyond `sampling_margin`. A submission may have this many such end tokens, and this many
-# such special tokens.
+# Numerics can move a few tokens beyond `sampling_margin`. A submission may contain up to this many end tokens beyond
+# the margin, and as many special tokens.
 OUTLIERS = 2
-DISTRIBUTION_EVIDENCE = 16.0  # nats; more is rejected. Honest work exceeds x nats with probability at most e^-x
+DISTRIBUTION_EVIDENCE = 16.0  # limit in nats. Honest work exceeds x nats with probability at most e^-x
 WORST_MANTISSA = 127.0  # replaces the infinite mantissa error of a proof without any equal exponent
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The context of all checks in a run, with the loaded version."""
+    """What the checks know besides the case: the run's config and the loaded version."""
 
     config: Config
     run: str
@@ -131,7 +131,7 @@ def replayed(rules: Rules, case: Case) -> Outcome:
     """Is this the first time that the worker submits these rollouts?"""
     owner = case.content_owner
     if owner in (None, case.assignment.id) or not owner.startswith(f"{case.worker[:16]}-"):
-        return PASSED  # another worker's copy is no fault: `derived_tasks` has shown that these rows are this worker's
+        return PASSED  # another worker copied these rows: `derived_tasks` has shown that they are this worker's
     return rejected(Reason.REPLAYED, f"the same rollouts as in submission {owner}")
 
 
@@ -216,7 +216,7 @@ def sampling(rules: Rules, case: Case) -> Outcome:
     beyond = int((margins_N > limits.sampling_margin).sum())
     far = int((margins_N > FAR * limits.sampling_margin).sum())
     share = beyond / len(margins_N)
-    mean = float(margins_N.where(margins_N <= limits.sampling_margin, 0.0).mean())  # `beyond` counts the others
+    mean = float(margins_N.where(margins_N <= limits.sampling_margin, 0.0).mean())  # `beyond` counts larger margins
     evidence = {
         "mismatch_frac": share,
         "margin_mean": mean,
@@ -268,7 +268,7 @@ def special_tokens(rules: Rules, case: Case) -> Outcome:
 
 
 def _among(case: Case, ids: Collection[int], odd_N: torch.Tensor) -> list[tuple[int, int]]:
-    """Return (rollout number, token) for each token that is marked in `odd_N` and is one of these ids."""
+    """Return (rollout number, token) for each token that is one of these ids and is marked in `odd_N`."""
     pairs = zip(case.sampled(), odd_N.tolist(), strict=True)
     return [(number, token) for (number, token), odd in pairs if odd and token in ids]
 
@@ -276,7 +276,7 @@ def _among(case: Case, ids: Collection[int], odd_N: torch.Tensor) -> list[tuple[
 def distribution(rules: Rules, case: Case) -> Outcome:
     """Are the tokens about as likely as honest samples at the configured temperature?
 
-    This check uses no seeds.
+    This check does not use the seeds.
     """
     evidence_NA = case.computed().evidence_NA
     nats = submission_evidence(evidence_NA)
@@ -300,8 +300,8 @@ def exact_tokens(rules: Rules, case: Case) -> Outcome:
         "tokens",
         margins_N != 0,
         lambda n: (
-            f"its score is {float(margins_N[n]):.3g} nats below the score of the seed's token; "
-            "within this class the two scores are equal"
+            f"its score is {float(margins_N[n]):.3g} nats below that of the token that the seed yields; "
+            "from a machine of this class, the two would be equal"
         ),
     )
 
@@ -336,7 +336,7 @@ def exact_proofs(rules: Rules, case: Case) -> Outcome:
 
 
 def _unless_equal(case: Case, what: str, differing_N: torch.Tensor, how: Callable[[int], str]) -> Outcome:
-    """Reject if any of `what` differ. Name the first sampled token that differs; `how` describes the difference."""
+    """Reject if a token is marked in `differing_N`. Name the first one, and `what` differs, and `how`."""
     if not bool(differing_N.any()):
         return PASSED
     count, first = int(differing_N.sum()), int(differing_N.nonzero()[0])
@@ -352,7 +352,7 @@ def _unless_equal(case: Case, what: str, differing_N: torch.Tensor, how: Callabl
 def environment(rules: Rules, case: Case) -> Outcome:
     """Are all answers of the environment present, and does the environment give the same answers here?
 
-    The rejection is soft if there is no time to query the environment again.
+    The rejection is soft if there is not enough time to query the environment again, or if honest machines may differ.
     """
     doubtful = PASSED
     for number, row in enumerate(case.rows):
@@ -365,9 +365,8 @@ def environment(rules: Rules, case: Case) -> Outcome:
             return rejected(Reason.ENVIRONMENT, f"rollout {number}: {fault.detail}")
         if fault and doubtful is PASSED:
             here = interpreter()
-            detail = (
-                f"rollout {number}: {fault.detail}, but those tokens may be right on another machine (this has {here})"
-            )
+            elsewhere = f"but those tokens may be right on another machine (this one has {here})"
+            detail = f"rollout {number}: {fault.detail}, {elsewhere}"
             doubtful = rejected(Reason.UNREPEATABLE, detail)
     return doubtful
 
@@ -375,8 +374,9 @@ def environment(rules: Rules, case: Case) -> Outcome:
 def rewards(rules: Rules, case: Case) -> Outcome:
     """Does the grader here give the claimed rewards?
 
-    Only grades on which all machines must agree are compared. A worker may claim no reward (NaN), or name other versions
-    of the graders, because only the validator's own rewards are used.
+    Only grades on which all machines must agree are compared. A worker may claim no reward (NaN). If its header names
+    other versions of the graders, nothing is compared. Neither can do harm, because only the validator's own rewards
+    are used.
     """
     if case.header.graded_with != versions():
         return PASSED
@@ -409,7 +409,7 @@ ALL: list[Check] = [*FILE, *EXPENSIVE, *GRADED]
 
 
 def run(checks: Sequence[Check], rules: Rules, case: Case) -> Outcome:
-    """Run checks in order up to the first finding. Return that finding, and the evidence of all checks that ran."""
+    """Run checks in order up to the first finding. Return this finding and the evidence of all checks that ran."""
     evidence: dict[str, float] = {}
     for check in checks:
         outcome = check(rules, case)

@@ -1,18 +1,19 @@
-"""Judges files: takes bytes and an assignment, returns findings and the accepted file.
+"""The judge takes the bytes of a file and its assignment. It returns a finding, or the accepted file.
 
 It uses no network, and it uses a clock only for time limits.
 
     open     turns a file into a Case, or a Finding if it is not a rollout file with a valid signature
-    examine  checks each file, runs one prefill of all cases that passed, checks its results, grades, checks the rewards
+    examine  checks each file; prefills all cases that passed, in one pass, and checks the results; grades; checks
+    rewards
 
-Invariant: the judge accepts only what it has recomputed; the accepted file has the validator's own prompts, rewards and
-logprobs. The exception is a case accepted after a spot check. Only a few of its rollouts were prefilled, so its file
-keeps the worker's logprobs and says so; the learner computes its own.
+Invariant: the judge accepts only what it has recomputed. So the accepted file has the validator's own prompts, rewards
+and logprobs. The exception is a case accepted after a spot check. Only a few of its rollouts were prefilled, so its
+file keeps the worker's logprobs and says so. The learner then computes its own logprobs.
 Grading comes last, though it is often cheap, because a reward or an environment may run the program in a completion. A
 prefill shows that the run's own model wrote that program. Without a prefill, the worker may be its author. So before a
-prefill, grading may take only as long as the prefill would; a case that needs longer is prefilled whole first. After a
-prefill, each case gets an equal share of `grading_s`. A group that is not graded in that time counts as grader errors: no
-batch takes it, and its worker is not blamed.
+prefill, grading may take only as long as the prefill would. A case whose grading takes longer is prefilled whole first.
+After a prefill, each case gets an equal share of `grading_s`. All grades of a group that is not graded in that time are
+grader errors: no batch takes the group, and its worker is not blamed.
 """
 
 import math
@@ -50,8 +51,8 @@ from shoal.validator.case import Case, Finding
 from shoal.validator.checks import ANSWERS, EXACT, EXPENSIVE, FILE, REWARDS, Check, Rules, run
 from shoal.validator.prefill import prefill
 
-SPOT_ROLLOUTS = 2  # rollouts in a spot check, drawn after the upload
-MIN_GRADING_S = 1.0  # shortest time limit for grading before a prefill: processes need time to start
+SPOT_ROLLOUTS = 2  # number of rollouts in a spot check; they are drawn after the upload
+MIN_GRADING_S = 1.0  # shortest time limit for grading before a prefill, because processes need time to start
 LATE = Grade(0.0, "grader_error", "not graded within the validator's time limit", repeatable=False)
 
 
@@ -60,7 +61,7 @@ class Examined:
     """The result of the checks of a case."""
 
     case: Case  # with its rewards and its prefill, if they were computed
-    finding: Finding | None  # None: accepted
+    finding: Finding | None  # None: the case is accepted
     evidence: dict[str, float] = field(default_factory=dict)  # figures of the checks that ran
 
 
@@ -149,10 +150,10 @@ class Judge:
         )
 
     def examine(self, cases: Sequence[Case], *, cheaply: Sequence[bool] | None = None) -> list[Examined]:
-        """Run the checks on each case of the loaded version. `cheaply`: whether each case needs only a spot check.
+        """Run the checks on each case of the loaded version. `cheaply`: for each case, whether a spot check is enough.
 
-        If the spot check fails, a logprob is impossible, or grading takes long, the whole case is prefilled after all, and
-        that prefill decides.
+        If the spot check fails, a logprob is impossible, or grading takes too long, the whole case is prefilled after
+        all. That prefill then decides.
         """
         examined = [self._check(FILE, Examined(case, None)) for case in cases]
         share_s = self.grading_s / max(len(cases), 1)
@@ -172,7 +173,7 @@ class Judge:
         return examined
 
     def _spot_checked(self, cases: Sequence[Case]) -> list[bool]:
-        """Prefill a few rollouts of each case, drawn now. Return whether they pass and the case's logprobs are plausible."""
+        """Draw and prefill a few rollouts of each case. Return whether they pass and all its logprobs are plausible."""
         spots = [self._some_rollouts(case) for case in cases]
         checked = [run(_expensive(spot), self.rules, spot) for spot in self.prefill(spots)]
         return [plausible(case) and outcome.finding is None for case, outcome in zip(cases, checked, strict=True)]
@@ -186,7 +187,7 @@ class Judge:
         return self._graded(self._check(FILE, Examined(case, None)), self.grading_s)[0]
 
     def _graded(self, result: Examined, timeout_s: float) -> tuple[Examined, bool]:
-        """Query the environment again, grade, and check the rewards. Also return whether `timeout_s` sufficed."""
+        """Query the environment again, grade, and check the rewards. Also return whether `timeout_s` was enough."""
         self.budget.start(timeout_s)
         try:
             result = self._check(ANSWERS, result)
@@ -214,10 +215,10 @@ class Judge:
         return replace(result, finding=outcome.finding, evidence={**result.evidence, **outcome.evidence})
 
     def grade(self, case: Case) -> Case:
-        """Return the case with rewards recomputed from its last turns. The case must have passed `bounds`. Raise
-        GradeError.
+        """Return the case with rewards recomputed from its last turns. Raise GradeError.
 
-        All rollouts of a group that is not graded before the budget ends get the grade LATE.
+        The case must have passed `bounds`. If the time budget ends before a group is graded, all its rollouts get the
+        grade LATE.
         """
         grades: list[Grade] = []
         for group, members in groupby(case.rows, key=lambda row: row.group):
@@ -287,13 +288,13 @@ def _expensive(case: Case) -> list[Check]:
 
 
 def _positions(case: Case) -> int:
-    """Return the number of tokens in a prefill of the case."""
+    """Return the number of tokens that a prefill of the case processes."""
     groups = {row.group for row in case.rows}
     return sum(len(row.tokens) for row in case.rows) + sum(len(case.prompts[group]) for group in groups)
 
 
 def plausible(case: Case) -> bool:
-    """Return whether sampling can yield every logprob. The learner would drop a group with an impossible logprob."""
+    """Return whether sampling could give every logprob. The learner would drop a group with an impossible logprob."""
     return all(logprob >= LOWEST_LOGPROB for row in case.rows for logprob in row.logprobs)
 
 

@@ -1,14 +1,14 @@
-"""One forward pass of the claimed version over several submissions at once; all expensive checks read its results.
+"""One forward pass of the claimed version over several submissions at once. All expensive checks read its results.
 
 The groups of all submissions are packed into rows; each group's prompt is computed once.
 Invariant: except for rounding, a submission's results do not depend on the other submissions that share its rows.
-Paper: TOPLOC (arXiv 2501.16007): a prefill checks many tokens in the time that decoding a few takes.
+Paper: TOPLOC (arXiv 2501.16007), which shows that a prefill checks many tokens in the time that decoding a few takes.
 
-The results include evidence on the distribution from which the tokens were sampled. This evidence uses no seeds. For each
-of a few other distributions q, the product over tokens of q(token) / p(token) is a martingale of mean 1 under honest
-sampling from p. The average of these products is such a martingale too. By Ville's inequality, this average exceeds e^x
-with probability at most e^-x for an honest submission, for any length and any p. So the limit on this average (in `checks`)
-needs no calibration and no normal approximation.
+The results include evidence on the distribution from which the tokens were sampled. This evidence does not use the
+seeds. For each of a few other distributions q, the product over tokens of q(token) / p(token) is a martingale of mean 1
+under honest sampling from p. The average of these products is a martingale of mean 1 too. By Ville's inequality, the
+average of an honest submission exceeds e^x with probability at most e^-x, for any length and any p. So the limit on
+this average, in `checks`, needs no calibration and no normal approximation.
 
     sharper      p^2, renormalised: detects half the temperature, greedy decoding, beam search, best-of-n
     flatter      p^(1/2), renormalised: detects twice the temperature
@@ -34,8 +34,8 @@ from shoal.model.turns import model_positions
 from shoal.store.rollouts import Rollout
 from shoal.validator.case import Case, Prefill
 
-VOCABULARY_ROWS = 512  # tokens whose logits are computed together, in one pass over the output head's weights
-CACHED_ROWS = 16  # tokens scored together: their logits, a few MB, stay in the CPU's cache
+VOCABULARY_ROWS = 512  # number of tokens whose logits are computed in one pass over the output head's weights
+CACHED_ROWS = 16  # number of tokens scored together, so that their logits, a few MB, stay in the CPU's cache
 ALTERNATIVES = ("sharper", "flatter", "truncated", "foreign")
 TRUNCATED_BELOW = 0.02
 
@@ -103,7 +103,7 @@ def _tree(prompt: Sequence[int], rows: Sequence[Rollout]) -> Tree:
 
 
 def token_evidence(scaled_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logprobs_N of the tokens, and evidence_NA = log q(token) - log p(token) for each alternative, in nats.
+    """Return logprobs_N of the tokens, and evidence_NA = log q(token) - log p(token) for each alternative q, in nats.
 
     All tensors are float32. scaled_NV: logits divided by the temperature.
     """
@@ -127,5 +127,5 @@ def token_evidence(scaled_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]
 
 
 def submission_evidence(evidence_NA: Tensor) -> float:
-    """Return the evidence of all tokens, in nats: an honest submission exceeds x nats with probability at most e^-x."""
+    """Return the evidence from all tokens, in nats. For honest work it exceeds x with probability at most e^-x."""
     return float(torch.logsumexp(evidence_NA.double().sum(0), 0)) - math.log(evidence_NA.shape[-1])

@@ -1,8 +1,8 @@
-"""The validator: claims submissions, judges them, uploads accepted files and verdicts, and co-signs the ledger.
+"""The validator claims submissions, judges them, uploads accepted files and verdicts, and co-signs the ledger.
 
 Invariant: before a rejection that rests on a prefill, the prefill is repeated with reloaded weights, because a flipped
 bit in this machine's memory would look like a lie.
-Several validators may run: claims are leases, and an expired claim goes to another validator.
+Several validators may run. A claim is a lease, so another validator can get the submission when the lease expires.
 """
 
 import logging
@@ -43,13 +43,14 @@ from shoal.validator.spending import regenerate, spent
 from shoal.validator.verdict import group_results, unreadable, verdict_on
 
 IDLE_S = 0.1
-BATCH = 4  # submissions of one version checked in one prefill
+BATCH = 4  # largest number of submissions checked in one prefill; all are of one version
 RELOAD_SHARE = 0.05  # largest share of time for reloads after inexact work, so that such work cannot block other claims
-GRADING_SHARE = 0.5  # share of a lease for running the programs of all claims
-GRADED_REASONS = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)  # found after the checks of the prefill
+GRADING_SHARE = 0.5  # largest share of a lease for running the programs of all claims
+# These reasons come from checks that run after those of the prefill.
+GRADED_REASONS = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)
 HEAD = "head.json"
 WITNESS_S = 30.0  # time between two co-signatures
-MAX_PAGE_BYTES = 64 << 20  # largest page of the ledger; an entry may be as large as a verdict
+MAX_PAGE_BYTES = 64 << 20  # largest page of the ledger: one entry may be as large as a verdict
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +58,8 @@ log = logging.getLogger(__name__)
 class Witness:
     """Reads the ledger and co-signs its newest entry every WITNESS_S.
 
-    Each co-signed head extends the previous one, also after a restart, because `head.json` keeps the newest. If the
-    coordinator's ledger lacks that entry, it was truncated or rewritten, and the validator exits.
+    Each co-signed head extends the previous one. This holds across restarts, because `head.json` keeps the newest head.
+    If the coordinator's ledger lacks that head, it was truncated or rewritten, so the validator exits.
     """
 
     def __init__(self, node: Node, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -118,9 +119,10 @@ class Validator:
         fingerprint: Callable[[Any], str] = lambda model: "",
         witness: Witness | None = None,
     ) -> None:
-        """`fingerprint`: returns a loaded model's fingerprint; "" if this machine's arithmetic depends on batch shapes.
+        """`fingerprint`: returns a loaded model's fingerprint, or "" if this machine's arithmetic depends on batch
+        shapes.
 
-        `witness`: co-signs the ledger; None: this validator signs no entry.
+        `witness`: co-signs the ledger. If it is None, this validator co-signs nothing.
         """
         self.node = node
         self.config = config
@@ -130,7 +132,7 @@ class Validator:
         self.fingerprint = fingerprint
         self.witness = witness
         self.folder: Path | None = None  # holds the loaded version
-        self.reload_at_s = 0.0  # inexact work causes no reload before this time, on the monotonic clock
+        self.reload_at_s = 0.0  # monotonic time before which inexact work causes no reload
 
     def run(self, stop: threading.Event) -> str:
         """Check submissions until the run ends or `stop` is set. Return the reason to stop."""
@@ -177,9 +179,10 @@ class Validator:
         ]
 
     def examine(self, cases: Sequence[Case], claims: Sequence[Claim]) -> list[Examined]:
-        """Run the checks. Repeat each prefill that leads to a rejection, with reloaded weights.
+        """Run the checks. If a prefill leads to a rejection, reload the weights and repeat the prefill.
 
-        If all rejections are `inexact`, which a worker can cause cheaply, spend at most RELOAD_SHARE of the time on reloads.
+        A worker can cause `inexact` rejections cheaply. So if all rejections are `inexact`, reload only as often as
+        takes at most RELOAD_SHARE of the time.
         """
         examined = self.judge.examine(self._by_class(cases, claims), cheaply=[not claim.full for claim in claims])
         doubtful = [n for n, result in enumerate(examined) if _rests_on_prefill(result)]
@@ -201,7 +204,7 @@ class Validator:
         return examined
 
     def _by_class(self, cases: Sequence[Case], claims: Sequence[Claim]) -> list[Case]:
-        """Mark as `exact` the cases whose workers claim this validator's exactness class; all if the config requires it."""
+        """Mark as `exact` all cases if the config says so, else those whose workers claim this validator's class."""
         own = self.node.fingerprint.value if self.node.fingerprint else ""
         always = self.config.validator.classes == "exact"
         return [
@@ -235,7 +238,7 @@ class Validator:
         return verdict, self.judge.accepted_file(case, self.node.identity)
 
     def upload(self, verdict: Verdict, accepted: bytes | None) -> None:
-        """Upload the accepted file, if any, then the verdict. If the claim is no longer this node's, drop the verdict."""
+        """Upload the accepted file, if any, then the verdict. Drop the verdict if this node has lost the claim."""
         try:
             if accepted is not None:
                 stored = self.node.send_file(f"/v1/accepted/{verdict.submission}", accepted)
@@ -252,7 +255,7 @@ class Validator:
             self.node.doing(f"dropping the verdict on {verdict.submission}: {refusal}")
 
     def co_sign(self, *, last: bool = False) -> None:
-        """Co-sign the ledger's newest entry if a co-signature is due. `last`: even if none is due."""
+        """Co-sign the ledger's newest entry if a co-signature is due. `last`: co-sign even if none is due."""
         if self.witness is not None:
             self.witness.sign() if last else self.witness.sign_if_due()
 
@@ -271,7 +274,7 @@ class Validator:
         if self.node.policy_version == version:
             return
         relays = self.node.beat().relays
-        trainable = self.config.coordinator.async_level + 1  # versions whose rollouts may still be trained on
+        trainable = self.config.coordinator.async_level + 1  # number of versions whose rollouts may still be trained on
         client = Client(relays, self.access, self.cache, keep=trainable + 1)
         folder, _ = fetch_published(client, version, digest=digest)
         self.folder = folder

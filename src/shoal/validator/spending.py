@@ -1,21 +1,22 @@
 """How much of the checks' tolerance a submission used. `coordinator/trust` sums and tests this for each worker.
 
-A mismatch is a token that differs from the one that its seed yields here. Numerics cause a mismatch only where the two best
-scores nearly tie. Given the worker's tokens, the gap between these scores is still random: it is below x with probability
-about x (1 - P(token)). The gaps are independent of each other, and of everything that follows from the tokens, such as the
-reward. So honest mismatches are spread over the completions in proportion to their exposure, which is the sum of
-1 - P(token). The rewards do not matter. A worker that decides near ties by the reward cannot imitate that: its mismatches
-are concentrated in completions that became better, or worse.
+A mismatch is a token that differs from the one that its seed yields here. Numerics cause a mismatch only where the two
+best scores nearly tie. Given the worker's tokens, the gap between these two scores is still random: it is below x with
+probability about x (1 - P(token)). The gaps are independent of each other, and of everything that follows from the
+tokens, such as the reward. So honest mismatches are spread over the completions in proportion to the completions'
+exposure, which is the sum of 1 - P(token). The rewards have no influence. If a worker decides near ties by the reward,
+its mismatches are concentrated in completions that became better, or in those that became worse.
 
-If `evidence.regenerated` is set, `regenerate` generates some mismatched rollouts again, to see whether the other token of a
-near tie leads to another reward. For an honest worker, numerics decided the tie independently of the reward. So the new
-rollout is better as often as it is worse. A cheating worker always uploads the better rollout (or always the worse one). So
-each rollout whose reward changes is evidence, even if such rollouts are rare and their margins are small. A cheat gains
-nothing by adding other mismatches, because rollouts whose reward stays the same are not counted. Rollouts whose grading
-came near a limit are not counted either, because a busy machine may have changed the grade.
+If `evidence.regenerated` is set, `regenerate` generates some rollouts that have a mismatch again, to see whether the
+other token of a near tie leads to another reward. For an honest worker, numerics decided the tie independently of the
+reward. So the new rollout is better as often as it is worse. A cheating worker always uploads the better rollout (or
+always the worse one). So each rollout whose reward changes is evidence, even if such rollouts are rare and their
+margins are small. A cheat gains nothing by adding other mismatches, because rollouts whose reward stays the same are
+not counted. A rollout whose grading came near one of its limits is not counted, because a busy machine may have
+changed its grade.
 
-Invariants: only the prefill and the validator's own rewards are read. The rollouts to generate again are drawn after the
-upload, from the system's randomness.
+Invariants: only the prefill and the validator's own rewards are read. The rollouts to generate again are drawn at
+random after the upload, so a worker cannot predict them.
 Left out: completions of several turns are not generated again.
 """
 
@@ -35,11 +36,11 @@ from shoal.validator.case import Case
 from shoal.validator.judge import Judge
 
 STAKE = 0.5  # share of its capital that an allocation bet can lose on one token
-MAX_NATS = 1e6  # largest magnitude of a figure in a message
+MAX_NATS = 1e6  # figures in a message are bounded to this magnitude
 
 
 def spent(case: Case, config: Config, evidence: dict[str, float]) -> ToleranceSpent:
-    """Return the tolerance used by an accepted case that was prefilled whole. `evidence`: figures of its checks."""
+    """Return the tolerance used by an accepted case that was prefilled whole. `evidence`: the figures of its checks."""
     prefill, rewards = case.computed(), case.rewards
     margins_N = prefill.margins_N
     exposure_N = (1.0 - prefill.logprobs_N.double().exp()).clamp(min=0.0)
@@ -81,9 +82,9 @@ def spent(case: Case, config: Config, evidence: dict[str, float]) -> ToleranceSp
 
 
 def regenerate(judge: Judge, case: Case, limit: int) -> tuple[int, int]:
-    """Generate up to `limit` mismatched rollouts again.
+    """Generate up to `limit` rollouts that have a mismatch again.
 
-    Return how many uploaded rollouts have a higher reward than the new rollout, and how many have a lower reward.
+    Return for how many of them the uploaded rollout has a higher reward than the new one, and for how many a lower one.
     """
     margins = torch.split(case.computed().margins_N, case.computed().lengths)
     missed = [

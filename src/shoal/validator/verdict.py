@@ -1,6 +1,6 @@
 """A verdict: the result of the checks, and figures of each group of an accepted case.
 
-Invariant: every figure is recomputed; none is the worker's.
+Invariant: the validator has recomputed every figure; none comes from the worker.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from shoal.validator.case import Case, Finding
 from shoal.validator.checks import replay
 from shoal.validator.judge import Examined
 
-SAMPLE_CHARACTERS = 2_000  # longest prompt or completion shown to people
+SAMPLE_CHARACTERS = 2_000  # longest prompt or completion in a sample for people
 
 
 def unreadable(claim: Claim, finding: Finding) -> Verdict:
@@ -75,7 +75,7 @@ def _outcomes(grades: Sequence[Grade]) -> Outcomes:
 
 
 def _parts(grades: Sequence[Grade]) -> dict[str, float]:
-    """Return the mean score of each of several weighted rewards. Reward files are named without their folders."""
+    """Return the mean score of each reward, if several are weighted. A reward file is named without its folder."""
     names = dict.fromkeys(name for grade in grades for name in grade.parts)
     means = {name: sum(grade.parts.get(name, 0.0) / len(grades) for grade in grades) for name in names}
     return {name.rpartition("/")[2][-200:]: mean for name, mean in means.items()}
