@@ -39,7 +39,7 @@ from shoal.tasks.budget import cycled_target, reward, rewards_differ
 from shoal.watch.plot import write_png
 
 RECIPE = [
-    "learner.lr=2e-5",
+    "learner.lr=6e-6",
     "learner.warmup_steps=25",
     "learner.optimizer_steps_per_step=8",
     "learner.loss.normalize_std=false",
@@ -178,9 +178,10 @@ class Run:
             series["drawn"].append(waiting[-1].drawn)
             groups = waiting.popleft().groups
             series["tokens"].append(sum(group.n_tokens for group in groups))
-            for name, value in train(self.policy, groups, self.config).items():
+            for name, value in (train(self.policy, groups, self.config) if groups else {}).items():
                 series.setdefault(name, []).append(value)
             self.load_policy()
+            sys.stderr.write(f"{self.drawn} groups sampled, reward {series['reward'][-1]:.3f}\n")
         kept = (
             "reward",
             "drawn",
