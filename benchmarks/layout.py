@@ -5,8 +5,8 @@
 
 A room is a folder or a module at the root of the package, except `__init__.py` and `__main__.py`. Imports are read from the
 source, wherever they are in a file. A room's floor is one more than the highest floor that it imports. Rooms that import
-each other, directly or through others, are a cycle and share a floor. Upward imports within a cycle are counted for the room
-order that has the fewest.
+each other, directly or through others, are a cycle and share a floor. Within a cycle, an import is upward if the importing
+room comes before the imported one. The cycle's rooms are put in the order that has the fewest upward imports.
 
 A function counts as used once if its name occurs in the package only once outside its definition. Config fields and commands
 are read from the imported package, if this interpreter can import it. tests/test_layout.py checks which imports are allowed.
@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "shoal"
-CYCLE_LIMIT = 8  # maximum rooms in a cycle, because every order is tried
+CYCLE_LIMIT = 8  # maximum rooms in a cycle; there is a limit because every order is tried
 SMALL = 80  # lines
 FIELDS = """
 from benchmarks.common.machine import ROOT

@@ -67,7 +67,7 @@ def generate(how):
 
 
 honest = generate(sampling)
-greedy = generate(Sampling(0.0, sampling.max_tokens, sampling.eos_ids))  # a liar: always the most likely tokens
+greedy = generate(Sampling(0.0, sampling.max_tokens, sampling.eos_ids))  # a liar that takes the most likely tokens
 with torch.no_grad():
     for weight in engine.model.parameters():  # another liar, with a cheaper model: weights of 4 bits
         scale = weight.abs().amax() / 7
@@ -146,5 +146,5 @@ shards = [store.shard_path(manifest.version, "delta", shard.index) for shard in 
 (folder / "delta").write_bytes(b"".join(path.read_bytes() for path in shards))
 sizes = tuple((file.path, file.size_bytes) for file in manifest.files)
 apply(folder / "v0", [Link(folder / "delta", sizes)], folder / "fetched")
-assert StreamFiles(folder / "fetched", manifest.files).match(manifest.content), "not what the learner published"
+assert StreamFiles(folder / "fetched", manifest.files).match(manifest.content), "the fetched files are not version 1"
 print(f"fetched version {manifest.version}: every byte is what {learner_key[:16]} signed")

@@ -3,12 +3,13 @@
     python -m benchmarks.diloco.diloco_churn --minutes 20 --out benchmarks/results/diloco_churn.json --figure churn.png
 
 Every few seconds a fault of KINDS happens. Each kind comes once, in a random order, before any is repeated. Killed
-processes are restarted within ten seconds. The next fault waits for a round with all sites. The text is the source of
-Python's standard library. The model is a random llama of two layers, so that faults, not training, take most of the time.
+processes are restarted within ten seconds. After the last fault, the run goes on until a round has all sites. The text is
+the source of Python's standard library. The model is a random llama of two layers, so that faults, not training, take most
+of the time.
 
-`wrong` must be empty. No round is missing or repeated. After every round, the digest of each site's parameters is the
-meeting's. A fault costs each site that it hits at most one round of work: for a killed site, the inner steps since its last
-round are counted, unless the meeting had its offer.
+`wrong` in the result must be empty. It lists a missing or repeated round, a site whose parameters differ from the meeting's
+after a round (by digest), and a killed site that lost more than one round of work. The work lost is the inner steps since
+the site's last round, or none if the meeting already had its offer.
 """
 
 import argparse
@@ -70,7 +71,7 @@ class Run:
         self.folder, self.sites = folder, [f"site-{i}" for i in range(sites)]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.seen: dict[str, dict[int, str]] = {name: {} for name in self.sites}  # digests by round
-        self.heldout: dict[int, float] = {}  # the loss by number of rounds, equal at all sites
+        self.heldout: dict[int, float] = {}  # held-out loss by number of rounds; all sites have the same
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         lines = [json.dumps({"text": path.read_text(errors="replace")}) + "\n" for path in files]
         (folder / "text.jsonl").write_text("".join(lines))
@@ -107,7 +108,8 @@ class Run:
         return [name for name in self.sites if f"{name} offers for round {number}\n" in log]
 
     def look(self, name: str) -> tuple[int, int]:
-        """Record a site's digests and held-out losses. Return its inner steps since its last round, and their round."""
+        """Record a site's digests and held-out losses. Return the number of inner steps since its last round, and the
+        number of the round that they belong to."""
         since, step = 0, 0
         for each in whole_lines(self.folder / name / "metrics.jsonl"):
             step = each["step"]
@@ -167,7 +169,7 @@ def fault(run: Run, kind: str, draw: random.Random, stop_s: float) -> dict[str, 
     killed = {name: run.look(name) for name in names if name != "meet"}
     if "folder" in kind:
         for path in (run.folder / site).iterdir():
-            if path.name != "identity.pem":  # an invite works for one key
+            if path.name != "identity.pem":  # the key stays, because the invite works only for it
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
     time.sleep(draw.uniform(0, 10))
     for name in names:
@@ -251,10 +253,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--sites", type=int, default=4)
     parser.add_argument("--every", type=float, default=10.0, help="mean seconds from a fault's end to the next")
-    parser.add_argument("--stop", type=float, default=60.0, help="seconds of a SIGSTOP")
+    parser.add_argument("--stop", type=float, default=60.0, help="seconds for which a site is stopped (SIGSTOP)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True, help="the result; with --draw, an existing one")
-    parser.add_argument("--figure", type=Path, help="a PNG of the run")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="file of the result; with --draw, the existing file to plot"
+    )
+    parser.add_argument("--figure", type=Path, help="PNG file to plot the run into")
     parser.add_argument("--draw", action="store_true", help="only draw the figure")
     arguments = parser.parse_args()
     if arguments.draw:

@@ -3,14 +3,16 @@
     python -m benchmarks.diloco.diloco_hivemind --hivemind PYTHON --out benchmarks/results/diloco_hivemind.json
 
 PYTHON is an interpreter with hivemind 1.1.12 (`python -m venv v && v/bin/pip install hivemind==1.1.12`). OpenDiLoCo
-(arXiv 2407.07852) averages with hivemind. Its peers here use its defaults, FP16 as in the paper, and one group of all peers.
+(arXiv 2407.07852) averages with hivemind. Here hivemind's peers use its defaults, but send FP16, as in the paper, and form
+one group of all peers.
 
-For each number of peers, both engines start, each peer in its own process, and make outer steps in turn. A step begins when
-all peers get their pseudo-gradients, which are random with known seeds. The average travels as FP16 and is applied by SGD
-with Nesterov momentum. The step ends when the last peer has its new parameters. Recorded for each step: seconds, CPU
-seconds of all processes of the engine, bytes over loopback (in a network namespace with nothing else), the largest
-difference between the average that a peer used and the true one, and whether all peers' parameters are bitwise equal. Needs
-root on Linux and iproute2.
+For each number of peers, both engines (Shoal and hivemind) start, each peer in its own process. The engines take turns to
+make an outer step. A step begins when all peers get their pseudo-gradients, which are random with known seeds. The average
+travels as FP16 and is applied by SGD with Nesterov momentum. The step ends when the last peer has its new parameters.
+
+Each step records its seconds, the CPU seconds of all processes of the engine, the bytes over loopback (in a network
+namespace with no other traffic), the largest difference between the average that a peer used and the true average, and
+whether all peers' parameters are bitwise equal. Needs root on Linux and iproute2.
 """
 
 import argparse
@@ -134,7 +136,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hivemind", required=True, help="a Python with hivemind")
     parser.add_argument("--peers", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--steps", type=int, default=8, help="steps of each engine, after one that is not counted")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="counted steps of each engine; an uncounted one comes first"
+    )
     parser.add_argument("--matrices", type=int, default=16, help=f"matrices of {SIDE} x {SIDE} numbers")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

@@ -1,8 +1,9 @@
 """The processes of `diloco_hivemind`: the meeting, its sites, and hivemind's peers.
 
 A peer reads a step's number from standard input, prepares its pseudo-gradient and prints a line. After the next input
-line it makes the outer step and prints the average that it used. `diloco_hivemind` starts each peer as
-`ROLE FOLDER-OR-ADDRESS NUMBERS`. hivemind's peers run in an interpreter without Shoal.
+line it makes the outer step, and prints the error of the average that it used and the digest of its parameters.
+`diloco_hivemind` starts each peer with the arguments `ROLE FOLDER-OR-ADDRESS NUMBERS`. hivemind's peers run in an
+interpreter without Shoal.
 """
 
 import asyncio

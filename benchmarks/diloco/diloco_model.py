@@ -1,7 +1,7 @@
 """The model and text of the DiLoCo benchmarks: a small llama and the source of Python's standard library.
 
 The text is the standard library as installed here (PSF licence), without its tests. A tenth of its files is held out.
-Weights and optimizer state are float32. Products run in bfloat16 (`torch.autocast`) if `Size.autocast` is set.
+Weights and optimizer state are float32. Matrix products run in bfloat16 (`torch.autocast`) if `Size.autocast` is set.
 """
 
 import copy
@@ -33,7 +33,7 @@ class Size:
     width: int = 64
     layers: int = 2
     vocabulary: int = 512
-    sequences: int = 4  # per step and draw
+    sequences: int = 4  # per step and random stream
     length: int = 64  # tokens of a sequence
     heldout: int = 128  # sequences
     text_bytes: int = 1_500_000
@@ -41,7 +41,7 @@ class Size:
 
 
 def text(size: Size) -> tuple[str, str]:
-    """Return the training text and the held-out text. The hash of a file's name determines its place."""
+    """Return the training text and the held-out text. Files are in the order of their paths' hashes."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in library.rglob("*.py") if not {"site-packages", "test", "tests"} & set(path.parts)]
     files.sort(key=lambda path: sha256(str(path.relative_to(library)).encode()).digest())
@@ -82,7 +82,7 @@ def model(seed: int, size: Size) -> Any:
 
 
 class Trainee:
-    """A model and its AdamW. The random draws `numbers` choose its windows of the text."""
+    """A model and its AdamW. Each of `numbers` names a random stream that chooses windows of the text for it."""
 
     def __init__(self, train_N: Tensor, seed: int, numbers: list[int], size: Size) -> None:
         self.model, self.train_N, self.seed, self.numbers, self.size = model(seed, size), train_N, seed, numbers, size
@@ -106,9 +106,10 @@ class Trainee:
 
 
 class Trainees:
-    """`count` copies of a trainee: its weights and moments. Each copy trains on its share of the draws.
+    """`count` copies of a trainee's weights and optimizer moments. Each copy trains on its share of the random streams.
 
-    One pass (`torch.func.vmap`) computes all copies, in two thirds of the time of separate passes. Letter S: sites.
+    One pass (`torch.func.vmap`) computes all copies. It takes two thirds of the time of separate passes. In the names of
+    tensors, the letter S stands for the sites.
     """
 
     def __init__(self, first: Trainee, count: int) -> None:
@@ -122,7 +123,7 @@ class Trainees:
                 name: torch.stack([value] * count) if value.dim() else value.clone() for name, value in state.items()
             }
         self.network = copy.deepcopy(first.model)
-        self.network.set_attn_implementation("eager")  # vmap and autocast give fused attention unequal dtypes
+        self.network.set_attn_implementation("eager")  # with vmap and autocast, fused attention gets unequal dtypes
 
     def step(self, step: int) -> None:
         ids_BT = torch.cat([self.first.window(step, number) for number in self.first.numbers])

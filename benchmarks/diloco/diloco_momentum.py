@@ -1,14 +1,14 @@
-"""Show why many short rounds overshoot with the papers' outer momentum: one small llama, sites simulated in turn.
+"""Show why many short rounds overshoot with the papers' outer momentum. The sites of a small llama are simulated in turn.
 
     python -m benchmarks.diloco.diloco_momentum --steps 400 --seeds 0 1 --out benchmarks/results/diloco_momentum.json
 
-A setting is a number of inner steps H, an outer momentum μ, an outer learning rate η and an inner learning rate. For each
-round it records the cosine of the average pseudo-gradient with that of the previous round, its norm, and the length of the
-outer step divided by that norm (`gain`). Every 50 steps it records the held-out loss of the agreed parameters. `warmup`
-raises μ linearly from 0 over that many rounds.
+A setting is a number of inner steps H, an outer momentum μ, an outer learning rate η and an inner learning rate. The result
+has for each round the norm of the average pseudo-gradient, its cosine with that of the previous round, and the length of
+the outer step divided by the norm (`gain`). Every 50 steps it has the held-out loss of the agreed parameters. `warmup` is
+the number of rounds over which μ rises linearly from 0.
 
-With Nesterov momentum, the gain of the first round is η(1 + μ) = 1.33 for η = 0.7 and μ = 0.9. It stays near that while
-directions differ. In a constant direction it tends to η/(1 − μ) = 7.
+With Nesterov momentum, the gain of the first round is η(1 + μ) = 1.33 for η = 0.7 and μ = 0.9. The gain stays near that
+while the directions of successive rounds differ. If the direction stays the same, the gain tends to η/(1 − μ) = 7.
 """
 
 import argparse

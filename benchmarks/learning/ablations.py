@@ -4,10 +4,12 @@
     python -m benchmarks.learning.ablations words --seeds 0 1 2 --set tasks.sources.0.path=FILE
 
 Each arm of a study trains SmolLM2-135M in one process, with the same tasks and seeds. Step s trains on the batch that
-version s - level sampled (version 0 at first), as in the paper. A pool also allows younger rollouts. Arms take turns within
-each seed. The recipe is INTELLECT-2's (arXiv 2505.07291, section 4), except for the learning rate: 3e-7 is for 32 billion
-parameters. Measured are the reward of each version's samples, its mean over the last quarter of the run, and held-out
-accuracy before and after, and their differences from the first arm over the seeds, with 95 % intervals (Welch's t). Writes
+version s - level sampled (version 0 for the first steps), as in the paper. In a real pool, rollouts may also be younger.
+For each seed, all arms run in turn. The recipe is INTELLECT-2's (arXiv 2505.07291, section 4), except for the learning
+rate, because the paper's 3e-7 is for 32 billion parameters.
+
+A run measures the reward of each version's samples, its mean over the last quarter of the run, and held-out accuracy before
+and after. An arm's means over the seeds are compared with those of the first arm, with 95 % intervals (Welch's t). Writes
 benchmarks/results/ablations-STUDY.json and docs/images/ablations-STUDY.png. Runs that are already in the file are skipped.
 """
 
@@ -106,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=list(STUDIES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="default: the study's")
+    parser.add_argument("--steps", type=int, help="number of steps (default: that of the study)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change the config of every arm"
     )
@@ -202,7 +204,7 @@ class Run:
         }
 
     def load_policy(self) -> None:
-        """Give the engine the policy's version, as workers get it."""
+        """Write the policy as a version and load it into the engine, as a worker does."""
         folder = Path(self.temporary.name) / "version"
         self.policy.write(folder, replace=True)
         self.examiner.load(self.engine, folder)

@@ -1,11 +1,12 @@
-"""Plot thinking budgets in recorded runs of configs/target-short.toml and target-long.toml. Runs nothing.
+"""Plot thinking budgets in recorded runs of configs/target-short.toml and target-long.toml. This starts no run.
 
     python -m benchmarks.learning.runs target-short --finished runs/target-short-0 runs/target-short-1 runs/target-short-2
     python -m benchmarks.learning.runs target-long --finished runs/target-long-0 runs/target-long-1 runs/target-long-2
     python -m benchmarks.learning.budgets
 
-Prints a table and draws docs/images/budgets.png. Both show task reward and length penalty over steps, as in INTELLECT-2's
-report (arXiv 2505.07291, section 4), and the length of completions for each target in the first and last steps.
+Prints a table and draws docs/images/budgets.png. Both show how task reward and length penalty change over the steps, as
+INTELLECT-2's report does (arXiv 2505.07291, section 4). Both also show the length of completions for each target, in the
+first steps and in the last ones.
 """
 
 import argparse

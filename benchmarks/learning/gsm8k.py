@@ -5,10 +5,10 @@
 MODEL is a folder or a Hugging Face id. FOLDER has gsm8k_test.jsonl (Cobbe et al. 2021, arXiv 2110.14168). Each model answers
 the first N of its 1,319 problems, with up to 256 tokens. Strict grading takes the number after the last "####", or in the
 last box, as the answer. Lenient grading takes the last number, as the training reward does. The first prompt is that of
-configs/gsm8k.toml. The others are verl's and Qwen's own: a gain over the best of them is more than a learned format.
-Sampling, at temperature 1, uses only the first prompt. Intervals are Wilson's, 95 %. Writes
-benchmarks/results/gsm8k-eval.json after each measurement, and skips those that it already has for the same model name,
-prompt, temperature and N.
+configs/gsm8k.toml. The others are verl's and Qwen's own. If training gains more than the untrained model gains from its best
+prompt, it taught more than a format. Sampling, at temperature 1, uses only the first prompt. Intervals are Wilson's, 95 %.
+Writes benchmarks/results/gsm8k-eval.json after each measurement. A measurement is skipped if the file already has one with
+the same model name, prompt, temperature and N.
 """
 
 import argparse

@@ -4,15 +4,17 @@
 
 The policy is a table of softmax rows. Its logits are the reference's plus a random drift. Tokens are drawn from the policy,
 with advantages of 1 and -1. Each batch has one planted token, whose logprob under the policy is `outlier` nats below the
-reference's, as after many updates against it. The batch's gradient is clipped to the recipe's norm. Measured for each bound:
+reference's, as after many updates against it. The batch's gradient is clipped to the recipe's norm. The result has for each
+bound:
 
     share     norm of the planted token's gradient, divided by that of all other tokens together
     progress  the share of the other tokens' progress that remains (1: all of it)
     pull      whether the update makes the planted token more likely again
-    kept      cosine of the KL gradient without the planted token to that of the unbounded estimator
+    kept      cosine between the KL gradients of this and of the unbounded estimator, both without the planted token
 
-`tangent` replaces the exponential by its tangent above that many nats. `verl` clips the difference to 20 and the value to
-10, as that library does, so the gradient beyond is zero. Writes benchmarks/results/kl_bound.json.
+`tangent N` replaces the exponential by its tangent at N nats where the difference is larger. `verl` clips the difference to
+20 and the value to 10, as that library does, so beyond these limits the gradient is zero. Writes
+benchmarks/results/kl_bound.json.
 """
 
 import argparse
@@ -80,7 +82,8 @@ def measure(seed: int, tokens: int, beta: float, outlier: float, kl: Estimator) 
     reference_RV = torch.randn(ROWS, VOCABULARY, generator=draw, dtype=torch.float64).mul(2).log_softmax(-1)
     logits_RV = reference_RV + DRIFT * torch.randn(ROWS, VOCABULARY, generator=draw, dtype=torch.float64)
     planted = int(reference_RV[0].argmax())
-    # log p = x - log(Z + e^x), so with log p below -4 the logit is log p + log Z to within 2 %
+    # The token's logit x has log p = x - log(Z + e^x), where Z sums exp over the other logits. So x is log p + log Z, to
+    # within 0.02 if log p is below -4.
     rest = torch.cat([logits_RV[0, :planted], logits_RV[0, planted + 1 :]]).logsumexp(0)
     logits_RV[0, planted] = reference_RV[0, planted] - outlier + rest
     logits_RV.requires_grad_()

@@ -2,8 +2,8 @@
 
     python -m benchmarks.learning.lora_gain --out benchmarks/results/lora_gain.json
 
-The gain is the change of the batch's advantage-weighted logprobs over a few updates. "apart" is the published form.
-"merged" rounds weight + adapter to bf16, as a plain bf16 model does.
+The gain is the change of the batch's advantage-weighted logprobs over a few updates. "apart" keeps the adapters separate,
+as a published version does. "merged" rounds weight + adapter to bf16, as a plain bf16 model does.
 """
 
 import argparse

@@ -36,7 +36,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="name of a file in configs/, without .toml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--cheats", nargs="*", choices=list(CHEATS), help="a run for each of these lies (none: all)")
+    parser.add_argument(
+        "--cheats",
+        nargs="*",
+        choices=list(CHEATS),
+        help="one run for each of these lies; if none is named, for every lie",
+    )
     parser.add_argument("--label", help="name of the results file (default: the config's name)")
     parser.add_argument("--finished", type=Path, nargs="+", default=[], help="record these folders of finished runs")
     parser.add_argument("--plot", action="store_true", help="draw the first run of the results; run nothing")

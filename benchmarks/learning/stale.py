@@ -46,7 +46,7 @@ PLOTTED = {  # figures of an update, and their titles
     "beyond": f"tokens with A < 0, ratio > {BEYOND:.0f}",
     "reward": "reward of fresh samples",
 }
-SPIKE = 10.0  # times the run's median gradient norm
+SPIKE = 10.0  # a gradient norm counts as a spike above this many times the median
 
 
 class Stored(NamedTuple):
@@ -171,7 +171,7 @@ def train(policy: Policy, stored: Stored, loss: LossSection) -> dict[str, float]
 
 
 def figures(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Return gradient norms, and the reward over the last quarter of the updates, over one or several runs."""
+    """Return statistics of the updates of one or several runs, and the reward over their last quarter."""
     norms = [update["grad_norm"] for update in updates]
     median = statistics.median(norms)
     late = 0.75 * max(update["update"] for update in updates)
@@ -190,7 +190,7 @@ def figures(updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 def same_weights(updates: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """Return by how much the gradient norm is larger without delta, per update at the same weights and data."""
+    """Return the factor by which the gradient norm is larger without delta, at each update's weights and data."""
     factors = []
     for arm in updates:
         for update in updates[arm]:

@@ -1,1 +1,1 @@
-"""Pools of many machines: failures, load and simulation. Also the web pages and `shoal serve`."""
+"""Benchmarks of pools of many machines (failures, load, simulation), of the web pages and of `shoal serve`."""

@@ -24,7 +24,7 @@ from benchmarks.common.machine import IMAGES
 
 OUT = IMAGES
 WIDE, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
-WAIT_MS = 600_000  # a reply on a slow machine
+WAIT_MS = 600_000  # a reply may take this long on a slow machine
 VIEWS = ("overview", "timeline")
 
 

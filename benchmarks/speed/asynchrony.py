@@ -3,7 +3,7 @@
     python -m benchmarks.speed.asynchrony [--pairs 3] [--config tiny]
 
 Writes benchmarks/results/asynchrony.json. Time counts from the first trained step to the last, so loading is excluded. At
-level 0 nothing overlaps. `shoal run` then gives each phase all cores (cores.share_threads), so the comparison is fair.
+level 0 nothing overlaps. The comparison is fair, because `shoal run` then gives each phase all cores (cores.share_threads).
 """
 
 import argparse

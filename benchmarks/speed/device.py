@@ -7,7 +7,7 @@
     worker     `--sequences` completions of `--tokens` tokens, by the torch engine, and by vLLM if SHOAL_VLLM_PYTHON is set
     validator  every check of one honest submission of `--config`: completion tokens/s
 
-Figures are medians of `--repeats` after a warm-up. MFU is relative to the device's own measured matrix product.
+Figures are medians of `--repeats` after a warm-up. MFU is relative to the speed of a matrix product on the same device.
 """
 
 import argparse
@@ -145,7 +145,7 @@ def vocabulary(folder: Path) -> int:
 
 
 def measure(work: Callable[[], Any], arguments: argparse.Namespace) -> float:
-    """Return the median seconds of `work`, until the device has finished it, after one warm-up run."""
+    """Return the median seconds until the device has finished `work`. The first run is a warm-up and does not count."""
     seconds = []
     for _ in range(arguments.repeats + 1):
         started_s = time.perf_counter()

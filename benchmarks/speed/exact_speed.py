@@ -6,9 +6,10 @@ Fast and exact numerics take turns, exact first in every other round, after a wa
 rounds of fast seconds divided by exact seconds: at 1 both are equally fast, at 0.9 exact numerics run at 0.9 of the speed.
 Seconds are wall-clock. The process's CPU seconds are also recorded, because other processes disturb them less.
 
-    decode   16 and 64 completions of 24 tokens, prompts of 40 tokens in groups of 8
-    prefill  hidden states and logprobs of every token of 64 completions of 16 tokens (as in quickstart) and 16 of 200
-    learner  one update on the same data, with activations recomputed as in quickstart
+    decode   16 and 64 completions of 24 tokens each, 8 for each prompt of 40 tokens
+    prefill  hidden states and logprobs of every token, for 64 completions of 16 tokens (as in quickstart) and for 16
+             completions of 200 tokens
+    learner  one update on the same data as in prefill, with activations recomputed as in quickstart
 
 A quiet machine needs about six minutes. `machine.load` in the results tells how busy it was.
 

@@ -1,11 +1,12 @@
-"""Measure a worker's speed by the number of submissions that it generates at once (`workers.in_flight`).
+"""Measure how a worker's speed depends on the number of submissions that it generates at once (`workers.in_flight`).
 
     python -m benchmarks.speed.in_flight [--in-flight 1 2 4] [--submissions 8] [--rounds 2] [--threads 2] [--engine vllm]
 
 Runs the worker's own loop with SmolLM2-135M in bf16, on GSM8K: completions of up to 256 tokens, two groups of eight per
 submission. A stand-in for the coordinator hands out one task after the other and takes the files. Time counts from the
-first task to the last file, so the end, when no task follows, is included. All settings write the same completions, because
-with exact numerics no bit depends on the batch. The settings take turns, in reverse order in every other round.
+first task to the last file, so it includes the end, when no task follows and fewer submissions are in flight. All settings
+write the same completions, because with exact numerics no bit depends on the batch. The settings take turns, in reverse
+order in every other round.
 
 Writes every timing to benchmarks/results/in_flight.json (in_flight-vllm.json for vLLM).
 """
@@ -125,7 +126,7 @@ def measured(config: config_module.Config, producer: Producer, submissions: int,
     return {
         "in_flight": config.workers.in_flight,
         "seconds": seconds,
-        "cpu_s": time.process_time() - before_s,  # of this process; without vLLM
+        "cpu_s": time.process_time() - before_s,  # of this process, so vLLM's process is not included
         "tokens": producer.tokens,
         "tokens_per_s": producer.tokens / seconds,
     }

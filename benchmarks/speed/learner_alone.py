@@ -9,9 +9,10 @@ The model is SmolLM2-135M on all cores. Sequences have at most 512 or 4096 token
 every token after the first with -advantage * logp and makes one optimizer step.
 
     shoal     Policy.update: fp32 masters, all computation in the dtype, trees packed into rows without padding
-    autocast  AutoModelForCausalLM with fp32 weights under torch.autocast, which trains the same: right-padded batches in the
-              given order, labels -100 for padding, its own loss; torch.optim.AdamW(fused=True)
-    rounded   as autocast, with weights and moments in bf16: no masters, but updates smaller than a bf16 step are lost
+    autocast  AutoModelForCausalLM with fp32 weights under torch.autocast, so that it can learn the same. Batches are in the
+              given order, right-padded, with label -100 for padding. It has its own loss and torch.optim.AdamW(fused=True)
+    rounded   as autocast, but with weights and moments in bf16. It keeps no masters, so it loses updates that are smaller
+              than a bf16 step
 
 Tokens per second count real tokens. MFU is the FLOPs of real tokens (learner/report.py: no padding, no recomputation)
 divided by seconds and by the peak. The peak is the fastest of several square matrix products in that dtype, measured before
@@ -41,7 +42,7 @@ from shoal.model.sources import SMOLLM2, resolve
 PATH = RESULTS / "learner_alone.json"
 ROW_TOKENS = 4096  # tokens that each system computes at once
 KINDS = ["equal", "ragged"]
-BATCHES = {512: (8, 8), 4096: (1, 2)}  # sequences in one update, equal and ragged, by their length
+BATCHES = {512: (8, 8), 4096: (1, 2)}  # by maximum length: sequences in one update, if equal and if ragged
 LR = 1e-6
 
 System = Callable[[list[list[int]]], None]

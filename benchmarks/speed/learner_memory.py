@@ -8,14 +8,14 @@ and no reference model. A row has 40,960 positions: 5 completions of 8,140 token
 loads, makes an update of two rows, computes another row, and gathers a version. Its device exists in name only (`Module`).
 
     peak      maximum bytes of all storages alive on the device, compared with `arithmetic`
-    host      the same on the host; also the largest slice of a tensor read at once, and the largest tensor that rank 0
-              gathers to publish
+    host      the same on the host. The result also has the largest slice of a tensor read at once, and the largest tensor
+              that rank 0 gathers to publish
     traffic   bytes that the rank receives by collectives of weights and gradients for a row
     start     seconds to read the files, at DISK_BPS for a machine of eight ranks, and to gather them for the comparison with
               plain transformers, at LINK_BPS
 
-Attention is the CPU's cascade. The flex attention of GPUs keeps less. The allocator's fragmentation is not counted. Writes
-results/learner_memory.json and prints the table.
+Attention is computed as on a CPU ("cascade"). The flex attention of GPUs keeps less memory. The allocator's fragmentation
+is not counted. Writes results/learner_memory.json and prints the table.
 """
 
 import argparse
@@ -78,18 +78,18 @@ MODELS = {
     },
 }
 RANKS = (8, 64)
-PROMPT, COMPLETIONS, LENGTH = 260, 5, 8140  # of a row
+PROMPT, COMPLETIONS, LENGTH = 260, 5, 8140  # a row's prompt tokens, completions, and tokens of each completion
 DISK_BPS, LINK_BPS = 2e9, 50e9  # assumptions: one NVMe drive per machine, 400 Gb/s per GPU
 
 
 class Module:
-    """The module that PyTorch requires of a device. It uses the CPU's streams and has no random numbers."""
+    """The module that PyTorch requires for a device. It uses the CPU's streams and has no random numbers."""
 
     Stream, Event = torch.cpu.Stream, torch.cpu.Event
     stream, current_stream = staticmethod(torch.cpu.stream), staticmethod(torch.cpu.current_stream)
 
     def is_available(self) -> bool:
-        return False  # a checkpoint would overlap its copies with streams
+        return False  # otherwise a checkpoint would overlap its copies by means of streams
 
     def is_initialized(self) -> bool:
         return True
@@ -151,7 +151,7 @@ class Bytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # this method then gets the operations on its parts
+            return NotImplemented  # this method is then called for the operations on the DTensor's parts
         figures = func(*args, **(kwargs or {}))
         if self.paused:
             return figures
@@ -241,7 +241,7 @@ class FakeWeights:
 
 
 class Built(Sharded):
-    """Build the skeleton before counting starts: its constructor allocates memory that it never touches."""
+    """Build the skeleton before counting starts, because its constructor allocates memory that it never touches."""
 
     def build(self) -> None:
         model = super().skeleton()
@@ -350,10 +350,11 @@ def case(name: str, ranks: int) -> dict[str, Any]:
 def arithmetic(sizes: Sizes, work: Work, ranks: int) -> float:
     """Return the estimated bytes of a learner in bf16 on each of its devices, without a reference model.
 
-    state       as in `cli/preflight/estimate`: 4 bytes for the master, 8 for the moments and 4 for the gradient, which is
-                summed over rows. FSDP2 spreads it over the devices
-    gathered    in bf16: the parameters outside the blocks, and three blocks (being computed, next, being copied); a block's
-                gradient in bf16, and in float32 to be reduced; the head's gradient in float32
+    state       as in `cli/preflight/estimate`: per parameter 4 bytes for the master, 8 for the moments and 4 for the
+                gradient, which is summed over rows. FSDP2 spreads the state over the devices
+    gathered    in bf16: the parameters outside the blocks, and those of three blocks (the one being computed, the next one,
+                the one being copied). Also one block's gradient in bf16, the same in float32 to be reduced, and the head's
+                gradient in float32
     """
     state = (4 + MASTER_BYTES) * sizes.parameters / ranks
     block, outside = sizes.body / sizes.layers, sizes.parameters - sizes.body
@@ -363,7 +364,7 @@ def arithmetic(sizes: Sizes, work: Work, ranks: int) -> float:
 
 
 def start_s(version: int, ranks: int) -> dict[str, float]:
-    """Return seconds to start. A machine of eight ranks reads their part of the files twice, the second time from memory."""
+    """Return seconds to start. A machine's eight ranks read their part of the files twice; only the first needs the disk."""
     share = min(8, ranks) / ranks
     return {
         "read": round(version * share / DISK_BPS, 1),

@@ -40,10 +40,10 @@ from shoal.model.dtype import pick
 PATH = RESULTS / "plan.json"
 BF16 = 2
 KEPT = ("time_s", "completion/length_mean", "reward/zero_std_frac")
-SETTLED = 2  # first steps that are not counted: workers, validator and evaluator start during them
+SETTLED = 2  # this many first steps are not counted, because workers, validator and evaluator start during them
 PROMPT = {"quickstart": 26, "tiny": 6, "gsm8k": 120}  # tokens; gsm8k as in benchmarks/speed/trl
-# Speed of both cores. X decodes with two threads: 31 ms for the weights and 2.3 ms per completion. E decodes with one
-# thread: 26 and 1.6 ms.
+# Speed of both cores of each CPU. To decode a token, X takes 31 ms for the weights and 2.3 ms per completion, with two
+# threads. E takes 26 ms and 1.6 ms, with one thread.
 DEVICES = {
     "X": Speed(dense=0.40 * 1327e9, attention=0.045 * 1327e9, decode=0.089 * 1327e9, bandwidth_Bps=8.6e9),
     "E": Speed(dense=0.475 * 944e9, attention=0.05 * 944e9, decode=0.34 * 944e9, bandwidth_Bps=20.6e9),

@@ -9,14 +9,14 @@ PATH is a folder with the public package, compiled against this torch (about 25 
 
 Writes benchmarks/results/toploc_speed.json: milliseconds of every round, medians, and the ratio of each round. Each number
 of threads is measured in its own process. The process is confined to that many cores before it imports anything, because
-the public package starts a thread per visible core. The public package is called in its fastest ways: whole chunks for build
-(also one token at a time, as in its documentation), one tensor for verify. OpenMP's threads wait without spinning
-(OMP_WAIT_POLICY=passive): torch's threads wait for each other at every operation, and with spinning a busy neighbour makes
-two threads many times slower than one.
+the public package starts a thread per visible core. The public package is called in the way that is fastest for it: build
+gets whole chunks, and verify gets one tensor. Its build is also measured with one token at a time, as in its documentation.
+OpenMP's threads wait without spinning (OMP_WAIT_POLICY=passive), because torch's threads wait for each other at every
+operation. If they spun, a busy neighbour would make two threads many times slower than one.
 
 The hidden states come from SmolLM2-135M, after the final norm, for 1024 tokens of this repository's source. For width 576,
-they are the outputs of the last four layers: 4096 rows. For width 4096, a row joins the outputs of eight neighbouring layers
-for one token, and four such groups of layers give 4096 rows.
+they are the outputs of the last four layers, which gives 4 x 1024 rows. For width 4096, a row joins the outputs of eight
+neighbouring layers for one token, cut to 4096 numbers. Four such groups of layers give 4 x 1024 rows.
 """
 
 import argparse

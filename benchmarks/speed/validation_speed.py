@@ -120,7 +120,7 @@ def long_completions(
 
 
 class Timed(Producer):
-    """Record the time of generating and proving."""
+    """A producer that records the time of generating and proving."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

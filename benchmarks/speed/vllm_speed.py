@@ -2,10 +2,10 @@
 
     SHOAL_VLLM_PYTHON=... python -m benchmarks.speed.vllm_speed [--rounds 3] [--threads 1] [--tokens 200] [--dtype bfloat16]
 
-Both engines take turns to generate 1, 16 and 64 completions of SmolLM2, with prompts of 40 tokens in groups of 8, without
-end tokens, on equally many threads. CPU seconds are recorded beside wall-clock seconds, because other processes disturb them
-less. The first round is a warm-up. In every other round vLLM goes first. Then vLLM alternates between two versions that
-differ in 1 % of their words. An update is timed from `load` until vLLM can generate.
+Both engines take turns to generate 1, 16 and 64 completions of SmolLM2, up to 8 for each prompt of 40 tokens, on equally
+many threads. No token ends a completion early. CPU seconds are also recorded, because other processes disturb them less
+than wall-clock seconds. The first round is a warm-up. In every other round vLLM goes first. Then vLLM alternates between
+two versions that differ in 1 % of their weights. An update is timed from `load` until vLLM can generate.
 
 Writes every timing to benchmarks/results/vllm_speed.json. Its `load` shows how busy the machine was.
 """
@@ -94,7 +94,7 @@ def cpu_s(engine: Engine) -> float:
 
 
 def change(folder: Path, to: Path) -> Path:
-    """Write a version in which 1 % of the words differ from `folder`."""
+    """Write a version in which 1 % of the weights differ from `folder`."""
     for path in folder.iterdir():
         if path.name != WEIGHTS and path.is_file():
             (to / path.name).write_bytes(path.read_bytes())
@@ -114,7 +114,7 @@ def updates(engine: VllmEngine, folders: list[Path]) -> list[float]:
         engine.load(folders[number % 2])
         figures.append(time.perf_counter() - began_s)
         [[one]] = engine.generate([prompt], [[0]], sampling)
-        assert before != one.logprobs, "the new weights took effect"
+        assert before != one.logprobs, "the new weights did not take effect"
         before = one.logprobs
     return figures
 

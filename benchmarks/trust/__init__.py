@@ -1,1 +1,1 @@
-"""Whether lies are caught, honest work passes, and abuse of servers stays harmless."""
+"""Benchmarks that check that lies are caught, that honest work passes, and that abuse of servers stays harmless."""

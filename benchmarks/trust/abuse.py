@@ -56,7 +56,7 @@ TIMEOUT_S = 10.0  # of one honest heartbeat; a real node waits 30 s
 Then = Callable[[asyncio.StreamWriter], Awaitable[None]]
 HUGE_BYTES = 64 << 20
 STEPS, SAMPLES, ENTRIES = 500, 512, 5_000  # what the coordinator has recorded before the attacks
-MEMBER_RATE = 39.0  # below a member's allowance
+MEMBER_RATE = 39.0  # requests per second, just below what a member is allowed
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Site:
         return cls(parts.hostname or "", parts.port or 80, invite, [], insider)
 
     async def ask(self, method: str, path: str, message: dict[str, Any] | bytes) -> dict[str, Any]:
-        """Send a request of the insider. Return the response."""
+        """Send a request as the insider. Return the response."""
         body = message if isinstance(message, bytes) else json.dumps(message).encode()
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
@@ -409,8 +409,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Measure how abuse of a coordinator slows honest nodes.")
     parser.add_argument("--seconds", type=float, default=10.0, help="duration of each attack")
     parser.add_argument("--heartbeats", type=int, default=20, help="honest nodes, each with a heartbeat per second")
-    parser.add_argument("--only", default="", help="attacks whose name contains this")
-    parser.add_argument("--attack", help="run this attack on the site on stdin (the benchmark starts itself with it)")
+    parser.add_argument("--only", default="", help="run only attacks whose name contains this")
+    parser.add_argument("--attack", help="for internal use: run this attack on the site on stdin")
     parser.add_argument("--out", type=Path)
     parsed = parser.parse_args()
     if parsed.attack:

@@ -4,10 +4,10 @@
     python -m benchmarks.trust.abuse_pages --tree ../before     the processes run another checkout's code
 
 For each row of `ROWS`, a new process is measured without an attack and then under the row's attack, and gets SIGTERM while
-the attack goes on. A result holds, for both: p50 and p99 of each honest request in ms, and how many requests failed or took
-longer than TIMEOUT_S; the process's largest resident memory in MiB and the bytes in its folder; how the attack's requests
-ended; and the seconds from SIGTERM to the process's end. An attack has a bounded number of connections. It ends after
---seconds, or after its row's own time.
+the attack goes on. A result holds, for both measurements: p50 and p99 of each honest request in ms, and how many requests
+failed or took longer than TIMEOUT_S; the process's largest resident memory in MiB and the bytes in its folder; how the
+attack's requests ended; and the seconds from SIGTERM to the process's end. An attack has a bounded number of connections.
+It ends after --seconds, or after its row's own time.
 
 Each row names its page (`PAGES`), which defines how the process starts and its honest requests. The model of `shoal serve`
 is random, with two layers and SmolLM2's tokenizer and positions, so that texts and proofs have a realistic length.
@@ -190,7 +190,7 @@ async def long_texts(site: Site) -> None:
 
 
 async def longest_texts(site: Site) -> None:
-    """Send the same with the longest texts that could still fit the model's positions."""
+    """Send the same requests with the longest texts that could still fit the model's positions."""
     await texts(site, 650_000)
 
 

@@ -2,14 +2,14 @@
 
     python -m benchmarks.trust.abuse_shardcast [--seconds 3] [--size-mb 8] [--only text] [--out FILE]
 
-The servers are `shoal origin` and `shoal relay`. Unlike in a pool, anyone may read from them: an attacker needs no pass.
+The servers are `shoal origin` and `shoal relay`. Unlike in a pool, anyone may read from them, so an attacker needs no pass.
 Each attack lasts --seconds, at a bounded rate and over a bounded number of connections, from other addresses (127.0.0.2 and
 up). Meanwhile one honest client fetches the version again and again. The client is also measured before the first attack and
 after the last.
 
-Then a rogue server answers every request with a list of 16 MB (`readers`). A relay and repeated `shoal fetch` processes read
-from it and from the origin. They are measured with and without the rogue server. `longest_answer_s` is the relay's longest
-time to answer /healthz meanwhile.
+Then a rogue server answers every request with a list of 16 MB (`readers`). A second relay and repeated `shoal fetch`
+processes read from it and from the first relay. They are measured with and without the rogue server. `longest_answer_s` is
+the second relay's longest time to answer /healthz meanwhile.
 
 A result holds: honest fetches, how many failed, their median and longest seconds, the largest resident memory of the
 server's processes together in MiB, their open files, their CPU seconds per second, and how the attack's connections ended.
@@ -113,7 +113,7 @@ async def measure(server: Server, folder: Path, key: str, seconds: float, attack
 
 
 async def measure_readers(origin: Server, folder: Path, key: str, seconds: float, *, rogue: bool) -> dict[str, Any]:
-    """Measure a relay and successive `shoal fetch` processes that read from the origin and, if `rogue`, a rogue server."""
+    """Measure a relay and successive `shoal fetch` processes that read from `origin` and, if `rogue`, a rogue server."""
     where, urls, attacker = free_port(), [origin.url], None
     if rogue:
         place = ["-m", "benchmarks.trust.shardcast_attacks", "serve", "127.0.0.1", str(where), str(START_S)]
@@ -254,6 +254,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3.0, help="duration of each attack")
     parser.add_argument("--size-mb", type=int, default=8, help="size of the version")
-    parser.add_argument("--only", default="", help="attacks whose name contains this")
+    parser.add_argument("--only", default="", help="run only attacks whose name contains this")
     parser.add_argument("--out", type=Path)
     asyncio.run(main(parser.parse_args()))

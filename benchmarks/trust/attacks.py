@@ -5,14 +5,14 @@
     python -m benchmarks.trust.attacks configs/tiny.toml --versions DIR --exact        as within an exactness class
     python -m benchmarks.trust.attacks configs/tiny.toml --versions DIR --engine vllm  workers that generate with vLLM
 
-DIR holds consecutive policy versions v000000, v000001, ..., the learner/versions of `shoal run CONFIG --set
-learner.keep_versions=100`. The validator judges with the newest. Every attack gets the same workers and tasks. Each
-submission goes through the whole pipeline. Then every check runs alone, independently of the others' findings. TOPLOC's
-proof is also judged with two other sets of thresholds: the paper's, and the public 60/40/40.
+DIR holds consecutive policy versions v000000, v000001, .... It is learner/versions of a run that was started with `shoal
+run CONFIG --set learner.keep_versions=100`. The validator judges with the newest version. Every attack gets the same
+workers and tasks. Each submission goes through the whole pipeline. Then every check runs alone, independently of the
+others' findings. TOPLOC's proof is also judged with two other sets of thresholds: the paper's, and the public 60/40/40.
 
 `lasts` is the number of submissions that one worker makes with an attack until a limit rejects one or the coordinator's
-sequential tests (`coordinator/trust.py`) dismiss the worker. `dismissed` is the number of accepted submissions that those
-tests need alone, without the rejected submissions.
+sequential tests (`coordinator/trust.py`) dismiss the worker. `dismissed` is the number of accepted submissions after which
+those tests alone dismiss the worker; rejected submissions do not count.
 
 With --exact both sides use exact numerics, and every attacker claims the validator's fingerprint, so no tolerance is left.
 Each submission is then compared with honest work for the same assignment. A submission with the same tokens, logprobs and
@@ -99,7 +99,9 @@ def main() -> int:
     arguments = parser.parse_args()
     by_vllm = arguments.engine == "vllm"
     if by_vllm and (arguments.exact or set(arguments.only or []) - set(REACH)):
-        parser.error("vLLM claims no exactness class, and lies that change the forward by a hook do not reach it")
+        parser.error(
+            "vLLM claims no exactness class (--exact), and lies that change the forward by a hook cannot use it"
+        )
     label = arguments.label or f"attacks-{'exact-' if arguments.exact else ''}{arguments.config.stem}"
     path = RESULTS / f"{label}.json"
     if arguments.versions is None:
@@ -230,7 +232,7 @@ def _mean_reward(judge: Judge, case: Case) -> float:
 
 
 def measure(judge: Judge, attacker: Attack, settings: Config, n: int, honest: Attack | None) -> dict[str, Any]:
-    """Make and judge `n` submissions, a batch at a time. `honest`: with --exact, the honest worker to compare with."""
+    """Make and judge `n` submissions, a batch at a time. With --exact, `honest` is the honest worker to compare with."""
     tally, making_s, judging_s = Tally(), 0.0, 0.0
     for start in range(0, n, BATCH):
         opened: list[Case | Finding] = []

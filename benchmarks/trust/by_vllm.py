@@ -18,7 +18,7 @@ from shoal.engine.vllm.client import VllmEngine
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_tokenizer, save_model
 
-KIND = "vllm/cpu"  # in the headers of its submissions
+KIND = "vllm/cpu"  # the engine that the headers of its submissions name
 REACH = [
     name
     for name, attack in ATTACKS.items()

@@ -1,4 +1,4 @@
-"""The attacks of abuse_shardcast.py on an origin or relay. Imports nothing of Shoal, so that it starts immediately.
+"""The attacks of abuse_shardcast.py on an origin or relay. The module starts at once, because it imports nothing of Shoal.
 
     python -m benchmarks.trust.shardcast_attacks NAME HOST PORT SECONDS
     python -m benchmarks.trust.shardcast_attacks serve HOST PORT SECONDS

@@ -2,12 +2,13 @@
 
     python -m benchmarks.trust.spending                 benchmarks/results/spending.json, docs/images/spending.png
 
-benchmarks/results/spending-measured.json has what honest work spent, rollout by rollout, under each pair of dtypes, from
-real prefills of configs/tiny.toml and configs/quickstart.toml: the exposure, and tokens beyond each part of the margin. The
-simulated rollouts have these exposures. Per unit of exposure, the Gumbel noise brings a second token within x nats of the
-first with probability x. A share `useful` of these near ties leads to the wanted reward. `useful` is set so that the attack
-at 90 % of all limits gains what a real one gained without these tests: 0.438 -> 0.511 on tiny, 0.069 -> 0.231 on SmolLM2.
-To lower the reward, every second near tie is assumed to help. Bets, capital and limits are the coordinator's own code.
+benchmarks/results/spending-measured.json has what honest work spent in real prefills of configs/tiny.toml and
+configs/quickstart.toml: the exposure of every rollout, and for each pair of dtypes how many tokens were beyond each part of
+the margin. The simulated rollouts have these exposures. Per unit of exposure, the Gumbel noise brings a second token within
+x nats of the first with probability x. A share `useful` of these near ties leads to the wanted reward. `useful` is set so
+that the attack at 90 % of all limits gains what a real one gained without these tests: 0.438 -> 0.511 on tiny, 0.069 ->
+0.231 on SmolLM2. To lower the reward, every second near tie is assumed to help. Bets, capital and limits come from the
+coordinator's code.
 """
 
 import argparse
@@ -42,7 +43,7 @@ class Model:
     tokens: float  # per rollout
     useful: float  # share of near ties that would make a completion right
     groups: int
-    pair: str  # the noisiest honest pair of dtypes
+    pair: str  # dtypes of worker and validator between which honest work has the most noise
 
 
 MODELS = [
@@ -53,7 +54,7 @@ MODELS = [
 
 @dataclass(frozen=True)
 class Strategy:
-    """`reach`: the largest margin, in units of its limit. `rate`: the maximum of chosen tokens per unit of exposure."""
+    """`reach`: the largest margin, in units of its limit. `rate`: the most tokens chosen per unit of exposure."""
 
     name: str
     reach: float = 0.0
@@ -112,7 +113,7 @@ def submission(
     right = rng.random(shape) < np.clip(chance, 0, 1)[:, None]
     wished = right if up else ~right
     useful = model.useful if up else HARMFUL
-    # The cheapest useful choice, in units of the limit.
+    # The margin of the cheapest useful change in each rollout, in units of the limit.
     limit = settings.validator.sampling_margin
     nats = rng.exponential(1 / (exposed * useful)) / limit
     moved = ~wished & (nats <= plan.reach)

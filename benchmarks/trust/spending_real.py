@@ -51,7 +51,7 @@ STRENGTHS = {
     "weights": 0.3,
     "temperature": 0.3,
     "logprobs": 0.05,
-}  # first strengths; each next one is 0.8 times the last
+}  # the first strength tried; each further one is 0.8 times the one before
 DIRECTIONS = {"raise": 1.0, "lower": -1.0}
 ROWS = ["honest|", *(f"{strategy}|{direction}" for strategy in [*PLANS, *STRENGTHS] for direction in DIRECTIONS)]
 
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=30, help="submissions of each attacker")
     parser.add_argument("--only", nargs="+", choices=["honest", *PLANS, *STRENGTHS])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--no-exact", action="store_true", help="keep the column of exact replay as it is")
+    parser.add_argument("--no-exact", action="store_true", help="do not measure exact replay")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     settings = config.load(arguments.config)

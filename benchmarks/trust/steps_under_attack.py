@@ -2,7 +2,7 @@
 
     python -m benchmarks.trust.steps_under_attack [--seconds 20] [--only garbage]
 
-A run of configs/tiny.toml shares this machine's cores with the attackers, unlike real attackers. So each attack has three
+Unlike real attackers, these share the cores of one machine with the run (configs/tiny.toml). So each attack has three
 phases of --seconds: without any attack, with the attack in another process, and with a process that uses as much CPU time as
 the attackers but sends nothing. A phase's figure is its length divided by the number of steps that ended in it. The cost of
 the attacks is the median ratio of the second to the third phase. The ratio to the first phase also counts the attackers' own
@@ -44,7 +44,7 @@ while time.time() < began_s + seconds:
         sum(range(10_000))
     else:
         time.sleep(0.002)
-"""  # takes this share of a core
+"""  # uses the given share of a core
 
 
 def times(metrics: Path) -> list[float]:
@@ -94,7 +94,7 @@ async def main(arguments: argparse.Namespace) -> None:
     }
     result |= {"ratio": ratio, "against_quiet": against_quiet, "phases": phases}
     save(PATH, result)
-    sys.stdout.write(f"a step takes {ratio:.2f} times as long, {against_quiet:.2f} with the attackers' own work\n")
+    sys.stdout.write(f"a step takes {ratio:.2f} times as long, {against_quiet:.2f} with the attackers' CPU time\n")
 
 
 async def phase(site: Site, metrics: Path, seconds: float, attack: str, share: float) -> dict[str, Any]:
@@ -120,5 +120,5 @@ async def phase(site: Site, metrics: Path, seconds: float, attack: str, share: f
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Measure how abuse of the coordinator slows a whole run.")
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of each phase")
-    parser.add_argument("--only", default="", help="attacks whose name contains this")
+    parser.add_argument("--only", default="", help="run only attacks whose name contains this")
     asyncio.run(main(parser.parse_args()))

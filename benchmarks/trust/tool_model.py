@@ -10,7 +10,8 @@ with an end token, and every other message with "=". Half of the training conver
     12+34=   calc(12+34)<eos>   46=   46<eos>
     12+34=   46<eos>
 
-Invariant: the model never sees a sum that the config holds out. It need not be good at sums: the lies only need its calls.
+Invariant: the model never sees a sum that the config holds out. It need not be good at sums, because the lies only need its
+calls.
 """
 
 import argparse

@@ -3,9 +3,9 @@
     shoal calibrate configs/tiny.toml --set 'workers.engines=["vllm"]' --submissions 40 --out DIR
     python -m benchmarks.trust.vllm_honest DIR [DIR ...] --config configs/tiny.toml
 
-Each calibration has its own worker key, and therefore its own tasks and seeds, so several can be combined. Each panel shows
-a statistic's distribution over all judgements, with one line per pair of dtypes, and the config's limit. Prints the numbers
-of rollouts and judgements, and the worst value of each statistic.
+Each calibration has its own worker key, and therefore its own tasks and seeds, so several calibrations can be combined.
+Each panel shows a statistic's distribution over all judgements, with one line per pair of dtypes, and the config's limit.
+Prints the numbers of rollouts and judgements, and the worst value of each statistic.
 """
 
 import argparse

@@ -7,22 +7,25 @@ thread with both versions in the page cache. Writes every pair and the medians t
 label. Times are wall-clock seconds and CPU seconds. Other load changes only the wall-clock seconds.
 
     files     shoal.shardcast.delta as a node uses it: make a delta from two folders, apply it to the old folder
-    links     time to encode, transfer and apply the delta, compared with transferring the full version (bf16, a tokenizer)
+    links     time to encode, transfer and apply the delta, compared with the time to transfer the full version (bf16
+              weights and a tokenizer)
     a model   time to update a bf16 model from the new folder, as engines do, or in place from the decoded delta
     ways      other encodings, for every fourth pair, in memory, on the pieces that shoal.shardcast.delta uses; their order
               rotates from pair to pair
 
-Every encoding must reproduce the new words. All compress each byte plane separately with zstd, unless that is larger.
+Every encoding must reproduce the new words. Each compresses every byte plane separately with zstd, or stores the plane as
+it is if that is smaller.
 
     shoal                  Shoal's encoding: gaps, difference, zstd 1
     xor                    xor of all words of both versions
     bitmask, difference    one bit per word; for changed words, new minus old as integers
     gaps, xor              the number of unchanged words before each changed one; xor of changed words
     gaps, difference       differences of the words as integers (mostly +1 and -1, in zigzag)
-    gaps, ordered          differences of integers that are ordered as the numbers they encode, so also across zero
-    grouped, difference    words grouped by exponent before gaps are taken, which the reader can repeat (small exponents
-                           change often, because an update moves all words about equally far); `pays_below_mb_s` is the
-                           link speed at which the saved bytes make up for the CPU seconds, over all pairs
+    gaps, ordered          the same differences of integers that sort like the numbers that the words encode, so that a
+                           change of sign is a small difference too
+    grouped, difference    as gaps, difference, but words are first grouped by exponent, which the reader can repeat. Words
+                           with small exponents change often, because an update moves all words about equally far.
+                           `pays_below_mb_s` is the link speed at which the saved bytes make up for the CPU seconds
 """
 
 import argparse
@@ -129,7 +132,7 @@ def measure_model(old: Path, new: Path, files: Files, packed: Path, model: Any) 
 
 
 def decode_changes(new: Path, files: Files, packed: Path) -> list[tuple[str, int, Any, Any]]:
-    """Yield (tensor, first word, places or None for all, differences or all words) for every changed piece."""
+    """Return (tensor, first word, places or None for all, differences or all words) for every changed piece."""
     changes: list[tuple[str, int, Any, Any]] = []
     with packed.open("rb") as file:
         reader = Reader(file, len(files))
@@ -295,7 +298,8 @@ def decode_grouped(packed: bytes, old: Any) -> Any:
 
 
 def choose_limit(exponents: Any, changed: Any) -> int:
-    """Return the highest limit below which an eighth of the words change, and at most an eighth of all words are."""
+    """Return the highest limit for which two things hold: at least an eighth of the words with smaller exponents change,
+    and at most an eighth of all words have smaller exponents."""
     words_C = np.cumsum(np.bincount(exponents[::16], minlength=256)) * 16
     changed_C = np.cumsum(np.bincount(changed, minlength=256))
     worthwhile_C = (8 * changed_C >= words_C) & (8 * words_C <= len(exponents))

@@ -2,10 +2,11 @@
 
     python -m benchmarks.weights.hanging_relay [--rounds 20] [--size-mb 8] [--out FILE]
 
-Two servers with two versions run in a separate process. A third server accepts connections and never answers. A client with
-version 0 fetches version 1, as the newest version and by its number, with and without the third server in turns. It has no
-record of the servers, so each time it may ask the hanging one first. The delay is the longest fetch with that server minus
-the median without it. It must be at most 0.3 s. The committed run is benchmarks/results/hanging_relay.json.
+Two servers that hold both versions run in a separate process. A third server accepts connections and never answers. A client
+that has version 0 fetches version 1, as the newest version and by its number. Fetches with and without the third server take
+turns. The client has no record of the servers, so each time it may ask the hanging one first. The delay is the longest fetch
+with that server minus the median without it. The delay must be at most 0.3 s. The committed run is
+benchmarks/results/hanging_relay.json.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--size-mb", type=int, default=8)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--serve", type=Path, help="serve this store (the benchmark starts itself with it)")
+    parser.add_argument("--serve", type=Path, help="for internal use: serve this store")
     arguments = parser.parse_args()
     if arguments.serve:
         asyncio.run(serving(arguments.serve))

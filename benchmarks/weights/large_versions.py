@@ -3,9 +3,9 @@
     python -m benchmarks.weights.large_versions [--sizes-mb 256 1024] [--gb 62] [--label name] [--out FILE]
 
 A version is one safetensors file of bf16 words. Between two versions 0.3 % of the words change by one unit in the last
-place. Version 0 is an anchor, versions 1 to 3 are deltas. Measured for each operation are the CPU seconds of its process
-(all threads, user and system), and the bytes that it read from and wrote to files (Linux: /proc/self/io), divided by the
-version's size.
+place. Version 0 is an anchor, versions 1 to 3 are deltas. Each operation's result has the CPU seconds of its process (all
+threads, user and system). It also has the bytes that the process read from and wrote to files (/proc/self/io on Linux), as a
+multiple of the version's size.
 
     publish         `Origin.publish` of versions 1 to 3, after version 0; the median
     one behind      `fetch` of version 1 by a client that holds version 0
@@ -13,8 +13,8 @@ version's size.
     newcomer        `fetch` of version 3 by a client that holds nothing: the anchor and three deltas
 
 A server of plain files in another process sends the shards. Its CPU time does not count. The cost of 62 GB is the slope
-between the smallest and the largest size, times 62 GB. CPU seconds depend less on other load than wall time does. One of two
-threads hashes, so wall time on a quiet machine is shorter than CPU time, unless the disk limits it.
+between the smallest and the largest size, times 62 GB. CPU seconds depend less on other load than wall time does. A second
+thread hashes, so on a quiet machine wall time is shorter than CPU time, unless the disk is the bottleneck.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
     python -m benchmarks.weights.loopback [--rounds 5] [--size-mb 1024] [--sizes-mb 64 512 2048 8192]
 
-Needs Linux, nginx, curl and b3sum. Transfers take turns over loopback. Measured are user and system seconds of each process:
+Needs Linux, nginx, curl and b3sum. Transfers take turns over loopback. The CPU seconds of each process (user and system) are
+measured:
 
     origin   `shoal origin` while one client fetches; publishing is counted separately
     relay    `shoal relay` receives a version, verifies it, then serves it to one client
@@ -13,7 +14,7 @@ A relay built from plain tools costs the sum of nginx, curl and b3sum. Each meas
 which gives the cost of starting the processes. `net` leaves out that cost. A ratio is the median of the rounds' ratios.
 
 Memory is VmRSS over time and its peak, for versions of several sizes. A version is many hard links to one random file, and a
-store keeps each distinct shard once. So the free disk needed (TMPDIR) is only that of one version.
+store keeps each distinct shard once. So TMPDIR needs free space for only one version.
 
 Writes benchmarks/results/loopback.json after each measurement.
 """
@@ -63,7 +64,7 @@ ROWS: dict[str, tuple[Processes, Processes]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="rounds of the CPU measurement")
-    parser.add_argument("--size-mb", type=int, default=1024, help="size of its file")
+    parser.add_argument("--size-mb", type=int, default=1024, help="size of the file in the CPU measurement")
     parser.add_argument(
         "--sizes-mb", type=int, nargs="*", default=[64, 512, 2048, 8192], help="sizes of the memory measurement"
     )

@@ -4,13 +4,13 @@
 
 DIR holds the versions v000000, v000001, ... of a real run (`learner/versions` of `shoal run CONFIG --set
 learner.keep_versions=100`). `shoal origin`, `shoal relay` and `shoal fetch --follow` run as processes on loopback. The
-versions are moved into the origin's folder one after the other. Measured for each:
+versions are moved into the origin's folder one after the other. For each version, these times are measured:
 
-    write_s    the learner writes the version (save_model, from the weights in memory)
-    reach_s    from its appearance until the client has verified it (encode, relay, fetch, apply, verify)
-    load_s     its weights are copied into the engine's model
+    write_s    until the learner has written the version (save_model, from the weights in memory)
+    reach_s    from its move into the folder until the client has verified it (encode, relay, fetch, apply, verify)
+    load_s     until its weights are copied into the engine's model
 
-Also records whether the version was sent as a delta. Writes every timing to benchmarks/results/update_latency.json.
+The result also says whether the version was sent as a delta. Writes every timing to benchmarks/results/update_latency.json.
 """
 
 import argparse

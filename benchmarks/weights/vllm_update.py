@@ -11,9 +11,10 @@ up after each. Time counts from the moment at which the relay first shows a vers
     first_s    vLLM generates one token
     total_s    all three
 
-The token's logprob is recorded beside plain torch's under the new version and the previous one. In bf16 the engines may draw
-different tokens, whose logprobs are far apart, so these figures do not prove that vLLM has the new weights. Tests and proofs
-do. Writes every figure to benchmarks/results/vllm_update.json. Its `load` shows how busy the machine was.
+The result has the token's logprob, and for comparison the logprobs of plain torch with the new version and with the
+previous one. In bf16 the engines may draw different tokens, whose logprobs are far apart, so these figures do not prove
+that vLLM has the new weights. Tests and proofs do. Writes every figure to benchmarks/results/vllm_update.json. Its `load`
+shows how busy the machine was.
 """
 
 import argparse

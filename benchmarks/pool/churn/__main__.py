@@ -2,11 +2,11 @@
 
     python -m benchmarks.pool.churn --minutes 15 --out benchmarks/results/churn.json
 
-The run has 8 workers, 2 validators, 2 relays, a learner, an origin, a coordinator and an evaluator with the tiny model. Each
-has its own network namespace (network.py), and `shoal run` starts and restarts it. From the first trained step on, for
-`--minutes`, a process of a random role is killed, frozen, cut off or slowed every 20 s (faults.py). `tokens_per_s` counts
-the tokens trained on during that time. `--no-faults` measures it without faults. Then the run is stopped as with Ctrl-C and
-resumed for its last 8 steps. Last, verdict.py lists what is wrong.
+The run trains the tiny model with 8 workers, 2 validators, 2 relays, a learner, an origin, a coordinator and an evaluator.
+Each process has its own network namespace (network.py); `shoal run` starts and restarts it. From the first trained step on,
+for `--minutes`, a process of a random role is killed, frozen, cut off or slowed every 20 s (faults.py). `tokens_per_s`
+counts the tokens trained on during that time. With `--no-faults` it is measured without faults. Then the run is stopped as
+with Ctrl-C and resumed for its last 8 steps. Last, verdict.py lists what is wrong.
 
 Needs root on Linux and iproute2. The result holds every fault, every observed node state other than `active`, the restarts
 and the machine. The exit status is 0 if the run completed, the audit passed, no accepted work was lost and nobody was
@@ -146,7 +146,7 @@ CHOSEN = [
     "validator.count=2",
     "relays.count=2",
     "relays.reach=private",
-    f"coordinator.listen={SUBNET}.2:{PORT}",  # the first name's address
+    f"coordinator.listen={SUBNET}.2:{PORT}",  # the address of the first of the network's names
 ]
 
 

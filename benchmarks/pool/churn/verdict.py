@@ -7,7 +7,7 @@
 `penalised`    an honest node was rejected for a hard reason, slashed, dismissed, evicted or suspended, or its credit was
                forfeited
 
-Sources: the coordinator's database, the ledger, the logs, and the states of nodes during the run.
+This is judged from the coordinator's database, the ledger and the validators' logs.
 """
 
 import json

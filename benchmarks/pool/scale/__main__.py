@@ -8,7 +8,7 @@ client is not the bottleneck. They go over `--connections` connections, each fro
 
 Measured in turn, for each number of workers:
 
-    register    200 new workers register, each as soon as a connection is free; the others are added to the table of nodes
+    register    200 new workers register, each as soon as a connection is free; the others are put into the database
     idle        heartbeats that request no task (the worker generates or uploads), as fast as responses come
     waiting     heartbeats that request a task while there is none (the worker waits)
     one_each    idle heartbeats, each over a new connection
@@ -16,8 +16,8 @@ Measured in turn, for each number of workers:
                 when a heartbeat was due, and grows if the coordinator cannot keep up
     status      GET /v1/status, which every view polls: milliseconds and bytes
 
-`cpu_ms` is the coordinator's own CPU time per response. Unlike the other figures it hardly depends on other load.
-PostgreSQL syncs as it does by default (`fsync` on, one server on this machine).
+`cpu_ms` is the coordinator's own CPU time per response. Unlike the other figures, it hardly depends on the machine's other
+load. PostgreSQL syncs as it does by default (`fsync` on, one server on this machine).
 """
 
 import argparse

@@ -61,9 +61,9 @@ class Sent:
 async def send(
     url: str, prepared: Iterable[bytes], *, connections: int, per_s: float | None, reuse: bool = True
 ) -> Sent:
-    """Send the requests in order. `per_s`: the rate at which requests are due, even if earlier ones are still unanswered.
-    None: each connection sends its next request when it has a response. `reuse`: connections stay open; otherwise each
-    request opens its own."""
+    """Send the requests in order. `per_s` is the rate at which requests are due, even while earlier ones are unanswered.
+    If it is None, each connection sends its next request when it has a response. With `reuse`, connections stay open;
+    without it, each request opens its own."""
     parts, sent = urlsplit(url), Sent()
     begun_s, remaining = time.perf_counter(), iter(enumerate(prepared))
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.pool.simulate [--sizes 10 100 1000 10000] [--names "same batch"] [--run RUN_FOLDER]
 
-`--run` compares with a run's folder. Writes results/simulate.json and docs/images/simulate.png, and prints tables. Other
-entries of the results file stay as they are.
+`--run` compares a simulation with the finished run in that folder. Writes results/simulate.json and
+docs/images/simulate.png, and prints tables. Other entries of the results file stay as they are.
 """
 
 import argparse

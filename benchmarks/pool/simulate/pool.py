@@ -1,14 +1,14 @@
 """Simulate a pool as queues, event by event: workers, their links, validators and the learner.
 
     worker      takes groups while the open batch needs more -> generates -> uploads while it generates the next groups
-    validator   takes a submission at a time from the queue that all validators share
-    learner     trains on a batch at a time -> publishes a version -> each worker's link fetches the newest version
+    validator   takes one submission at a time from the queue that all validators share
+    learner     trains on one batch at a time -> publishes a version -> each worker's link fetches the newest version
 
 The rules are the coordinator's (`coordinator/assignment`). It hands out only what the open batch needs, given the share of
 useful groups. A version older than the async level allows is neither sampled from nor trained on. A worker changes version
 between two submissions. Time is in seconds.
-Invariant: the same setting and seed give the same result. Left out: lies, failures, the coordinator's own time (measured in
-docs/operate.md), and submissions sized to a worker's speed.
+Invariant: the same setting and seed give the same result. The simulation leaves out lies, failures, the coordinator's own
+time (docs/operate.md has measurements of it), and that a submission's size depends on the worker's speed.
 """
 
 import heapq

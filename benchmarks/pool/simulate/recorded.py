@@ -1,7 +1,8 @@
 """Read from a run's folder the setting that simulates it and the utilisation that it had.
 
-Sources: the learner's `metrics.jsonl`, and the coordinator's database, which has the times at which tasks were assigned,
-uploaded and judged, and versions published and fetched. Service times are means. Nothing is fitted to the utilisation.
+It reads the learner's `metrics.jsonl` and the coordinator's database. The database has the times at which tasks were
+assigned, uploaded and judged, and versions were published and fetched. The setting's durations are the means of the run's.
+Nothing is fitted to the utilisation.
 """
 
 import json
@@ -17,7 +18,7 @@ from shoal.config import load
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of a real run. The fields are those of `pool.Result`."""
+    """Figures of a real run. The fields mean the same as in `pool.Result`."""
 
     step_s: float
     generating: float

@@ -13,12 +13,12 @@ A step has eight prompts with eight completions each, and one optimizer step. Th
     shoal loop   generation and training in one process, without verification (loop.py)
     trl          GRPOTrainer with the settings CHOSEN in settings.py, which also lists the settings that --tune tries
 
-All systems generate the same number of completions: `shoal run` also takes groups of equal rewards instead of sampling
-again (`coordinator.online_filter = false`). None saves checkpoints or recomputes activations. Held-out accuracy (a) is
-measured after the run, by one engine and one grader, on bf16 weights that each system wrote every few steps. Writing them is
-not timed. Seconds to an accuracy count from the launch of the first process. Memory is the peak of all processes of a system
-together (Pss). A step of TRL ends with its optimizer step, and one of `shoal run` with the published version. The last steps
-of `shoal run` do not count, because nothing is generated during them.
+All systems generate the same number of completions, because `shoal run` also takes groups of equal rewards instead of
+sampling again (`coordinator.online_filter = false`). None saves checkpoints or recomputes activations. Held-out accuracy
+(workload a) is measured after the run, by one engine and one grader, on bf16 weights that each system wrote every few
+steps. Writing them is not timed. Seconds to an accuracy count from the launch of the first process. Memory is the peak of
+all processes of a system together (Pss). A step of TRL ends with its optimizer step, and one of `shoal run` with the
+published version. The last steps of `shoal run` do not count, because nothing is generated during them.
 
 Writes benchmarks/results/trl.json after every run: commands, machine, versions, every step, every setting tried.
 """
@@ -268,7 +268,7 @@ def versions(peer: Path) -> dict[str, str]:
 
 
 def counted(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the steps whose times count. The first does not, nor do those of a `shoal run` without generation meanwhile."""
+    """Return the steps whose times count. The first does not, nor do those during which `shoal run` generates nothing."""
     return [step for step in run["steps"] if step.get("counted", step["step"] > 1)]
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.speed.trl.loop JOB.json
 
 `__main__.py` starts this. No real run works like it. It shows the cost of generation and training alone, on TRL's prompts.
-JOB.json is that of `peer.py` without TRL's settings. The engine and the learner's update are those of `shoal run`. Both use
-the same weights in memory.
+JOB.json is that of `peer.py` without TRL's settings. The engine and the learner's update are those of `shoal run`. After
+each update, the new weights are copied into the engine in memory.
 """
 
 import json

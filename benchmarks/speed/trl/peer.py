@@ -2,10 +2,10 @@
 
     PYTHONPATH=src PEER/bin/python -m benchmarks.speed.trl.peer JOB.json
 
-JOB.json holds the model, prompts, recipe and TRL's settings. Rewards come from `shoal.tasks`, as on Shoal's side. Nothing
-else of the package is imported, so TRL's environment keeps its own versions. Writes each step's seconds, tokens and rewards
-to the job's `out`. If `versions` is a folder, also writes the bf16 weights every `save_every` steps, which is not timed. It
-checks that the prompts encode to the tokens that Shoal gives its engine.
+JOB.json holds the model, prompts, recipe and TRL's settings. Rewards come from `shoal.tasks`, as on Shoal's side. Only the
+package's task code is imported, so TRL's environment keeps its own versions. The run checks that the prompts encode to the
+tokens that Shoal gives its engine. It writes each step's seconds, tokens and rewards to the job's `out`. If `versions` is a
+folder, it also writes the bf16 weights there every `save_every` steps, which is not timed.
 """
 
 import json
@@ -123,7 +123,7 @@ def main() -> None:
             epsilon=recipe["epsilon"],
             delta=recipe["delta"],
             beta=0.0,
-            loss_type="dapo",  # over tokens, with one denominator for the whole batch, as in Shoal
+            loss_type="dapo",  # averages over tokens, with one denominator for the batch, as in Shoal
             scale_rewards="group" if recipe["normalize_std"] else "none",
             lr_scheduler_type="constant",
             warmup_steps=0,
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def keep_weights_loadable() -> None:
-    """Stop vLLM's CPU build from packing its weights: TRL loads new weights at each step, which packing prevents."""
+    """Stop vLLM's CPU build from packing its weights, because TRL cannot load a step's new weights into packed ones."""
     from vllm.model_executor.layers import utils
 
     def keep(layer: Any, remove_weight: bool) -> None:
@@ -155,7 +155,7 @@ def keep_weights_loadable() -> None:
 
 
 def save(model: Any, folder: Path) -> None:
-    """Save the weights in bf16, with the names of the folder they were loaded from."""
+    """Save the weights in bf16, under the names that they had in the folder that they were loaded from."""
     folder.mkdir(parents=True)
     tensors = {
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous()

@@ -1,7 +1,7 @@
 """Measure the peak memory of a process and all its descendants together. Shared pages are counted once.
 
-Samples Pss from Linux's /proc (smaps_rollup), only when resident memory reaches a new maximum. The kernel walks every page
-for it, which would take a third of a core at two samples per second.
+Pss is read from Linux's /proc (smaps_rollup), but only when resident memory reaches a new maximum. The kernel walks every
+page to compute Pss, so two samples per second would take a third of a core.
 """
 
 import os

@@ -2,8 +2,8 @@
 
 `liar.py` starts such a worker, `byzantine.py` a run with several. Each kind lies in every submission, so all of its
 submissions must be rejected. `forged_tool` lies from its first tool call on, so it needs tasks with an environment.
-All are slashed except `faked_fingerprint`. It is not paid until it is removed from the exactness class. After that its work,
-which is honest, is judged by the limits.
+All are slashed except `faked_fingerprint`, which is only removed from the exactness class. Until then it is not paid.
+Afterwards its work, which is honest, is judged by the limits.
 """
 
 import shutil
@@ -58,7 +58,7 @@ class ForgedReward(Producer):
 
 
 class WrongTemperature(Producer):
-    """Samples at half the stated temperature: higher rewards, less exploration."""
+    """Samples at half the stated temperature, which gives higher rewards and less exploration."""
 
     def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
         cooler = replace(self.sampling, temperature=self.sampling.temperature / 2)

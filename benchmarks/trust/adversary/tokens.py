@@ -42,7 +42,7 @@ class OtherSampling(Attack):
 
 
 class Cooler(OtherSampling):
-    """Samples at 0.7 times the stated temperature: higher rewards, less exploration."""
+    """Samples at 0.7 times the stated temperature, which gives higher rewards and less exploration."""
 
     factor = 0.7
 
@@ -78,7 +78,7 @@ class TopP(OtherSampling):
 
 
 class EndSuppressed(OtherSampling):
-    """Never draws an end token: every completion runs to the length limit."""
+    """Never draws an end token, so every completion runs to the length limit."""
 
     def change(self, logits_BV: Tensor) -> Tensor:
         return logits_BV.index_fill(-1, torch.tensor(self.sampling.eos_ids, device=logits_BV.device), -torch.inf)

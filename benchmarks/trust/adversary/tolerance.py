@@ -8,7 +8,8 @@ submissions (`coordinator/trust.py`).
 In an exactness class every such change has a margin above 0, so the attacker cannot make any.
 
 Invariant: everything else is honest. Hidden states, logprobs and proofs are those of the claimed weights for the chosen
-tokens. Left out: goals other than reward, several changes of one completion, and completions of several turns.
+tokens. The attacker has no goal other than reward, changes at most one token of a completion, and leaves completions of
+several turns as they are.
 """
 
 import math
@@ -171,11 +172,11 @@ class SpendsTolerance(Attack):
             beyond = one.swap.margin > limits.sampling_margin
             reached = beyond or one.swap.margin <= plan.reach * limits.sampling_margin
             useful = reached and self.direction * one.gain > 0 and one.place not in taken
-            cost = 0.0 if beyond else one.swap.margin  # the validator's mean leaves out the tokens that it counts
+            cost = 0.0 if beyond else one.swap.margin  # beyond the margin, tokens count, but not in the mean
             if useful and cost <= nats and (far if beyond else near) >= 1:
                 far, near, nats = far - beyond, near - (not beyond), nats - cost
                 taken[one.place] = one
-        # Decoys hide the correlation with reward: an attacker that raises the reward puts them into worse completions.
+        # Decoys hide that changes go with reward: an attacker that raises the reward puts them into the worst completions.
         decoys = round(plan.decoys * len(taken))
         for one in sorted(tried, key=lambda one: (self.direction * one.before, one.swap.margin)):
             if (

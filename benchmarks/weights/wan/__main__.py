@@ -5,13 +5,14 @@
 
 Needs root on Linux and the Debian packages gcc, iproute2, iputils-ping, nginx-light, curl, aria2, wget and b3sum. The
 systems take turns, each time in fresh network namespaces (network.py) joined by an emulator (link.c). There are an origin
-with 100 Mb/s, 4 relays with 1 Gb/s, 16 clients with 200 Mb/s, and a round trip of 50 ms between any two. `--scale 0.25` uses
-a quarter of every rate and of the file's size, so times stay the same with less CPU. Everything that can start before
-the file exists does. A client's time counts from the moment when the origin gets the file until the client has verified it.
-Afterwards this program verifies each client's file again.
+with 100 Mb/s, 4 relays with 1 Gb/s, 16 clients with 200 Mb/s, and a round trip of 50 ms between any two. `--scale 0.25`
+uses a quarter of every rate and of the file's size, so times stay the same with less CPU. Everything that can start before
+the file exists is started before. A client's time counts from the moment when the origin gets the file until the client has
+verified it. Afterwards this program verifies each client's file again.
 
-The bound is the larger of two times, plus two hops of latency: the origin sends every byte once, and a client receives every
-byte once. Frames of 1500 bytes carry 1448 bytes of payload, so nothing over TCP takes less than 1.036 times the bound.
+The bound is a time that no system can beat. It is the latency of two hops, plus the larger of two times: the origin's to
+send every byte once, and a client's to receive every byte once. Frames of 1500 bytes carry 1448 bytes of payload, so
+nothing over TCP takes less than 1.036 times the bound.
 
 Writes benchmarks/results/wan-LABEL.json after every transfer: each client's seconds, errors, bytes that each node sent
 and received, lost and dropped packets, the idle share of all cores, and `late`, the packets that the emulator delivered more
@@ -46,19 +47,19 @@ def main() -> int:
     parser.add_argument("--peers", type=Path, default=Path("peers"), help="Python environment with the public packages")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--scale", type=float, default=1.0, help="factor for all rates and the file's size")
-    parser.add_argument("--size", type=float, default=256, help="MB")
+    parser.add_argument("--size", type=float, default=256, help="size of the file in MB")
     parser.add_argument("--origin", type=float, default=100, help="Mb/s in each direction, like all rates")
     parser.add_argument("--relay", type=float, default=1000)
     parser.add_argument("--client", type=float, default=200)
     parser.add_argument("--relays", type=int, default=4)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--rtt", type=float, default=50, help="round-trip ms between any two nodes")
-    parser.add_argument("--loss", type=float, default=0, help="percent of all packets")
+    parser.add_argument("--loss", type=float, default=0, help="percent of all packets that are lost")
     parser.add_argument("--queue", type=float, default=100, help="ms of queue before a link drops packets")
     parser.add_argument("--congestion", default="cubic", help="TCP congestion control")
-    parser.add_argument("--kill-relay", action="store_true", help="kill -9 the first relay at half of the bound")
+    parser.add_argument("--kill-relay", action="store_true", help="kill -9 the first relay after half of the bound")
     parser.add_argument(
-        "--throttle-relay", action="store_true", help="slow the second relay to a tenth at half of the bound"
+        "--throttle-relay", action="store_true", help="slow the second relay to a tenth after half of the bound"
     )
     parser.add_argument("--watchdog", type=float, default=40, help="give up a transfer after this many times the bound")
     parser.add_argument("--seed", type=int, default=0)

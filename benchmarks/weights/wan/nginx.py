@@ -60,7 +60,8 @@ META4 = """<?xml version="1.0" encoding="UTF-8"?>
 
 
 class Star:
-    """Every client fetches the file from the origin with curl, without relays. This takes 16 times the bound."""
+    """Every client fetches the file from the origin with curl, without relays. So the origin must send it once per client,
+    and 16 clients take about 16 times the bound that `__main__.py` defines."""
 
     def start(self, stage: Stage) -> None:
         serve(stage, "origin", ORIGIN)
@@ -72,9 +73,10 @@ class Star:
 
 
 class Tree:
-    """Caching relays like a CDN's (RELAY) with slices of 1 MiB times the scale, and aria2 with 16 connections over all
-    relays (its defaults: 1 per server, 5 parts). The origin publishes a Metalink with the SHA-256 of each slice. Without
-    these hashes, when a relay dies in the middle of a slice, nginx continues with the next slice and the file is wrong."""
+    """Relays cache slices of the file, as a CDN's do (RELAY). Clients fetch from all relays with aria2 over 16 connections.
+    By default aria2 would cut the file into 5 parts and use one connection per server. The origin publishes a Metalink with
+    the SHA-256 of each slice. Without these hashes the file would be wrong after a relay dies in the middle of a slice,
+    because nginx continues with the next slice."""
 
     def start(self, stage: Stage) -> None:
         serve(stage, "origin", ORIGIN)
@@ -101,7 +103,7 @@ class Tree:
 
 
 def piece_bytes(stage: Stage) -> int:
-    """Return 1 MiB times the scale, as a power of two."""
+    """Return the size of a slice: 1 MiB times the scale, rounded up to a power of two, but at least 64 KiB."""
     return max(1 << (round(stage.scale * 2**20) - 1).bit_length(), 2**16)
 
 

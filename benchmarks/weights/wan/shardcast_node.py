@@ -14,8 +14,8 @@ POLL_S = 0.2
 
 
 class Client(shardcast.ClientNode):
-    """Keep the first listing of versions. The package lists twice more, from any server. If that server does not have the
-    version yet, the client retries ten nonexistent shards forever."""
+    """Keeps the first list of versions that is not empty. The package would get the list twice more, from any server. If
+    that server did not have the version yet, the client would retry ten nonexistent shards forever."""
 
     listed: dict[str, str] | None = None
 

@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def cut(path: Path) -> bytes:
-    """Rename `path` to `file` and return its torrent: pieces of 1 MiB times the scale, SHA-1 (version 1)."""
+    """Rename `path` to `file`. Return its torrent of version 1 (SHA-1), with pieces of about 1 MiB times the scale."""
     path.rename("file")
     files = libtorrent.file_storage()
     files.add_file("file", Path("file").stat().st_size)
