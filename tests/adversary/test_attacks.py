@@ -108,10 +108,13 @@ def test_attacks_that_are_detectable_with_any_model_are_detected(
     case = judge.open(ASSIGNMENT, ALICE.public, files[name])
     assert isinstance(case, Case), case
     finding = judge.examine([case])[0].finding
-    expected = [REASONS[name]] if name in REASONS else [Reason.SAMPLING, Reason.TERMINATION]  # it samples differently
+    # an attack that is not in REASONS samples differently, which either of two checks may detect
+    expected = [REASONS[name]] if name in REASONS else [Reason.SAMPLING, Reason.TERMINATION]
     assert (finding and finding.reason) in expected, finding
 
 
-def test_attackers_restore_the_engine(tiny_folders: tuple[Path, Path], files: dict[str, bytes]) -> None:
+def test_an_attack_leaves_the_engine_unchanged_for_the_next(
+    tiny_folders: tuple[Path, Path], files: dict[str, bytes]
+) -> None:
     names = ("fp8_cache", "top_k_5", "other_model", "honest")
     assert submissions(tiny_folders, names, CONFIG, TorchEngine("float32"))["honest"] == files["honest"]

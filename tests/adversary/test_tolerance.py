@@ -127,7 +127,9 @@ def test_regeneration_detects_each_changed_completion(
 
 
 @pytest.mark.parametrize("regenerated", [0, 4])
-def test_the_verdict_counts_regenerated_changes(engine: TorchEngine, talkative_folder: Path, regenerated: int) -> None:
+def test_a_verdict_counts_the_regenerated_rollouts_whose_reward_changed(
+    engine: TorchEngine, talkative_folder: Path, regenerated: int
+) -> None:
     evidence = SETTINGS.evidence.model_copy(update={"regenerated": regenerated})
     assignment = offline_assignment(SETTINGS, ALICE.public, 0)
     data = attacker(ATTACKS["spends_tolerance"], talkative_folder, engine).submission(assignment)

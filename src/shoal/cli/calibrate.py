@@ -123,7 +123,7 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
                 for judge in judges:
                     judge.load(folder)
                 for number in range(submissions):
-                    groups = 1 if number % 2 else None  # 1 too, because a mean over few tokens is noisier
+                    groups = 1 if number % 2 else None  # small submissions too, because their means are noisier
                     assignment = offline_assignment(config, identity.public, number, groups=groups)
                     with use_threads(generation.threads):
                         data = producer.submission(assignment)
@@ -167,7 +167,7 @@ def limits_of(worst: Mapping[str, float]) -> dict[str, float]:
 
 
 def by_pair(measured: Sequence[dict[str, Any]], margin: float) -> dict[str, dict[str, Any]]:
-    """Return figures by pair of dtypes (WORKER|VALIDATOR): exposure, tokens beyond fractions of `margin`, averages."""
+    """Return by pair of dtypes (WORKER|VALIDATOR): exposure, averages, counts of tokens beyond fractions of `margin`."""
     pairs: dict[str, dict[str, Any]] = {}
     pair_of_row = [f"{_worker_kind(row['worker'])}|{row['validator']['dtype']}" for row in measured]
     for pair in dict.fromkeys(pair_of_row):

@@ -101,7 +101,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
 
 
 def _contestants(arguments: argparse.Namespace, out: Path) -> Iterator[Contestant]:
-    """Yield the models on this machine (for a run, its newest version), then those behind a URL (weights unknown)."""
+    """Yield the models on this machine (for a run, its newest version), then those behind a URL."""
     from shoal.evals.evaluate import Contestant
     from shoal.evals.harness import Endpoint, serving
     from shoal.serve.versions import digest, label_of, source_of

@@ -129,7 +129,7 @@ def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
     """Read and check the invite. Raise UserError, because a restart would not help."""
     from shoal.protocol.invite import InviteError, read_invite
 
-    joined_before = (arguments.dir / "identity.pem").exists()  # then it may rejoin after its invite has expired
+    joined_before = (arguments.dir / "identity.pem").exists()  # such a node may rejoin after its invite has expired
     try:
         invite = read_invite(arguments.join)
         invite.check(role, None if joined_before else time.time())

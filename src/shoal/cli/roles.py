@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from shoal.tasks import TaskSet
 
 TASKS = "tasks"  # in a node's folder: the fetched part of the task set
-LEADER_TIMEOUT_S = 7 * 86_400.0  # to wait for the leader's next batch: a pool may be idle that long
-RANKS_TIMEOUT_S = 1800.0  # to wait for another rank in a collective: no computation, load or file write takes longer
+LEADER_TIMEOUT_S = 7 * 86_400.0  # limit of waiting for the leader's next batch, because a pool may be idle long
+RANKS_TIMEOUT_S = 1800.0  # limit of waiting for another rank; no computation, load or file write takes longer
 
 log = logging.getLogger(__name__)
 

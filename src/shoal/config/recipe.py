@@ -41,9 +41,9 @@ class SamplingSection(Section):
 
 LossKind = Literal["grpo", "dr_grpo", "gspo", "cispo", "dppo"]
 BOUNDS: dict[str, dict[str, float]] = {  # defaults that differ from those of grpo
-    "gspo": {"epsilon": 3e-4},  # GSPO (arXiv 2507.18071); `epsilon_high` is 4e-4
+    "gspo": {"epsilon": 3e-4},  # GSPO (arXiv 2507.18071); `epsilon_high` is then 4e-4
     "cispo": {"delta": 5.0},  # ScaleRL (arXiv 2510.13786)
-    "dppo": {"delta": 20.0},  # DPPO (arXiv 2602.04879), the authors' code
+    "dppo": {"delta": 20.0},  # the code of DPPO's authors (arXiv 2602.04879)
 }
 
 

@@ -35,7 +35,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment, Finished
 
 RECENT_GROUPS = 200  # how many of the newest groups are used to estimate the share of useful groups
-MIN_USEFUL_SHARE = 0.05  # assumed even if fewer groups are useful, so that queues stay bounded
+MIN_USEFUL_SHARE = 0.05  # smallest share that is assumed, so that queues stay bounded
 NEWCOMER_SHARE = 0.5  # largest share of the open batch's work that keys without accepted work may have
 NONCE_HEX = 32
 DEADLINE_S = 600.0  # after this time, a worker that lost a task gets a different one
@@ -74,7 +74,7 @@ class Assignments:
                 return f"version {loaded}, which this worker reports as loaded, to be published"
             assigned = self.db.submissions.newest_version_of(worker)
             if loaded < assigned:
-                return f"this worker to load version {assigned}"  # two versions would let it choose a task
+                return f"this worker to load version {assigned}"  # with two versions, it could choose a task
             lost_uploads = self._check_announced(worker, uploading, oldest_allowed)
             tasks = [task for task in self.db.submissions.held_by(worker) if not task.announced]
             lost = [task for task in tasks if task.id not in working_on]
@@ -117,7 +117,7 @@ class Assignments:
             return []
         if self.db.submissions.next_number(worker) > held.number + 1:
             return [held]
-        self.db.submissions.announce(held.id, "")  # the worker restarted: it gets the same task again
+        self.db.submissions.announce(held.id, "")  # the worker restarted, so it gets the same task again
         return []
 
     def _why_busy(self, worker: str, node: Member | None, loaded: int, oldest_allowed: int) -> str:
@@ -230,7 +230,8 @@ class Assignments:
         return task
 
     def uploaded(self, worker: str, id: str, content_hash: str) -> None:
-        task = self.may_upload(worker, id, content_hash)  # no transaction: an error would undo what `may_upload` wrote
+        # not in a transaction, because an error would undo what `may_upload` wrote
+        task = self.may_upload(worker, id, content_hash)
         self.db.submissions.move(task, "upload", file_hash=content_hash, uploaded_s=self.db.clock())
         log.info("%s uploaded by %s", id, self.db.nodes.name(worker))
 

@@ -81,7 +81,8 @@ def test_a_swarm_trains_on_verified_rollouts(finished: tuple[Path, str]) -> None
 
 def test_the_bound_separates_runs_that_learn_from_others() -> None:
     honest = committed_gains("tiny-learning")
-    # A new run misses the bound with a probability under 1e-4: that of a Student's t (9 degrees of freedom) above 6.02.
+    # A new run misses the bound with a probability under 1e-4, because Student's t with 9 degrees of freedom exceeds 6.02
+    # that rarely.
     assert len(honest) >= 10
     spread = statistics.stdev(honest) * (1 + 1 / len(honest)) ** 0.5
     assert (statistics.mean(honest) - MIN_GAIN) / spread >= 6.02
@@ -299,7 +300,7 @@ def test_a_dishonest_worker_is_rejected_and_slashed(kind: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_faked_fingerprint_is_not_slashed_and_a_lie_beside_it_is(tmp_path: Path) -> None:
+def test_a_worker_with_a_faked_fingerprint_is_not_slashed_but_a_liar_is(tmp_path: Path) -> None:
     if numerics.refusal("float32"):
         pytest.skip(f"no exact numerics here: {numerics.refusal('float32')}")
     out = tmp_path / "run"
@@ -319,7 +320,7 @@ def test_a_faked_fingerprint_is_not_slashed_and_a_lie_beside_it_is(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_run_of_adapters_leaves_a_plain_model(tmp_path: Path) -> None:
+def test_a_run_with_adapters_writes_a_model_without_adapters(tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings = ("learner.lora.rank=4", "learner.lr=1e-3", "run.steps=3", "evaluator.n=16")
     swarm = start(out, *sets(*settings))

@@ -97,7 +97,8 @@ def test_a_steps_time_is_computed_for_each_role() -> None:
 
 def test_memory_is_the_sum_of_weights_optimizer_state_activations_and_caches() -> None:
     saved = 2 * (4 * 4 + 2 * 4 + 2 * 2 + 3 * 8)  # bytes of one layer and token: 104
-    row = 2 * 4 * 2 + saved + 2 * 3 * 8  # recomputed: the layers' inputs, one layer, and gradients of its MLP
+    # with recomputation, a token keeps the layers' inputs, one layer's activations, and gradients of that layer's MLP
+    row = 2 * 4 * 2 + saved + 2 * 3 * 8
     learner = BASE_BYTES["learner"] + (4 + 12) * 328 + 100 * row + 2 * 4 * 10 * 100
     assert memory_of(SIZES, replace(WORK, rows=1), 2)["learner"] == learner
     assert memory_of(SIZES, WORK, 2)["learner"] == learner + 4 * 328, "several rows must add the sum of their gradients"

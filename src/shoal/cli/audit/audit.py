@@ -50,9 +50,9 @@ def audit(
 
     `key`: the coordinator's; "": the key in the ledger. `heads`: heads of the ledger that the auditor knows. `export`:
     the ledger as JSON lines, instead of the database. `unsealed`: accept a ledger whose coordinator still runs or was
-    killed. `rerun`: how many steps to train again. `proofs`: how many accepted submissions to judge again for each such
-    step; 0: judge no submissions and no hard rejections. `rpc`: a node of the chain that holds the run's contract; "":
-    the node in the run's config.
+    killed. `rerun`: how many steps to train again. `proofs`: how many accepted submissions to judge again for each of
+    these steps; 0: judge no submissions and no hard rejections. `rpc`: a node of the chain that holds the run's
+    contract; "": the node in the run's config.
     """
     run = open_run(folder, key=key, export=export)
     say(f"run {run.run}, coordinator {run.key}")

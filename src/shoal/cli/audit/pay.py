@@ -3,7 +3,7 @@
 An entry of one of these kinds must come after:
 
     slashed      a hard rejection of the same submission, with the same facts
-    dismissed    a rejection with the reason "spending", and evidence above the run's limit
+    dismissed    a rejection with the reason "spending"; the evidence must also exceed the run's limit
                  (`audit.check_members` computes the evidence again)
     credited     accepted work that is not settled yet; before the last step is trained, later checks must cover it
     forfeited    accepted work of a worker that was slashed or dismissed
@@ -30,7 +30,7 @@ from shoal.evidence import ALPHA
 from shoal.ledger.chain import Entry
 from shoal.protocol.messages import HARD, Reason, StepRecord
 
-# An entry of these kinds may require a further entry, such as a slash, before the next entry of these kinds.
+# If an entry of these kinds requires another entry, such as a slash, that one must come before the next of these kinds.
 NEXT = ("accepted", "rejected", "trained")
 
 
@@ -136,7 +136,7 @@ class Pay:
 
     def accepted(self, submission: Accepted) -> None:
         worker = submission.worker
-        self._dismissed.discard(worker)  # the operator readmitted it
+        self._dismissed.discard(worker)  # the operator must have readmitted it
         self._work.setdefault(worker, []).append(submission)
         self.observed.setdefault(worker, []).append((submission.id, self.state.config))
         self._required = self._link, lambda: self._unpaid(worker)

@@ -130,7 +130,7 @@ def checking(link: str) -> Iterator[None]:
         yield
     except BrokenError:
         raise
-    except LedgerError as error:  # it may name the entry itself
+    except LedgerError as error:  # its `seq` may name the entry
         raise BrokenError(f"ledger entry {error.seq}" if error.seq else link, error) from error
     except (ShoalError, ValueError, LookupError, TypeError, OSError, sqlite3.Error) as error:
         raise BrokenError(link, f"{error}" or type(error).__name__) from error

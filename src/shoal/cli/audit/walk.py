@@ -34,7 +34,7 @@ from shoal.store.rollouts import AcceptedRollout, Header, Rollout, RolloutFile, 
 from shoal.tasks.budget import rewards_differ
 from shoal.tasks.derive import max_rollouts
 
-MAX_TOKENS = 1 << 17  # longest prompt
+MAX_TOKENS = 1 << 17  # limit for a prompt, which may be longer than sampling.max_tokens
 ELSEWHERE = ("sealed", "witnessed")  # kinds of entry that the module `run` checks
 BAD_FILE = (Reason.UNREADABLE, Reason.SIGNATURE, Reason.CONTEXT)  # the file is damaged, or not for the task
 

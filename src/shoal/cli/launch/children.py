@@ -27,7 +27,7 @@ MAX_RESTARTS = 5  # per process; then the run fails
 MEASURE_S = 5.0  # between two measurements of memory, which cost the kernel milliseconds per gigabyte
 STOP_S = 10.0  # between SIGTERM and SIGKILL
 MAX_BACKOFF_S = 8.0
-# multiprocessing removes the semaphores of a killed child, and its warning would appear after the shell's prompt
+# hides a warning that would appear after the shell's prompt: multiprocessing removed a killed child's semaphores
 QUIET = "ignore:resource_tracker:UserWarning"
 MAX_QUOTED = 1000  # characters of a child's last log line that an error quotes
 USAGE, EVICTED, LASTING = 2, 3, 4  # exit statuses of a child, see cli.main
@@ -39,7 +39,7 @@ ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     **process.IDLE_THREADS,
     "PYTHONUNBUFFERED": "1",
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow: a process with threads should not fork
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # for pyarrow; a process with threads should not fork
     **dict.fromkeys(process.THREAD_COUNTS, "1"),
 }
 
@@ -85,7 +85,7 @@ class Children:
         self.logs = logs
         self.max_restarts = max_restarts
         self.all: list[Child] = []
-        os.environ.update(ENVIRONMENT)  # the libraries read it when a process starts
+        os.environ.update(ENVIRONMENT)  # libraries read it when a child starts
         os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), QUIET]))
         forks = sys.platform == "linux" and device == "cpu"
         self.context: BaseContext = multiprocessing.get_context("forkserver" if forks else "spawn")

@@ -18,7 +18,7 @@ from shoal.errors import UserError
 from shoal.protocol.messages import Role
 
 MEETING = "meet"  # name and folder of the meeting of the learner's sites
-CACHES = ("weights", "store", "tasks")  # in a node's folder; every byte is also in another node's folder
+CACHES = ("weights", "store", "tasks")  # in a node's folder; all their bytes are in other nodes' folders too
 LOCK = ".running"
 
 

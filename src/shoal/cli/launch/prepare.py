@@ -44,7 +44,7 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     prompt = mean_prompt(tokenizer, config, loaded.heldout[:SAMPLE])
     if config.sampling.max_turns > 1:
         TurnFrame(tokenizer, eos_ids(folder))
-    machine = measure(picked, config.model.device)  # `dtype.pick` measured the speed too: take the higher figure
+    machine = measure(picked, config.model.device)  # `dtype.pick` measured the speed too, so take the higher figure
     machine["flops"] = max(machine["flops"], 1e9 * gflops.get(picked, 0.0))
     return {
         "folder": str(folder),

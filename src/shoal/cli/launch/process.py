@@ -45,7 +45,7 @@ def begin(name: str, *, threads: int) -> threading.Event:
     signal.signal(signal.SIGINT, on_signal)
     if threads:
         _limit_threads(threads)
-    atexit.register(gc.freeze)  # with torch loaded, the interpreter's last garbage collection can take seconds
+    atexit.register(gc.freeze)  # skips the interpreter's last garbage collection, which can take seconds with torch
     return stop
 
 
@@ -106,7 +106,7 @@ def _limit_threads(threads: int) -> None:
 
 
 def _end_with(alive: Callable[[], bool]) -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     trimmed_s = time.monotonic()
     while alive():
         time.sleep(PARENT_POLL_S)

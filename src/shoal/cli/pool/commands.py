@@ -348,7 +348,8 @@ def _learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
     from shoal.model.sources import resolve
 
     section = config.learner
-    section = section.model_copy(update={"loss": section.loss.model_copy(update={"beta": 0.0})})  # no reference model
+    # with beta 0, no reference model is loaded
+    section = section.model_copy(update={"loss": section.loss.model_copy(update={"beta": 0.0})})
     torch.manual_seed(config.run.seed)  # so that adapters start as they do without several sites
     policy = Policy(resolve(config.model.name), section, "float32", "cpu", config.sampling.temperature)
     terms = learner_terms(config, policy)

@@ -72,11 +72,11 @@ PRODUCTS = 0.9  # share of a CPU's peak that products reach in training and pref
 AROUND = 475e9  # per core: while products compute this many FLOPs, the work around them takes one second
 ATTENTION, DECODE = 27e9, 85e9  # FLOP/s of one core
 READING = 0.7  # share of the measured bandwidth reached in decoding and in the optimizer
-ADAMW_BYTES = 28  # per parameter: reads 4 + 8 + 2, writes 4 + 8 + 2
+ADAMW_BYTES = 28  # per parameter: reads master (4), moments (8), gradient (2); writes master, moments, weight (2)
 ROW_BYTES = 14  # per parameter: reads a bf16 gradient (2), writes it as float32 (4), reads and writes the sum (8)
-WRITE_BPS = 0.55e9  # to write a version to disk, as bf16, synced: `update_latency.json`, 273 MB in 0.50 s
-LOCAL_BPS = 0.4e9  # to send a version's delta via a relay to a client, on a busy machine: `plan.json`, 1.5 and 1.8 s
-COORDINATION_S = 0.85  # per step, besides all computing (runs of tiny, `plan.json`)
+WRITE_BPS = 0.55e9  # to write a version to disk in bf16 and sync it: 273 MB in 0.50 s (`update_latency.json`)
+LOCAL_BPS = 0.4e9  # of a version, whose delta goes via a relay to a client on a busy machine (`plan.json`)
+COORDINATION_S = 0.85  # of each step, besides all computing; measured in runs of tiny (`plan.json`)
 MEASURE_S = 1.0
 MEASURED_BYTES = 1 << 28
 COMPUTE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -97,9 +97,9 @@ MASTER_BYTES = 12  # fp32 master and two moments
 SUM_BYTES = 4  # fp32 sum of the gradients of several rows
 SPARE = 128  # positions by which the engine's buffers grow (`engine/rows`)
 START_S = (
-    40.0  # to import, start processes, join and load the model: what measured runs took besides steps and evaluations
+    40.0  # what measured runs took, besides steps and evaluations, to import, start processes, join and load the model
 )
-USEFUL = 0.55  # share of groups that are useful, averaged over a run: 0.54 in the quickstart
+USEFUL = 0.55  # share of groups that are useful, averaged over a run; it was 0.54 in the quickstart
 TOO_LARGE = (
     "lower learner.row_tokens, set learner.activation_checkpointing = true or [learner.lora], or use a smaller model"
 )
@@ -138,7 +138,7 @@ class Sizes:
         return self.body + self.head * (1 if self.tied else 2)
 
 
-BUNDLED = {  # known before the models are made on this machine; a test compares them with the models
+BUNDLED = {  # needed before the models are made on this machine; a test compares them with the models
     "bundled:smollm2-135m-instruct": Sizes(576, 1536, 30, 576, 192, 49152, True),
     "bundled:tiny": Sizes(256, 704, 4, 256, 128, 128, True),
 }

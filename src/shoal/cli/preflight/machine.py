@@ -25,7 +25,7 @@ GIB = 1 << 30
 MIN_MEMORY_BYTES = 4 * GIB  # for all of `shoal run` with a small model
 MIN_DISK_BYTES, SCARCE_DISK_BYTES = GIB, 10 * GIB
 VERSION_BYTES = 2  # per parameter: versions are published in bf16
-# per parameter: agreed weights, their velocity, the carried rounding error (fp32), and a round's average (8 bytes at most)
+# per parameter: 4 each for agreed weights, their velocity and the carried rounding error, at most 8 for an average
 ROUND_BYTES = 20
 ROUNDS = 3  # states of the sites' meeting on disk: two are kept while the next one is written
 # size of a delta, as a fraction of a version: measured 0.02 (135M parameters, lr 4e-5) to 0.15 (3M parameters, lr 1e-4)
