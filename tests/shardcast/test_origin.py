@@ -155,7 +155,7 @@ def test_publishing_reads_the_version_and_its_parent_once_and_writes_only_anchor
         assert written - before_written < (0.1 if anchor_every > 1 else 1.1) * size_bytes
 
 
-def test_versions_may_be_skipped(tmp_path):
+def test_version_numbers_may_be_skipped(tmp_path):
     assert opened(stepped(tmp_path, 0, 5), 5).delta.parent == 0
 
 
@@ -191,7 +191,7 @@ def test_no_delta_is_made_from_files_that_changed_after_publication(tmp_path, re
     assert parts(source)[1] == ["full"]
 
 
-def test_files_that_are_replaced_after_publication_do_no_harm(tmp_path):
+def test_a_delta_is_made_even_if_the_parents_files_were_replaced_after_publication(tmp_path):
     source = stepped(tmp_path, 0)
     path = tmp_path / "model0" / "model.safetensors"
     path.unlink()

@@ -174,7 +174,7 @@ def test_no_client_goes_back_to_a_stale_mirror(tmp_path, versions):
     assert (manifest.version, contents(folder)) == (versions[1], expected)
 
 
-async def test_watch_never_yields_an_older_version_after_a_newer(tmp_path):
+async def test_watch_never_yields_an_older_version_after_a_newer_one(tmp_path):
     published(tmp_path, 5)
     stale = mirror_of(tmp_path, "stale")
     source = published(tmp_path, 7)
@@ -185,7 +185,7 @@ async def test_watch_never_yields_an_older_version_after_a_newer(tmp_path):
 
 
 @pytest.mark.parametrize(("created_s", "newest"), [(9.0, 5), (10.0, 5), (11.0, 4)])
-def test_a_lower_number_counts_only_if_it_was_published_later(created_s, newest):
+def test_a_version_with_a_lower_number_is_the_newest_only_if_it_was_published_later(created_s, newest):
     """An origin that continues from a backup of its store publishes a lower number."""
 
     def manifest(version: int, created_s: float) -> SimpleNamespace:

@@ -27,7 +27,7 @@ async def test_the_server_sends_exactly_the_bytes_of_the_store(tmp_path):
         assert (status, body) == (200, (tmp_path / path).read_bytes())
 
 
-async def test_a_byte_range_is_answered_with_these_bytes(tmp_path):
+async def test_a_byte_range_is_answered_with_the_requested_bytes(tmp_path):
     store = whole(tmp_path)
     shard = content()[SHARD_BYTES : 2 * SHARD_BYTES]
     for byte_range, content_range, body in (

@@ -93,7 +93,7 @@ def test_siblings_that_do_not_all_know_each_other_never_deadlock():
 
 
 async def test_a_sibling_whose_listing_is_late_still_owns_its_shards(tmp_path):
-    """A lost packet delays a listing. If others took over at once, the origin would send each of them these shards."""
+    """A lost packet delays a listing. If others took over at once, the origin would send each of them the same shards."""
     source = origin(tmp_path)
     large_folder(tmp_path / "large")
     async with (

@@ -16,7 +16,7 @@ from shoal.store.rollouts import Rollout, read_submission, write_submission
 from .support import HEADER, ME, PLAIN, never, opened, read, signed, with_column, zigzag
 
 BOMB_BYTES = 64 << 20
-PLAIN_PAGE = "uncompressed page of 3 bytes that claims 12"
+PLAIN_PAGE = "uncompressed page of 3 bytes whose header says 12"
 
 
 def struct(**fields: int | bool | bytes) -> bytes:

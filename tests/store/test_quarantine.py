@@ -56,7 +56,7 @@ def ended(pid: int, within_s: float) -> bool:
 # --- honest and refused files -----------------------------------------------------------------------------------------
 
 
-def test_honest_files_pass_and_share_a_child(quarantine: Quarantine) -> None:
+def test_honest_files_are_all_read_by_the_same_child(quarantine: Quarantine) -> None:
     child = pid(quarantine)
     for _ in range(3):
         assert quarantine.read(DATA).rows == ROWS

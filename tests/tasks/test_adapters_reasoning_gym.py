@@ -1,4 +1,4 @@
-"""reasoning-gym as a source: every data set, answers that score 1, answers that would run as code."""
+"""reasoning-gym as a source: every data set, answers that score 1, and answers that would run as code."""
 
 import importlib.util
 import json
@@ -25,7 +25,8 @@ EVALUATED = {
     *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24"),
     *("simple_integration", "spiral_matrix", "string_insertion"),
 }
-NO_GOLD = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}  # many answers are right
+# Many answers are right, so an entry has no gold answer.
+NO_GOLD = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 ANY_TEXT = {"game_of_life_halting"}  # takes every text for "False"
 UNSEEDED = {"codeio"}  # its programs use unseeded random numbers
 
@@ -151,7 +152,7 @@ def test_the_error_names_wrong_options(options: dict[str, Any], message: str) ->
         libraries.rows("reasoning_gym", options)
 
 
-def test_a_config_with_this_source_has_its_tasks_and_its_reward() -> None:
+def test_a_config_with_a_reasoning_gym_source_has_its_tasks_and_its_reward() -> None:
     options = {"dataset": "chain_sum", "size": 60, "max_terms": 2, "max_digits": 2}
     section = TaskSection(sources=[SourceSection(generator="reasoning_gym", options=options)], heldout=8)
     tasks = load(section)

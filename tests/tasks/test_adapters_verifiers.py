@@ -104,7 +104,9 @@ def test_prompts_of_a_system_and_a_user_message_become_one_question(tmp_path: Pa
     assert [grade.score for grade in graded("verifiers", tasks[1:2], ["1"])] == [1.0]
 
 
-def test_a_config_with_this_source_has_its_tasks_and_its_reward_and_an_edit_changes_the_digest(tmp_path: Path) -> None:
+def test_a_config_with_a_verifiers_source_has_its_tasks_and_reward_and_an_edit_changes_the_digest(
+    tmp_path: Path,
+) -> None:
     file = written(tmp_path)
     section = TaskSection(sources=[SourceSection(generator="verifiers", options={"environment": "sums"})], heldout=8)
     tasks = load(section)

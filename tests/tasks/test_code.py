@@ -174,7 +174,7 @@ def test_a_value_is_formatted_in_bounded_space() -> None:
         (ECHO, "print(6); raise SystemExit(3)", 0, "graded", "exit code 3"),
     ],
 )
-def test_each_program_gets_this_grade(
+def test_each_program_gets_the_expected_grade(
     code: Code, tests: Any, completion: str, score: float, outcome: str, detail: str
 ) -> None:
     result = grade(code, tests, completion)

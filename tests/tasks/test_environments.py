@@ -1,4 +1,4 @@
-"""Environments: the calculator, the tokens of an answer, when a conversation continues."""
+"""Environments: the calculator, the tokens of an answer, and when a conversation continues."""
 
 import random
 from contextlib import suppress

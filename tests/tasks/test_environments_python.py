@@ -105,7 +105,7 @@ def test_a_turn_without_a_program_ends_the_conversation(tool: Python) -> None:
         ("#" * (MAX_PROGRAM + 1), f"error: a program has at most {MAX_PROGRAM} characters"),
     ],
 )
-def test_each_program_gets_this_answer(tool: Python, program: str, expected: str) -> None:
+def test_each_program_gets_the_expected_answer(tool: Python, program: str, expected: str) -> None:
     assert answer(tool, program) == expected
 
 

@@ -1,4 +1,4 @@
-"""Attacks on the math reward: answers that equal everything, Python code, endless computations."""
+"""Attacks on the math reward: answers that equal everything, Python code, and endless computations."""
 
 import time
 from pathlib import Path

@@ -175,7 +175,7 @@ ANSWERS: list[tuple[str, str | None]] = [
 
 
 @pytest.mark.parametrize(("completion", "answer"), ANSWERS)
-def test_each_completion_has_this_final_answer(completion: str, answer: str | None) -> None:
+def test_each_completion_has_the_expected_final_answer(completion: str, answer: str | None) -> None:
     assert final_answer(completion) == answer
 
 

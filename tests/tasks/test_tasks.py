@@ -91,7 +91,7 @@ PLANNED = [
 ]
 
 
-def test_a_plan_is_always_the_same_for_any_number_of_groups() -> None:
+def test_a_plan_is_always_the_same_and_more_groups_only_extend_it() -> None:
     assert plan_groups(**PLAN)[:2] == plan_groups(**PLAN | {"groups": 2}) == PLANNED
 
 

@@ -1,4 +1,4 @@
-"""A compiled task set: its digest, its chunks on disk and over the network, user files, filters, a pool's set."""
+"""A compiled task set: its digest, its chunks on disk and over the network, user files, filters, and a pool's set."""
 
 import gc
 import hashlib
@@ -246,7 +246,7 @@ def test_a_manifest_of_another_format_or_beyond_its_bounds_is_refused(data: byte
     (tmp_path / "keys").write_text("secret")
     taskset.TaskManifest.decode(manifest())
     section = TaskSection(digest=hashlib.sha256(data).hexdigest())
-    with pytest.raises(TasksNotFoundError, match="the manifest of the task set is invalid in this version"):
+    with pytest.raises(TasksNotFoundError, match="the manifest of the task set is invalid in this version of Shoal"):
         _ = tasks.join(section, tmp_path / "worker", lambda *_: data).files
     assert (tmp_path / "keys").read_text() == "secret"
 
@@ -255,7 +255,7 @@ def test_a_chunk_of_another_size_than_its_manifest_says_is_refused(tmp_path: Pat
     store = taskset.TaskStore(tmp_path)
     texts = [pa.array(["text"]) for _ in taskset.COLUMNS]
     chunk = store.write(pa.table(texts, schema=taskset.SCHEMA))
-    with pytest.raises(TasksNotFoundError, match="bytes, its manifest says"):
+    with pytest.raises(TasksNotFoundError, match="bytes, but its manifest says"):
         store.batch(chunk.model_copy(update={"size_bytes": chunk.size_bytes + 1}))
 
 
@@ -342,7 +342,7 @@ def test_a_filters_manifest_restricts_only_training_tasks(source: Path, tmp_path
         ),
         (["some/none"], {}, r"is not a manifest of `shoal filter`"),
         ([], {"format": "shoal-filter-9"}, r"its format is 'shoal-filter-9'"),
-        ([], {"kept": []}, r"keeps 0 training tasks, 16 are needed; widen the band"),
+        ([], {"kept": []}, r"keeps 0 training tasks, but 16 are needed; widen the band"),
     ],
 )
 def test_a_filters_manifest_that_does_not_match_is_refused(

@@ -54,7 +54,9 @@ class S3Credentials:
         names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
         key_id, secret, token = (environment.get(name, "") for name in names)
         if not (key_id and secret):
-            raise StoreError("set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment, for the bucket")
+            raise StoreError(
+                "the bucket needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: set them in the environment"
+            )
         return cls(key_id, secret, token)
 
 
@@ -119,7 +121,7 @@ class Bucket:
         return UploadGrant(url=self._signed("PUT", self._incoming(kind, id, sha256), headers), headers=headers)
 
     def check(self, kind: str, id: str, size_bytes: int, sha256: str) -> str:
-        """Return the content hash of the file uploaded with this grant. Raise StoreError if it is not the announced file."""
+        """Return the content hash of an uploaded file. Raise StoreError if it is not the file that was announced."""
         received, content = hashlib.sha256(), blake3()
         source = self._incoming(kind, id, sha256)
         with self._named_errors(f"the file of {id} was not uploaded"):
@@ -140,7 +142,7 @@ class Bucket:
             obstore.delete(self.objects, source)
 
     def drop(self, kind: str, id: str, sha256: str) -> None:
-        """Remove the file uploaded with this grant."""
+        """Remove an uploaded file that is not kept."""
         with self._named_errors(f"cannot remove the file of {id}"):
             obstore.delete(self.objects, self._incoming(kind, id, sha256))
 

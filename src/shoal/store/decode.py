@@ -163,7 +163,7 @@ def check_pages(data: bytes, chunk: ColumnChunk, pages_left: int) -> int:
             raise _refused(chunk, f"has a page of {count} values that decompresses to {inflated_bytes} bytes")
         plain = not chunk.compressed or (header[1] == DATA_PAGE_V2 and header[8].get(7) is False)
         if plain and inflated_bytes != size_bytes:
-            raise _refused(chunk, f"has an uncompressed page of {size_bytes} bytes that claims {inflated_bytes}")
+            raise _refused(chunk, f"has an uncompressed page of {size_bytes} bytes whose header says {inflated_bytes}")
         at, values = at + size_bytes, values + count
     if values != chunk.values:
         raise _refused(chunk, f"has pages of {values} values where the footer says {chunk.values}")

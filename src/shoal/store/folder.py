@@ -26,7 +26,7 @@ class StoreError(ShoalError):
 
 
 class FileStore(Protocol):
-    """The interface that a folder and a bucket share. Uploads differ: `Folder.receive` and `Bucket.grant`."""
+    """The interface that a folder and a bucket share. For uploads, a folder has `receive` and a bucket has `grant`."""
 
     def put(self, kind: str, data: bytes) -> str:
         """Store a file and return its hash. Storing the same bytes again changes nothing. Raise StoreError."""

@@ -113,7 +113,7 @@ class Quarantine:
 def _exchange(
     child: subprocess.Popen[bytes], data: bytes | None, max_bytes: int, timeout_s: float
 ) -> tuple[_Answer, bytes] | None:
-    """Send `data`, unless it is None, and return the child's answer; None, with returncode set, if the child died.
+    """Send `data` to the child, unless it is None. Return the child's answer, or None if the child died.
 
     Kill the child and raise TimeoutError after timeout_s, or RolloutFileError if the answer is malformed.
     """

@@ -276,8 +276,8 @@ def _keep(source: SourceSection, all_ids: Indices, train: Indices, of_source: In
     train = train[np.isin(all_ids[train], ids)]
     if len(train) < MIN_TRAIN:
         raise TasksNotFoundError(
-            f"source {source.label}: {source.keep} keeps {len(train)} training tasks, {MIN_TRAIN} are needed; widen the "
-            "band of the filter"
+            f"source {source.label}: {source.keep} keeps {len(train)} training tasks, but {MIN_TRAIN} are needed; widen "
+            "the band of the filter"
         )
     return train
 

@@ -70,7 +70,7 @@ class TaskManifest(TaskPart):
             return cls.model_validate_json(data)
         except ValidationError as error:
             raise TasksNotFoundError(
-                f"the manifest of the task set is invalid in this version: {error.errors()[0]['msg']}"
+                f"the manifest of the task set is invalid in this version of Shoal: {error.errors()[0]['msg']}"
             ) from error
 
 
@@ -124,7 +124,7 @@ class TaskStore:
         path = self.path(chunk.sha256, chunk.size_bytes)
         if path.stat().st_size != chunk.size_bytes:
             raise TasksNotFoundError(
-                f"task data {chunk.sha256} has {path.stat().st_size} bytes, its manifest says {chunk.size_bytes}"
+                f"task data {chunk.sha256} has {path.stat().st_size} bytes, but its manifest says {chunk.size_bytes}"
             )
         batch = _mapped(path)
         if batch.schema != SCHEMA or batch.num_rows != chunk.rows:

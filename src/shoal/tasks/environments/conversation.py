@@ -59,7 +59,7 @@ class Conversation:
         self.frame = TurnFrame(tokenizer, eos_ids) if self.multi_turn else None
 
     def reply(self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
-        """Return the environment's tokens after the model's last turn; None: the completion ends.
+        """Return the environment's tokens after the model's last turn, or None if the completion ends.
 
         `turns`: the lengths of the turns before the last, see `model/turns`.
         """
@@ -102,7 +102,7 @@ class Conversation:
     def _open_turn(
         self, task: Task, tokens: Sequence[int], turns: Sequence[int]
     ) -> tuple[Environment, list[str]] | None:
-        """Return the environment to call and the text of each turn; None: the completion ends."""
+        """Return the environment to call and the text of each turn, or None if the completion ends."""
         environment = self.environments.get(task.source)
         if self.frame is None or environment is None or tokens[-1] not in self.eos_ids:
             return None

@@ -59,7 +59,7 @@ def score(value: dict[str, Any]) -> dict[str, Any]:
     """Return the library's score for a completion, as the fields of a grade."""
     if value["version"] != VERSION:
         raise ValueError(
-            f"the task needs reasoning-gym {value['version']}, this machine has {VERSION}: install the same version"
+            f"the task needs reasoning-gym {value['version']}, but this machine has {VERSION}: install the same version"
         )
     tagged = extract_answer(value["completion"])
     answer = (value["completion"].rpartition("</think>")[2] if tagged is None else str(tagged)).strip()
@@ -86,7 +86,9 @@ def open_dataset(setting: dict[str, Any]) -> Any:
     if name not in DATASETS:
         raise ValueError(f"options.dataset is {name!r}; reasoning-gym {VERSION} has {', '.join(sorted(DATASETS))}")
     if not plain(options):
-        raise ValueError("options may hold only numbers, words and operators: data sets may evaluate them or open them")
+        raise ValueError(
+            "options may hold only numbers, words and operators, because data sets may evaluate them or open them as files"
+        )
     try:
         if name == "composite":
             options["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}} | part) for part in options["datasets"]]

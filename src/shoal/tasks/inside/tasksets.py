@@ -38,7 +38,7 @@ def score(value: dict[str, Any]) -> dict[str, Any]:
     """Return the rewards' score for a reply, as the fields of a grade."""
     if value["version"] != taskset_version:
         raise ValueError(
-            f"the task needs {value['version']}, this machine has {taskset_version}: install the same version"
+            f"the task needs {value['version']}, but this machine has {taskset_version}: install the same version"
         )
     kind = taskset.task_type()
     task = kind(kind.data_type().model_validate(value["entry"]), taskset.config.task)
@@ -52,7 +52,7 @@ def score(value: dict[str, Any]) -> dict[str, Any]:
     score = trace.reward / value["setting"]["max_reward"]
     if len(parts) != len(trace.rewards) or not 0 <= score <= 1:  # also refuses NaN
         raise ValueError(
-            f"the score {score} of {parts} is not within [0, 1]: set options.max_reward to their largest sum"
+            f"the score {score} of {parts} is not within [0, 1]: set options.max_reward to the largest sum of the rewards"
         )
     return {"score": score, "parts": parts}
 

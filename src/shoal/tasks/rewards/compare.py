@@ -4,11 +4,11 @@ Invariant: only builtins are compared, with their own operators, in time linear 
 program's objects never get here.
 
 stdout  is compared line by line and word by word, without blank lines. Words are equal as text or as numbers. If the
-        expected number is whole, the printed number must equal it. If it has a fraction or an exponent, the printed
-        number must lie within FLOAT_RELATIVE and FLOAT_ABSOLUTE, as in APPS's harness (numpy.allclose). LiveCodeBench
-        compares fractions exactly.
+        expected number is whole, the printed number must equal it. If it has a fraction or an exponent, the two may
+        differ by the tolerances FLOAT_RELATIVE and FLOAT_ABSOLUTE, as in APPS's harness (numpy.allclose).
+        LiveCodeBench's harness would compare fractions exactly.
 values  are compared as with Python's ==, except that a tuple may equal a list (JSON has no tuples), a number as a
-        dict's key equals its text (JSON has only text keys), and floats have the tolerance above. A set never equals a
+        dict's key equals its text (JSON has only text keys), and floats have the same tolerances. A set never equals a
         list.
 """
 

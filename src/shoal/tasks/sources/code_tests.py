@@ -169,7 +169,7 @@ Tests = Stdin | Functional | Asserts
 def read_tests(text: str) -> Tests:
     """Parse the tests of a task. Raise TestsError."""
     if not text:
-        raise TestsError('the task has no tests: name their column, fields = { tests = "..." }')
+        raise TestsError('the task has no tests: name their column in the config, as in fields = { tests = "..." }')
     try:
         tests = json.loads(text)
         if not isinstance(tests, dict):
