@@ -34,7 +34,7 @@ def responder(conversation: "Conversation", tasks: Sequence[Task], seeds: Sequen
 
 @dataclass(frozen=True)
 class Fault:
-    """An answer that differs from the environment's. `lie`: no honest machine would give it."""
+    """An answer that differs from the environment's. It is a `lie` if no honest machine would give it."""
 
     detail: str
     lie: bool
@@ -120,7 +120,7 @@ class Conversation:
     def _tolerates(
         self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int], reported: Sequence[int]
     ) -> bool:
-        """Return whether an honest machine may have computed these tokens."""
+        """Return whether an honest machine may have computed the `reported` tokens."""
         if (open_turn := self._open_turn(task, tokens, turns)) is None:
             return False
         environment, texts = open_turn

@@ -1,4 +1,4 @@
-"""Code that runs in the sandbox's child processes, as source text, and how its results become grades.
+"""Source text of the code that runs in the sandbox's child processes, and the conversion of its results to grades.
 
 candidate, checker   the program of a code task, and the tests that call it
 user_code            rewards and environments by a run's author

@@ -191,7 +191,7 @@ def readings(number: Basic) -> list[Basic]:
 
 
 def exactly(gold: Any, answer: Any) -> bool | None:
-    """Return whether two rationals are equal; None if either is not rational. The library compares only 15 digits."""
+    """Return whether two rationals are equal; None if one is not rational. The library would compare only 15 digits."""
     pairs = []
     for number in (gold, answer):
         if not is_number(number) or number.has(Float):
@@ -203,7 +203,7 @@ def exactly(gold: Any, answer: Any) -> bool | None:
 
 
 def small_and_apart(gold: Any, answer: Any) -> bool:
-    """Return whether both numbers are small and not nearly equal. To the library, 6.6e-34 equals 9.1e-31."""
+    """Return whether both numbers are small and not nearly equal. The library would find 6.6e-34 equal to 9.1e-31."""
     if not (is_number(gold) and is_number(answer)):
         return False
     pairs = itertools.product(readings(gold), readings(answer))
@@ -216,7 +216,7 @@ def apart(number: Any, other: Any) -> bool:
 
 
 def same_but_for_rounding(gold: Any, answer: Any) -> bool:
-    """Return whether two numbers agree to 12 digits. The library compares 15, and finds 7^{0.5} unequal to sqrt(7)."""
+    """Return whether two numbers agree to 12 digits. The library compares 15, so it finds 7^{0.5} unequal to sqrt(7)."""
     if not (is_number(gold) and is_number(answer) and (gold.has(Float) or answer.has(Float))):
         return False
     difference = abs(gold.doit() - answer.doit()).evalf()

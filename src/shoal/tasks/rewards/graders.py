@@ -37,7 +37,7 @@ class CannotGradeError(GradeError):
 
 
 class Graders:
-    """Grades the tasks of a task set. Use as a context manager, or call `close`."""
+    """Grades the tasks of a task set. Use it as a context manager, or call `close`."""
 
     def __init__(
         self, section: TaskSection, *, files: Mapping[str, bytes] | None = None, budget: Budget | None = None
@@ -101,7 +101,7 @@ class Graders:
         return [combine({name: by_name[name][n] for name in weights}, weights) for n in range(len(tasks))]
 
     def _grade_with(self, reward: Reward, name: str, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """Grade, with one retry. A failure of this machine must not become a score of 0, which looks like a lie."""
+        """Grade. Retry once, because a failure of this machine must not become a score of 0, which looks like a lie."""
         try:
             return reward.grade(tasks, completions)
         except SandboxError:  # the sandbox has replaced its servers: try again
