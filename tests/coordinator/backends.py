@@ -1,6 +1,6 @@
-"""The databases on which the conformance suite of the tables runs.
+"""The databases on which the tests of the coordinator's tables run.
 
-A test module joins the suite with `pytestmark = pytest.mark.usefixtures("every_database")` (a fixture in `conftest`).
+A test module runs on each of them with `pytestmark = pytest.mark.usefixtures("every_database")` (a fixture in `conftest`).
 """
 
 import hashlib

@@ -33,7 +33,7 @@ def test_a_worker_without_a_published_version_waits(harness: Harness, loaded: in
 
 def test_rollouts_run_ahead_of_the_learner_by_the_async_level_and_no_further(harness: Harness) -> None:
     advance(harness, 2)
-    assert harness.task(version=0).step == 2, "step 2 may train on version 0"
+    assert harness.task(version=0).step == 2, "the task must be for step 2, which may train on version 0"
     harness.pool.assignments.uploaded(ALICE, harness.task(version=0).id, "9" * 64)
     harness.claim(VALIDATOR)
     harness.judge(f"{ALICE[:16]}-000004")
@@ -45,7 +45,7 @@ def test_a_worker_with_too_old_weights_waits_until_it_has_loaded_newer_ones(harn
     advance(harness, 3)
     harness.publish(1, 2)
     assert harness.beat(version=0).waiting_for == "this worker to load version 2"
-    assert harness.task(version=1).policy_version == 1, "an older version within the async level is allowed"
+    assert harness.task(version=1).policy_version == 1, "an older version within the async level must be allowed"
 
 
 def test_an_async_level_of_zero_allows_only_the_version_of_the_step() -> None:
@@ -62,7 +62,7 @@ def test_a_restarted_worker_gets_its_task_again_even_if_enough_work_is_in_progre
     harness.join(CAROL)
     assert "catch up" in harness.beat(CAROL, 0).waiting_for
     harness.clock.now_s += 40
-    assert harness.task(ALICE) == first, "with the same deadline"
+    assert harness.task(ALICE) == first, "the task or its deadline changed"
 
 
 def test_a_newer_version_ends_the_open_task_and_gives_the_next_number(harness: Harness) -> None:
@@ -82,7 +82,7 @@ def test_a_worker_cannot_draw_other_tasks_by_going_back_to_an_older_version(harn
     assert harness.beat(version=0).waiting_for == "this worker to load version 1"
     assert harness.task(version=1) == first
     harness.pool.assignments.uploaded(ALICE, first.id, "9" * 64)
-    assert harness.beat(version=0).waiting_for == "this worker to load version 1", "not after its upload either"
+    assert harness.beat(version=0).waiting_for == "this worker to load version 1", "it got a task of an older version"
 
 
 # --- back-pressure ---------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_uploaded_and_claimed_work_counts_as_in_progress_and_rejected_work_does_
 
 def test_more_tasks_are_assigned_if_few_groups_are_useful(harness: Harness) -> None:
     harness.join(CAROL)
-    harness.accepted(useful=(True, False))  # half are useful, and 3 more useful groups need 3 submissions
+    harness.accepted(useful=(True, False))  # half are useful, so 3 more useful groups need 3 submissions
     for key in (ALICE, BOB, CAROL):
         harness.task(key)
     harness.join("d" * 64)

@@ -24,10 +24,10 @@ def test_a_batch_is_ready_when_it_is_full_of_useful_groups_oldest_first(harness:
     third = harness.accepted()
     assert groups(harness, 0) == [(first.id, 1), (second.id, 0), (second.id, 1), (third.id, 0)]
     before = harness.pool.batches.of_step(0)
-    assert harness.pool.batches.of_step(1).have == 1, "the rest waits for the next step"
+    assert harness.pool.batches.of_step(1).have == 1, "the fifth group must wait for the next step"
     harness.accepted()
     harness.accepted()
-    assert harness.pool.batches.of_step(0) == before, "a full batch never changes"
+    assert harness.pool.batches.of_step(0) == before, "a full batch changed"
     assert harness.pool.batches.of_step(1).ready and not harness.pool.batches.of_step(2).ready
 
 
@@ -42,7 +42,7 @@ def test_leftover_groups_within_the_async_level_fill_the_next_batch(harness: Har
     harness.publish(1, 2, 3)
     for version in (1, 2):
         harness.accepted(version=version, useful=(True,) * 4)
-    assert harness.status().step == 2, "three groups are left over"
+    assert harness.status().step == 2, "two batches must be full, with three groups left over"
     harness.accepted(version=2, useful=(True,))
     assert groups(harness, 2)[-1][0] == f"{ALICE[:16]}-000003"
     assert harness.status().stale_groups == 0
@@ -56,12 +56,12 @@ def test_a_group_one_version_too_old_is_counted_stale_and_never_trained_on() -> 
     harness.publish(0, 1, 2)
     old = harness.upload(BOB, 0)
     fresh = harness.upload(ALICE, 1)
-    harness.claim(VALIDATOR)  # Bob's submission, whose verdict comes late
+    harness.claim(VALIDATOR)  # claims Bob's submission, whose verdict comes late
     harness.clock.now_s += 301
     harness.claim(OTHER_VALIDATOR)
     assert harness.claimed().assignment.id == fresh.id
     harness.judge(fresh.id, useful=(True,) * 8)
-    assert harness.status().step == 2, "steps 0 and 1 are full: version 0 is too old for step 2"
+    assert harness.status().step == 2, "steps 0 and 1 must be full, so that version 0 is too old"
     harness.judge(old.id, validator=OTHER_VALIDATOR)
     assert harness.status().stale_groups == 2 and harness.status().have == 0
     harness.accepted(version=2, useful=(True,) * 4)
@@ -104,7 +104,7 @@ def test_a_trained_step_is_recorded_with_the_rewards_of_all_its_groups(harness: 
 
 def test_a_version_keeps_its_first_digest(harness: Harness) -> None:
     harness.publish(0)
-    assert harness.kinds().count("policy") == 1, "the same report again changes nothing"
+    assert harness.kinds().count("policy") == 1, "the repeated report was recorded again"
     with pytest.raises(PoolError, match="another digest"):
         harness.pool.learning.published(PolicyVersion(version=0, digest="f" * 64, size_bytes=1))
 
@@ -147,4 +147,4 @@ def test_newest_groups_with_equal_rewards_are_counted(harness: Harness) -> None:
     harness.accepted()
     harness.accepted(useful=(False, False))
     signal = harness.status().signal
-    assert (harness.status().step, signal.groups, signal.useful) == (1, 2, 0), "groups are counted for the open step"
+    assert (harness.status().step, signal.groups, signal.useful) == (1, 2, 0), "counted other steps' groups"

@@ -49,7 +49,7 @@ def test_the_share_halves_with_every_two_passed_checks_down_to_its_floor(harness
         harness.accepted(useful=USELESS)
         shares.append(share(harness))
     assert shares == [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.1, 0.1, 0.1]
-    assert share(harness, BOB) == 1, "each worker has its own share"
+    assert share(harness, BOB) == 1, "each worker must have its own share"
 
 
 def test_by_default_everything_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_any_rejection_takes_all_trust_away(harness: Harness, reason: Reason) ->
     harness.rejected(reason)
     assert share(harness) == 1 and harness.beat().state == "running"
     harness.accepted(useful=USELESS)
-    assert share(harness) == 1, "only checks passed after the rejection count"
+    assert share(harness) == 1, "only checks passed after the rejection may count"
     harness.accepted(useful=USELESS)
     assert share(harness) == 0.5
 
@@ -94,10 +94,12 @@ def test_a_draw_is_kept_when_the_submission_is_claimed_again(harness: Harness) -
     harness.draws(0.9)  # one draw; a second one would raise
     assert not claimed(harness).full
     again = harness.claim()
-    assert again is not None and not again.full, "the validator claims it again after a restart"
+    assert again is not None and not again.full, (
+        "the draw changed when the validator claimed it again, as after a restart"
+    )
     harness.clock.now_s += 300.5
     other = harness.claim(OTHER_VALIDATOR)
-    assert other is not None and not other.full, "another validator claims it after the lease"
+    assert other is not None and not other.full, "the draw changed when another validator claimed it after the lease"
 
 
 def test_each_submission_is_drawn_separately(harness: Harness) -> None:
@@ -131,7 +133,7 @@ def test_an_eviction_drops_the_workers_unbatched_groups_checked_or_not(harness: 
     assert waiting(harness) == [checked.id, unchecked.id, claims[0].assignment.id]
     harness.judge(lied.id, Reason.PROOF)
     assert harness.beat().state == "evicted"
-    assert waiting(harness) == [claims[0].assignment.id], "another worker's group stays"
+    assert waiting(harness) == [claims[0].assignment.id], "another worker's group must stay"
     assert harness.status().stale_groups == 2
 
 

@@ -77,28 +77,28 @@ def test_a_claim_keeps_the_fingerprint_that_its_worker_reported_before_the_first
     assert claim.fingerprint == ONE
     harness.beat(ALICE, wants=False, fingerprint=TWO)
     [again] = harness.claims(VALIDATOR, 8)
-    assert again.fingerprint == ONE, "a change after the upload has no effect"
+    assert again.fingerprint == ONE, "a change after the first claim must have no effect"
     harness.judge(claim.assignment.id)
     harness.publish(1)
     answer = harness.beat(ALICE, 1)
     assert answer.assignment is not None
     harness.pool.assignments.uploaded(ALICE, answer.assignment.id, "9" * 64)
     [claim] = harness.claims(VALIDATOR, 8)
-    assert claim.fingerprint == "", "no fingerprint was reported for version 1"
+    assert claim.fingerprint == "", "the fingerprint of another version must not count"
 
 
 def test_the_newest_common_version_decides_whether_two_nodes_are_in_one_class(harness: Harness) -> None:
     checkers = harness.pool.checkers
     harness.beat(ALICE, 7, wants=False, fingerprint=TWO)
-    assert checkers.fingerprints.of(ALICE) == {0: ONE}, "version 7 was not published"
+    assert checkers.fingerprints.of(ALICE) == {0: ONE}, "a fingerprint for an unpublished version was recorded"
     harness.publish(1, 2)
     harness.beat(ALICE, 1, wants=False, fingerprint=TWO)
     harness.beat(VALIDATOR, 2, wants=False, fingerprint=TWO)
-    assert checkers.same_class(ALICE, VALIDATOR), "only version 0 is common"
+    assert checkers.same_class(ALICE, VALIDATOR), "version 0, the only common one, must decide"
     harness.beat(VALIDATOR, 1, wants=False, fingerprint=ONE)
     assert not checkers.same_class(ALICE, VALIDATOR)
     harness.beat(ALICE, 2)
-    assert checkers.peers(ALICE) == [], "without a fingerprint she is in no class"
+    assert checkers.peers(ALICE) == [], "without a fingerprint Alice must be in no class"
 
 
 def test_with_exact_classes_only_workers_in_a_live_validators_class_get_tasks() -> None:
@@ -106,9 +106,11 @@ def test_with_exact_classes_only_workers_in_a_live_validators_class_get_tasks() 
     assert harness.beat(ALICE, fingerprint=ONE).assignment is not None
     refused = harness.beat(BOB, fingerprint=TWO)
     assert refused.assignment is None and "validator.classes" in refused.waiting_for
-    assert harness.beat(BOB).assignment is None, "Bob gets no task without a fingerprint either"
+    assert harness.beat(BOB).assignment is None, "Bob must get no task without a fingerprint either"
     harness.clock.now_s += 31
-    assert harness.beat(ALICE, fingerprint=ONE).assignment is None, "the validators are gone"
+    assert harness.beat(ALICE, fingerprint=ONE).assignment is None, (
+        "a task was assigned although the validators are gone"
+    )
 
 
 # --- a second opinion ------------------------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ def test_if_the_second_validator_accepts_the_first_must_renew_its_fingerprint(
     assert claimable(harness, OTHER_VALIDATOR) == [id]
     harness.judge(id, validator=OTHER_VALIDATOR, replay=Replay(tokens=100, mismatched=0))
     assert harness.state(id) == "accepted" and "slashed" not in harness.kinds()
-    assert harness.beat(VALIDATOR, fingerprint=ONE, renews=False).renewals == 1, "the validator is at fault"
+    assert harness.beat(VALIDATOR, fingerprint=ONE, renews=False).renewals == 1, "the validator must renew"
     assert harness.beat(ALICE, fingerprint=ONE, renews=False).renewals == 0
     assert any("validator-e" in notice for notice in harness.status().notices)
     assert confirmed(harness) == 0
@@ -161,7 +163,7 @@ def test_without_a_second_validator_of_the_class_inexact_work_is_unpaid_but_does
         inexact(harness, VALIDATOR, id)
         assert harness.state(id) == "rejected"
     assert confirmed(harness) == 0
-    assert harness.beat(fingerprint=ONE).assignment is not None, "it is not suspended"
+    assert harness.beat(fingerprint=ONE).assignment is not None, "the worker must not be suspended"
 
 
 def test_if_the_second_validator_dies_the_first_one_judges_alone(harness: Harness) -> None:
@@ -180,7 +182,7 @@ def test_a_second_validator_that_cannot_replay_exactly_does_not_refute_the_first
     harness.judge(id, validator=OTHER_VALIDATOR, replay=None)
     assert harness.state(id) == "rejected"
     assert harness.beat(OTHER_VALIDATOR, fingerprint=ONE, renews=False).renewals == 1
-    assert confirmed(harness) == 0, "only one validator found a mismatch"
+    assert confirmed(harness) == 0, "a mismatch that one validator found must stay unconfirmed"
 
 
 def test_a_lie_is_slashed_once_any_second_validator_confirms_it() -> None:
@@ -210,7 +212,7 @@ def test_the_second_validator_checks_all_of_a_submission_whatever_was_drawn_for_
 
 
 def doubted(harness: Harness) -> str:
-    """Upload a submission of Alice's that the first validator rejects and the second has not checked. Return its id."""
+    """Upload a submission for Alice, and reject it by the first validator. The second has not checked it. Return its id."""
     id = uploaded(harness)
     assert claimable(harness, VALIDATOR) == [id]
     harness.judge(id, Reason.PROOF, confirmed=False)
@@ -236,7 +238,7 @@ def test_a_lie_whose_version_is_gone_before_the_second_verdict_is_slashed_by_the
     if second == "claims it and dies":
         assert claimable(harness, OTHER_VALIDATOR) == [id]
         harness.clock.now_s += 301
-    harness.publish(1, 2, 3, 4, 5)  # relays hold five versions
+    harness.publish(1, 2, 3, 4, 5)  # relays drop version 0, because they hold five versions
     assert claimable(harness, VALIDATOR if second == "never claims" else OTHER_VALIDATOR) == []
     slashed_by_the_first(harness, id)
 

@@ -1,4 +1,4 @@
-"""No lie pays: the expected pay of every strategy stays below its cost, while honest work earns exactly its cost.
+"""No lie pays: no strategy's expected pay exceeds its cost, and honest work earns exactly its cost.
 
 The rules are those of `trust.share` and `credit.Escrow`, at the defaults and the lowest share of checks that they
 allow. One submission's honest work costs 1 and pays 1, so honest profit is 0. If it were larger, eviction would cost a

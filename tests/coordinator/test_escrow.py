@@ -14,7 +14,7 @@ from .support import ALICE, BOB, VALIDATOR, Harness, staffed_pool
 
 pytestmark = pytest.mark.usefixtures("every_database")
 
-USELESS = (False, False)  # 20 tokens; fills no batch, so that any number can be uploaded
+USELESS = (False, False)  # earns 20 tokens and fills no batch, so that any number can be uploaded
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_slashed_worker_loses_pending_credit_and_keeps_final_credit(harness: H
 def test_the_runs_end_releases_pending_credit_once(harness: Harness) -> None:
     harness.accepted(useful=USELESS)
     harness.rejected(Reason.UNREADABLE)
-    assert credit(harness) == (20, 0, 0), "a soft rejection takes no credit"
+    assert credit(harness) == (20, 0, 0), "a soft rejection must take no credit"
     for step in (4, 5, 5):
         harness.pool.learning.trained(StepReport(step=step, metrics={}, trained=[]))
         assert credit(harness) == ((20, 0, 0) if step == 4 else (0, 20, 0))
@@ -69,7 +69,7 @@ def test_the_runs_end_releases_pending_credit_once(harness: Harness) -> None:
 
 
 def test_work_accepted_after_the_last_step_is_paid_at_once(harness: Harness) -> None:
-    """No later work could cover it."""
+    """The credit is not escrowed, because no later work could cover it."""
     earlier, late = harness.upload(), harness.upload(BOB)
     harness.claims(VALIDATOR, 2)
     harness.judge(earlier.id, None, USELESS)
@@ -88,7 +88,7 @@ def test_while_unchecked_groups_fill_half_a_batch_every_submission_is_checked(ha
     harness.pool.judgement.trust.random = lambda: 0.9
     ids = [harness.accepted(useful=useful).id for useful in ((True, False), (True, True), (True, False))]
     full = [task.full_check for id in ids if (task := harness.pool.db.submissions.get(id))]
-    assert full == [True, False, True], "the first is a newcomer's; during the third, two unchecked groups wait"
+    assert full == [True, False, True], "the third must be checked, because two unchecked groups wait"
     assert harness.pool.batches.of_step(0).ready
     rows = harness.pool.db.connection.rows("SELECT checked FROM groups WHERE batch = 0 ORDER BY seq")
     assert [bool(checked) for (checked,) in rows] == [True, False, False, True]

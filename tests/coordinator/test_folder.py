@@ -60,7 +60,7 @@ def test_a_second_coordinator_refuses_to_start_until_the_first_is_killed(
         os.kill(first.pid, signal.SIGKILL)
         first.join(PATIENCE_S)
         tables, _ = open_state(tmp_path, section)
-        assert not tables.has_table("half"), "the unfinished transaction is rolled back"
+        assert not tables.has_table("half"), "the unfinished transaction was not rolled back"
     finally:
         first.kill()
         first.join()
@@ -113,7 +113,7 @@ def test_an_error_in_a_nested_transaction_or_around_it_undoes_both(fails: str) -
             raise RuntimeError
     assert harness.pool.members.role(ALICE) is None and harness.kinds() == []
     harness.pool.members.register(BOB, payload("alice"), None)
-    assert harness.pool.members.role(BOB) == "worker", "and no transaction is left open"
+    assert harness.pool.members.role(BOB) == "worker", "a transaction was left open"
 
 
 def test_a_full_disk_is_reported_and_leaves_no_part_of_a_transaction(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_run_in_another_format_is_refused_and_not_changed(tmp_path: Path) -> N
         return connection
 
     opened().close()
-    again = opened()  # in this version's format, so it opens
+    again = opened()  # opens, because it is in this version's format
     again.execute(f"PRAGMA user_version = {FORMAT - 1}")
     again.execute("DROP TABLE groups")
     again.close()

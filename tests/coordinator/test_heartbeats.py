@@ -32,13 +32,13 @@ def test_a_large_pools_heartbeats_are_recorded_together_and_none_is_lost(harness
     sent_s = harness.clock.now_s
     for number, key in enumerate(keys):
         beats.record(harness.node(key), Heartbeat(policy_version=None, stats=Stats(tokens=number)))
-    assert {harness.node(key).seen_s for key in keys[1:]} == {0.0}, "the heartbeats are buffered"
+    assert {harness.node(key).seen_s for key in keys[1:]} == {0.0}, "the heartbeats were not buffered"
     harness.clock.now_s += FLUSH_S
     beats.record(harness.node(keys[0]), Heartbeat(policy_version=7))
     assert {harness.node(key).seen_s for key in keys[1:]} == {sent_s}
     assert [Stats.model_validate_json(harness.node(key).stats).tokens for key in keys[1:]] == list(range(1, MANY))
     newest = (harness.node(keys[0]).seen_s, harness.node(keys[0]).version)
-    assert newest == (harness.clock.now_s, 7), "a node's newest heartbeat counts"
+    assert newest == (harness.clock.now_s, 7), "a node's newest heartbeat must count"
 
 
 def test_each_download_is_recorded_once_on_the_coordinators_clock(harness: Harness) -> None:

@@ -27,7 +27,7 @@ def test_during_an_upload_a_worker_gets_one_more_task(proven: Harness) -> None:
     first = proven.task()
     second = beat(proven, first.id).assignment
     assert second is not None and second.number == first.number + 1
-    assert beat(proven, first.id).assignment == second, "however many requests it sends"
+    assert beat(proven, first.id).assignment == second, "a repeated request must get the same task"
     proven.pool.assignments.uploaded(ALICE, first.id, FILE)
     proven.pool.assignments.uploaded(ALICE, second.id, FILE)
 
@@ -47,7 +47,7 @@ def test_a_newcomer_gets_no_task_during_an_upload(harness: Harness) -> None:
     assert answer.assignment is None and f"its upload of {first.id}" in answer.waiting_for
     harness.publish(1)
     assert beat(harness, first.id, version=1).assignment is None
-    assert harness.state(first.id) == "open", "newer weights do not end its upload"
+    assert harness.state(first.id) == "open", "newer weights must not end its upload"
 
 
 def test_an_announced_file_that_never_arrives_is_missed(proven: Harness) -> None:
@@ -94,14 +94,14 @@ def test_a_draining_worker_finishes_its_tasks_and_leaves_without_penalty(proven:
     assert second is not None
     proven.pool.members.drain(ALICE)
     proven.pool.assignments.uploaded(ALICE, first.id, FILE)
-    assert proven.task() == second, "a restart does not lose the task"
+    assert proven.task() == second, "a restart must not lose the task"
     proven.pool.assignments.uploaded(ALICE, second.id, FILE)
     assert proven.beat(ALICE).state == "left"
     assert (proven.beat(ALICE).state, proven.beat(ALICE).assignment) == ("left", None)
     assert not missed(proven) and not proven.node().suspensions
     proven.claim()
     proven.judge(first.id)
-    assert proven.state(first.id) == "accepted", "its uploads are judged and paid"
+    assert proven.state(first.id) == "accepted", "its uploads must still be judged and paid"
 
 
 def test_a_worker_killed_while_it_drained_returns_to_the_same_task(proven: Harness) -> None:
@@ -111,7 +111,7 @@ def test_a_worker_killed_while_it_drained_returns_to_the_same_task(proven: Harne
     proven.join(ALICE)  # its next start
     assert proven.node().state == "active" and proven.task() == first and not missed(proven)
     proven.pool.assignments.uploaded(ALICE, first.id, FILE)
-    assert proven.task().number == first.number + 1, "the operator need not readmit it"
+    assert proven.task().number == first.number + 1, "it must get tasks again without the operator"
 
 
 def test_leaving_and_returning_ends_neither_a_rest_nor_a_suspension(proven: Harness) -> None:
@@ -201,7 +201,9 @@ def test_submissions_are_uploaded_in_order(several: Harness) -> None:
     with pytest.raises(PoolError, match=f"{second} comes after {first}, which has to be uploaded first"):
         several.pool.assignments.uploaded(ALICE, second, FILE)
     several.pool.assignments.uploaded(ALICE, first, FILE)
-    several.pool.assignments.uploaded(ALICE, second, "8" * 64)  # any file: only the oldest task's file is announced
+    several.pool.assignments.uploaded(
+        ALICE, second, "8" * 64
+    )  # any file, because only the oldest task's file can be announced
 
 
 def test_a_restarted_worker_gets_all_its_tasks_again_in_order(several: Harness) -> None:
@@ -227,11 +229,13 @@ def test_a_task_in_progress_may_take_longer_than_its_deadline(several: Harness) 
     assert beat(several, "", first, second).assignment is not None
     assert several.state(first) == several.state(second) == "open"
     beat(several, "", second)
-    assert (several.state(first), several.state(second)) == ("expired", "open"), "the worker lost its first task"
+    assert (several.state(first), several.state(second)) == ("expired", "open"), (
+        "only the task that it lost must expire"
+    )
 
 
 def test_a_slow_worker_with_several_tasks_has_missed_none(several: Harness) -> None:
-    """Other workers filled the batches. All its tasks are too old, so it cannot choose among them."""
+    """Other workers filled the batches. All tasks of the slow worker are too old, so it cannot choose among them."""
     first, second = take(several, 2)
     beat(several, first, second)
     outrun(several, 1, 2, 3)
@@ -247,7 +251,7 @@ def test_an_upload_in_progress_is_not_missed_when_its_version_becomes_too_old(se
     (first,) = take(several, 1)
     several.publish(1)
     newer = beat(several, first, version=1).assignment
-    assert newer is not None and newer.policy_version == 1, "the older version is allowed for another step"
+    assert newer is not None and newer.policy_version == 1, "the next task must be for the newer version"
     outrun(several, 2, 3)
     beat(several, first, newer.id, version=1)
     assert several.state(first) == "stale" and not missed(several)

@@ -34,7 +34,7 @@ def test_the_same_key_may_register_again_at_a_new_address_even_after_its_invite_
     harness.clock.now_s = 9_999
     harness.pool.members.register(ALICE, invite, "http://a:2")
     assert harness.beat(ALICE, wants=False).relays == ["http://a:2"]
-    assert harness.kinds() == ["registered"], "a restart is not registered twice"
+    assert harness.kinds() == ["registered"], "a restart must not be registered again"
     with pytest.raises(PoolError, match="expired"):
         harness.pool.members.register(BOB, payload("bob", nonce="1" * 32), None)
 
@@ -48,7 +48,7 @@ def test_an_invite_and_a_name_belong_to_the_first_key() -> None:
         assert caught.value.status == 403 and harness.pool.members.role(BOB) is None
     with pytest.raises(PoolError, match="already registered as alice"):
         harness.pool.members.register(ALICE, payload("boss", role="learner", nonce="1" * 32), None)
-    assert harness.pool.members.role(ALICE) == "worker", "one key has one role"
+    assert harness.pool.members.role(ALICE) == "worker", "a key must keep its role"
 
 
 def test_keys_and_addresses_of_evicted_nodes_are_not_announced(harness: Harness) -> None:
@@ -120,7 +120,7 @@ def leaves(one_place: Harness, key: str) -> None:
 
 def test_a_full_run_admits_no_new_worker(one_place: Harness) -> None:
     assert is_full(one_place) and one_place.pool.members.role(BOB) is None
-    assert not is_full(one_place, ALICE), "a restarted worker keeps its place"
+    assert not is_full(one_place, ALICE), "a restarted worker must keep its place"
     one_place.join("d" * 64, "relay")
 
 
@@ -155,7 +155,7 @@ def test_a_machine_that_lacks_a_requirement_is_refused_and_told_which() -> None:
         register(ALICE, payload("alice"), None)
     register(VALIDATOR, payload("v", role="validator"), None)
     register(ALICE, payload("alice", nonce="1" * 32), None, fit := Capability(device="cpu", engine="vllm"))
-    assert fit in [node.capability for node in harness.status().nodes], "the status shows a machine's report"
+    assert fit in [node.capability for node in harness.status().nodes], "the status must show a machine's report"
 
 
 # --- open mode -------------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_a_deposit_admits_a_stranger_and_becomes_its_stake(staking: Harness) -> 
         assert answer.name == f"stranger-{ALICE[:16]}" and booked(staking.pool).at_risk(ALICE) == 100
     assert staking.beat().assignment is not None
     staking.join(BOB)
-    assert staking.beat(BOB).assignment is not None, "an invited worker needs no stake"
+    assert staking.beat(BOB).assignment is not None, "an invited worker must get tasks without stake"
 
 
 def test_a_worker_that_takes_its_stake_back_gets_no_more_tasks(staking: Harness) -> None:
@@ -329,7 +329,7 @@ def test_with_a_contract_only_stake_at_risk_earns_tasks(staking: Harness) -> Non
     staking.pool.members.stakes = stakes
     stakes.offers = {ALICE: REQUIRED}
     staking.pool.members.register(ALICE, strangers(), None, payer="0x" + "1" * 40)
-    assert staking.beat().assignment is None, "its deposit can still be taken back"
+    assert staking.beat().assignment is None, "a deposit that can still be taken back must earn no task"
     stakes.members = {ALICE: REQUIRED}
     assert staking.beat().assignment is not None
     [entry] = [entry for entry in staking.pool.db.ledger.entries(kind="registered") if ALICE in entry.body]

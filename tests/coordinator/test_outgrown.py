@@ -50,7 +50,7 @@ serve_forever(config.load(Path(folder) / "config.toml"), run, Path(folder), int(
 
 
 class Machine:
-    """A coordinator in its own process. Its own folder holds the pool's key."""
+    """A coordinator process with a folder of its own, which holds a copy of the pool's key."""
 
     def __init__(self, folder: Path, key: Path, settings: Config, port: int) -> None:
         folder.mkdir()
@@ -97,7 +97,7 @@ def test_a_coordinator_on_another_machine_continues_where_the_first_was_killed(
         made = make_invite(identity, url=url, run=RUN, role=role, name=name, expires_s=int(time.time()) + 600)  # type: ignore[arg-type]
         node = Node.join(made, tmp_path / name, patience_s=PATIENCE_S, stop=threading.Event())
         received = node.config()
-        assert node.direct and received.coordinator.database == "", "private fields are not sent"
+        assert node.direct and received.coordinator.database == "", "private fields must not be sent"
         return node
 
     try:
@@ -126,7 +126,7 @@ def test_a_coordinator_on_another_machine_continues_where_the_first_was_killed(
         assert [claim.assignment.id for claim in claims] == [task.id for task, _ in tasks]
         assert machines[1].process.poll() is None
         with httpx.Client() as client:
-            assert client.send(signed).status_code == 425, "the first coordinator has already served this request"
+            assert client.send(signed).status_code == 425, "a request that the first coordinator served must be refused"
         for number, (task, data) in enumerate(tasks):
             assert validator.fetch_file(f"/v1/submissions/{task.id}", max_bytes=1 << 20) == data
             stored = validator.send_file(f"/v1/accepted/{task.id}", ACCEPTED + bytes([number]))
@@ -144,6 +144,6 @@ def test_a_coordinator_on_another_machine_continues_where_the_first_was_killed(
     ledger = Ledger(open_postgres(settings.coordinator.database))
     kinds = [entry.kind for entry in ledger.entries()]
     assert [kinds.count(kind) for kind in ("started", "registered", "policy", "accepted")] == [2, 4, 1, 2]
-    assert "accepted" in kinds[len(kinds) - kinds[::-1].index("started") :], "the second coordinator accepted work"
+    assert "accepted" in kinds[len(kinds) - kinds[::-1].index("started") :], "the second coordinator accepted no work"
     verify_chain(ledger.entries(), identity.public)
     assert not list(tmp_path.rglob("*.parquet")) and not list(tmp_path.rglob("pool.sqlite"))

@@ -59,7 +59,7 @@ def test_a_pool_killed_inside_a_transaction_reopens_as_before_that_transaction(t
     status = harness.status()
     accepted = KINDS[:whole].count("accepted")
     in_batches = 4 if harness.pool.batches.of_step(0).ready else 0
-    assert status.have + in_batches == 2 * accepted, "a group is credited exactly when its submission is accepted"
+    assert status.have + in_batches == 2 * accepted, "a group must be credited exactly when its submission is accepted"
     assert sum(node.accepted for node in status.nodes) == accepted
     assert bool(status.slashed) == ("slashed" in KINDS[:whole])
     assert status.trained == KINDS[:whole].count("trained")
@@ -96,7 +96,7 @@ def test_a_failing_ledger_leaves_no_trace_of_the_verdict(
         patch.setattr(harness.pool.db.ledger, "append", full)
         with pytest.raises(sqlite3.OperationalError):
             harness.judge(task.id)
-    assert harness.status().have == 0 and caplog.records == [], "an undone verdict is not logged"
+    assert harness.status().have == 0 and caplog.records == [], "an undone verdict must not be logged"
     harness.judge(task.id)
     assert harness.status().have == 2
 
@@ -165,7 +165,7 @@ def test_an_accepted_groups_sample_names_its_worker_and_is_stored_once(harness: 
     assert (sample.submission, sample.group, sample.worker, sample.policy_version) == (id, 0, "worker-a", 0)
     assert sample.completion == "2"
     stored = harness.pool.db.connection.value("SELECT verdict FROM submissions WHERE id = ?", id)
-    assert "completion" not in stored, "the text is not stored a second time with the verdict"
+    assert "completion" not in stored, "the text must not be stored a second time with the verdict"
 
 
 def test_only_the_newest_samples_are_kept(harness: Harness) -> None:

@@ -117,7 +117,7 @@ def test_an_unreachable_chain_is_reported_and_nothing_is_lost(scene: Scene) -> N
     assert "the chain does not answer; accepted work waits in the ledger" in scene.notices[0]
     with pytest.raises(PoolError, match="cannot read stakes") as caught:
         asyncio.run(settling.read_offered(BOB, ACCOUNT))
-    assert caught.value.status == 503, "a node repeats the request"
+    assert caught.value.status == 503, "the status must make the node repeat its request"
     scene.credit(ALICE, "a-2", 12)
     scene.chain.away = False
     asyncio.run(until(lambda: scene.credited(ALICE) == 42, of=settling))

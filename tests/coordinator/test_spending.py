@@ -72,7 +72,7 @@ def test_a_worker_that_exploits_a_tolerance_is_dismissed_and_not_slashed(harness
     assert harness.kinds().count("dismissed") == 1 and "slashed" not in harness.kinds()
     answer = harness.beat()
     assert answer.state == "running" and answer.assignment is None and "dismissed" in answer.waiting_for
-    assert harness.beat(BOB).assignment is not None, "another worker still gets tasks"
+    assert harness.beat(BOB).assignment is not None, "another worker must still get tasks"
     entry = json.loads(next(iter(harness.pool.db.ledger.entries(kind="dismissed"))).body)
     assert entry["worker"] == ALICE and entry["submissions"] == len(states) and entry["evidence"] > 13.8
 
@@ -122,7 +122,8 @@ def submissions_until_detected(draw: Any, regenerated: int = 4) -> int | None:
 
 
 def test_a_worker_that_spoils_rare_right_answers_is_detected_by_regenerated_rollouts() -> None:
-    """A submission has two right answers, as with SmolLM2 at first. Eight more mismatches do not affect its reward."""
+    """Each submission has two right answers, as with SmolLM2 at first, and the worker spoils both. Its eight other
+    rollouts with mismatches are wrong anyway, so those mismatches do not change the reward."""
     rng = np.random.default_rng(0)
 
     def spoils() -> tuple[int, int]:
@@ -131,7 +132,7 @@ def test_a_worker_that_spoils_rare_right_answers_is_detected_by_regenerated_roll
     number = submissions_until_detected(spoils)
     assert number is not None and number < 120
     assert submissions_until_detected(lambda: (2, 0)) == submissions_until_detected(lambda: (0, 2)) < 40  # type: ignore[operator]
-    assert submissions_until_detected(lambda: (0, 2), regenerated=0) is None, "not without regenerated rollouts"
+    assert submissions_until_detected(lambda: (0, 2), regenerated=0) is None, "it must stay undetected without them"
 
 
 def test_numerics_that_change_rewards_both_ways_are_no_evidence() -> None:

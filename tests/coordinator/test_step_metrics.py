@@ -56,7 +56,9 @@ def test_each_source_has_its_own_rewards_outcomes_and_filter_counts(harness: Har
         "score/mean": 4.75 / 10,
     }
     assert {name: metrics.get(name) for name in expected} == expected
-    assert not [name for name in metrics if name.startswith("length")], "no group has a target"
+    assert not [name for name in metrics if name.startswith("length")], (
+        "a length metric is given although no group has a target"
+    )
 
 
 def test_each_of_several_rewards_has_its_own_mean_by_source(harness: Harness) -> None:
@@ -113,7 +115,9 @@ def test_a_group_with_a_grader_error_is_counted_and_never_trained_on(online_filt
 def test_old_grader_errors_are_forgotten(harness: Harness) -> None:
     errors = group("sums", [0] * 16, outcomes=Outcomes(grader_error=16), error="x")
     harness.pool.batches.credit("a-0", 0, [errors, errors])
-    harness.pool.batches.credit("a-1", 0, [group("sums", [1] * 15 + [0])] * 31)  # 32 groups of 16 are 512
+    harness.pool.batches.credit(
+        "a-1", 0, [group("sums", [1] * 15 + [0])] * 31
+    )  # with one of the two failed groups, the newest 512
     grading = harness.status().grading
     assert (grading.total, grading.recent, grading.errors) == (33 * 16, 512, 16)
 
@@ -179,7 +183,7 @@ def test_prometheus_metrics_count_submissions_verdicts_and_nodes() -> None:
         'shoal_node_busy_seconds{name="validator-e",role="validator"}': 1.5,
     }
     assert {name: metrics.get(name) for name in expected} == expected
-    assert not [name for name in metrics if "worker-b" in name], "it is evicted"
+    assert not [name for name in metrics if "worker-b" in name], "evicted Bob must not be shown"
 
 
 def test_prometheus_metrics_show_steps_rewards_and_accuracy(harness: Harness) -> None:
@@ -187,7 +191,7 @@ def test_prometheus_metrics_show_steps_rewards_and_accuracy(harness: Harness) ->
     for name in ("steps_trained_total", "verdicts_total", "queue_age_seconds", "newest_version", "open_step"):
         assert new[f"shoal_{name}"] == 0
     assert "shoal_reward_mean" not in new and "shoal_heldout_accuracy" not in "".join(new), (
-        "there are no measurements yet"
+        "metrics without a measurement must be missing"
     )
     harness.accepted()
     for version in (1, 2):

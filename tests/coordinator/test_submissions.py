@@ -45,7 +45,7 @@ def test_a_file_of_a_version_too_old_for_any_batch_is_refused(harness: Harness) 
     late = harness.task(BOB, 0)  # delayed until its version is too old
     for version in (0, 0, 0):
         harness.accepted(version=version)
-        harness.clock.now_s += 31  # Bob is silent: his task does not count as in progress
+        harness.clock.now_s += 31  # so the task of Bob, who is silent, does not count as in progress
         harness.accepted(version=version)
     assert harness.status().step == 3
     with pytest.raises(PoolError, match="version 0, older than 1") as caught:
@@ -53,7 +53,7 @@ def test_a_file_of_a_version_too_old_for_any_batch_is_refused(harness: Harness) 
     assert caught.value.status == 409
     assert harness.pool.db.submissions.count_by_state()["stale"] == 1
     harness.publish(1)
-    assert harness.task(BOB, 1).number == 1, "a late upload does not count as missed, so Bob need not rest"
+    assert harness.task(BOB, 1).number == 1, "a late upload must not count as missed, so Bob must not have to rest"
 
 
 # --- checking --------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_an_expired_claim_goes_to_another_validator_whose_verdict_alone_counts(h
 
 
 def test_a_submission_expires_when_relays_no_longer_hold_its_version(caplog: pytest.LogCaptureFixture) -> None:
-    """A dead validator leaves its claim behind; the next validator would wait for weights that nobody serves."""
+    """A dead validator leaves its claim behind. Without this rule, the next one would wait for weights that nobody serves."""
     harness = open_pool(prompts_per_step=20)
     for key in (ALICE, BOB):
         harness.join(key)
@@ -100,7 +100,7 @@ def test_a_submission_expires_when_relays_no_longer_hold_its_version(caplog: pyt
     harness.publish(5)
     with caplog.at_level(logging.INFO):
         assert [claim.assignment.id for claim in harness.claims(OTHER_VALIDATOR, 4)] == [young.id]
-    assert caplog.messages == [], "the first validator still has time to judge it"
+    assert caplog.messages == [], "a submission that the first validator may still judge must not expire"
     with caplog.at_level(logging.INFO):
         assert harness.claims(VALIDATOR, 4) == []
     assert caplog.messages == [f"{old.id} by worker-a expired unchecked: relays no longer hold version 0"]
@@ -151,7 +151,7 @@ def test_rollouts_that_were_accepted_before_are_rejected_even_if_the_validator_m
     harness.judge(second.id, content="5" * 64, validator=OTHER_VALIDATOR)
     assert harness.pool.judgement.content_owner("5" * 64).submission == first.id
     assert harness.status().reject_reasons == {reason: 1}
-    assert harness.status().have == (0 if reason == "replayed" else 2), "the copy's groups are not credited"
+    assert harness.status().have == (0 if reason == "replayed" else 2), "the copy's groups must not be credited"
     assert harness.beat(key, 0).state == ("evicted" if reason == "replayed" else "running")
 
 
@@ -226,9 +226,9 @@ def test_a_slashed_worker_is_paid_nothing_for_its_earlier_uploads(wide: Harness)
     held = f"{ALICE[:16]}-000002"
     with pytest.raises(PoolError, match="expired and not claimed") as caught:
         wide.judge(held, validator=OTHER_VALIDATOR)
-    assert caught.value.status == 409, "the validator then drops its verdict"
+    assert caught.value.status == 409, "the status must make the validator drop its verdict"
     assert wide.claims(VALIDATOR, 8) == []
-    assert wide.status().have == 0, "its accepted groups enter no batch"
+    assert wide.status().have == 0, "its accepted groups must enter no batch"
     wide.end()
     assert wide.pool.judgement.escrow.tokens_by_credit() == {(ALICE, "forfeited"): 20}
     assert wide.kinds().count("accepted") == wide.kinds().count("slashed") == 1 and "credited" not in wide.kinds()

@@ -54,7 +54,7 @@ def test_the_newest_entry_is_co_signed_kept_and_recorded(site: Site, tmp_path: P
     *same, last = ledger(site, node)
     assert same == before and last.kind == "witnessed" and node.identity.public in last.body
     witness.sign()
-    assert ledger(site, node)[-1] == last, "an entry for a co-signature is not co-signed itself"
+    assert ledger(site, node)[-1] == last, "an entry for a co-signature must not be co-signed itself"
     validator(site, tmp_path, "other")
     witness.sign()
     assert [entry.kind for entry in ledger(site, node)[-2:]] == ["registered", "witnessed"]
@@ -81,7 +81,7 @@ def test_a_ledger_of_many_pages_is_read(site: Site, tmp_path: Path, monkeypatch:
     Witness(others[0], tmp_path / "other-0").sign()
     restarted = Witness(node, tmp_path / "validator")
     restarted.sign()
-    assert len(ledger(site, node)) == 1 + 4 + 2, "started, 4 registered, 2 witnessed; nothing after the restart"
+    assert len(ledger(site, node)) == 1 + 4 + 2, "1 started, 4 registered and 2 witnessed must be all"
 
 
 def test_a_truncated_ledger_is_noticed_after_coordinator_and_validator_restart(tmp_path: Path) -> None:
@@ -126,5 +126,5 @@ def test_only_a_head_of_this_ledger_signed_by_its_sender_is_recorded(site: Site,
     refused(posted(sign_head(head, other.identity)), 400, "not a head that", node.identity.public[:16])
     for wrong in ({"digest": "0" * 64}, {"seq": 1}, {"seq": head.seq + 1}, {"run": "another"}):
         refused(posted(sign_head(head.model_copy(update=wrong), node.identity)), 409, "of this ledger differs")
-    assert ledger(site, node) == chain, "nothing was recorded"
+    assert ledger(site, node) == chain, "a refused head was recorded"
     assert posted(sign_head(head, node.identity)).status_code == 200

@@ -7,7 +7,8 @@ worker's fingerprint for the submission's version with its own to decide whether
 
 A rejection waits for a second verdict if it is hard or its reason is `inexact`, and if another live validator can judge
 the submission. The submission returns to the queue, and the second verdict counts. Without another validator, the first
-verdict counts. Before a hard rejection because of a prefill, a validator reloads its weights and repeats the prefill.
+verdict counts. If a prefill gives a hard reason, the validator reloads its weights and repeats the prefill before it
+rejects.
 
     both reject           hard: the worker is slashed. inexact: no credit, and the mismatch is counted
     the second accepts    the worker gets credit; the first validator is suspect and is asked for a new fingerprint
@@ -22,9 +23,10 @@ same number of unconfirmed ones excludes it from all classes for WINDOW_S. Its w
 costs the worker nothing and saves the validator a second prefill. Inexact submissions that were uploaded before the
 worker could report a new fingerprint count as one mismatch.
 
-Invariants: a false fingerprint gains nothing; it only chooses the validator and makes the check stricter. A flipped bit
-in any machine costs at most the credit of the submissions that it made inexact. A submission keeps the fingerprint that
-its worker had at the first claim. Only the first rejection of a submission can wait for confirmation.
+Invariants: a worker gains nothing by a false fingerprint, which only chooses the validator and makes the check
+stricter. A flipped bit in any machine costs at most the credit of the submissions that it made inexact. A submission
+keeps the fingerprint that its worker had when it was first claimed. Only a submission's first rejection can wait for
+confirmation.
 docs/trust.md explains why one validator's rejection needs confirmation, even though validators are trusted.
 """
 
@@ -78,7 +80,7 @@ class Doubt:
 
     by: str
     reason: Reason
-    verdict: str  # as JSON: it counts if no second verdict follows
+    verdict: str  # JSON of the first verdict, which counts if no second one follows
 
 
 class Fingerprints:
@@ -303,7 +305,7 @@ class Checkers:
         """
         first = self.replays.doubt(submission.id)
         if first is not None and first.by == validator:
-            first = None  # no other validator is left
+            first = None  # the same validator judges again, because no other one is left
         if first and first.reason is Reason.INEXACT and verdict.replay is None and reason is None:
             # The second validator is in another class, so it cannot refute the first.
             self._renew(validator, f"could not replay {submission.id} exactly, unlike {self.db.nodes.name(first.by)}")

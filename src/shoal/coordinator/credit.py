@@ -11,10 +11,11 @@ honest submissions, even right after it earned trust. docs/trust.md calculates w
     offered     stake that a stranger has deposited; enough of it lets the stranger join
     at_risk     stake that slashing a member would take
 
-Invariants: a submission's credit leaves `pending` once, in the transaction of the event that causes this, together with
-a ledger entry. Credited tokens are never taken back. A stake that its owner can still withdraw at once counts only as
-offered, and earns no task. Only a stranger that joins by stake waits for a chain. Accepted work enters the ledger
-first. `Settlement` then sends the entries in order and retries, even after a restart, until the chain accepts them.
+Invariants: a submission's credit leaves `pending` only once. One transaction holds this change, the event that causes
+it, and the ledger entry. Credited tokens are never taken back. A stake that its owner can still withdraw at once counts
+only as offered, and earns no task. Only a stranger that joins by stake waits for a chain. Accepted work enters the
+ledger first. `Settlement` then sends the entries in order and retries, even after a restart, until the chain accepts
+them.
 Left out: what a token is worth; chain reorganisations; a chain that makes blocks more slowly than the pool makes entries.
 """
 
@@ -77,7 +78,7 @@ class Escrow:
         self._settle(worker, "forfeited", self._pending(worker))
 
     def close(self) -> None:
-        """Release all pending credit: the run assigns no more work."""
+        """Release all pending credit, because the run assigns no more work."""
         waiting = "SELECT DISTINCT worker FROM submissions WHERE credit = 'pending' ORDER BY worker"
         for (worker,) in self.db.connection.rows(waiting):
             self._settle(worker, "credited", self._pending(worker))
@@ -175,7 +176,7 @@ class Settlement:
         self.waiting: deque[Entry] = deque()
         self._read_seq = 0  # the newest ledger entry that was read
         self._last_notice = ""
-        self._skipped_settled = False  # whether `waiting` is free of entries that were settled before this start
+        self._skipped_settled = False  # whether entries settled before this start were removed from `waiting`
         self._contracts: dict[str, EvmStakes] = {}  # by the thread that uses it
         self._strangers = 0
         self._settle_thread, self._read_thread = (ThreadPoolExecutor(1, f"chain-{name}") for name in ("settle", "read"))

@@ -36,9 +36,9 @@ HISTORY = f"""CREATE TABLE IF NOT EXISTS history (
     seq {SERIAL}, kind TEXT NOT NULL, key TEXT NOT NULL, body TEXT NOT NULL, UNIQUE (kind, key))"""
 RUN = "CREATE TABLE IF NOT EXISTS run (started_s DOUBLE PRECISION NOT NULL)"
 SCHEMA = [*nodes.SCHEMA, *submissions.SCHEMA, *groups.SCHEMA, POLICIES, HISTORY, RUN]
-PAGE_BYTES = 256 << 10  # size of the entries in a response; a larger entry is sent alone
-OWN_PAGE_BYTES = 4 << 20  # the same when this process reads, because it rewrites the run's metrics after each page
-READ_ROWS = 32  # per query
+PAGE_BYTES = 256 << 10  # limit on the total size of a response's entries; an entry above the limit is sent alone
+OWN_PAGE_BYTES = 4 << 20  # limit when this process reads; larger, because it rewrites the run's metrics after each page
+READ_ROWS = 32  # rows per query
 
 Kind = Literal["step", "evaluation", "sample"]
 
@@ -106,7 +106,7 @@ class HistoryTable:
             )
 
     def after(self, cursor: int) -> History:
-        """Return the next entries after `cursor` (0: from the first), for this process itself."""
+        """Return the next entries after `cursor` (0: from the first). Only this process itself uses these larger pages."""
         return History.model_validate_json(self.page(cursor, OWN_PAGE_BYTES))
 
     def page(self, cursor: int, max_bytes: int = PAGE_BYTES) -> bytes:

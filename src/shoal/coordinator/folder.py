@@ -89,7 +89,7 @@ class Nonces:
         served_before: bool = False,
     ) -> None:
         """`boot` identifies the machine's boot. `served_before`: whether requests were served earlier. The table of
-        nonces cannot tell, because it is empty after a crash of the database server and in a restored copy."""
+        nonces cannot show this, because it is empty after a crash of the database server and in a restored copy."""
         self.connection = connection
         self._keep_s = keep_s
         self._newest_s = -1  # newest `created_s` that this process served

@@ -27,7 +27,7 @@ SCHEMA = [
 ]
 WAITING = "useful AND batch IS NULL AND NOT stale"
 ROLLOUTS = "(graded + wrong_format + grader_error)"
-EQUAL = "flat AND NOT useful AND grader_error = 0"  # left out by the online filter
+EQUAL = "flat AND NOT useful AND grader_error = 0"  # true for groups that the online filter left out
 SUMS = f"""coalesce(sum(reward * {ROLLOUTS}), 0.0), coalesce(sum(score), 0), coalesce(sum(tokens), 0), count(*),
     coalesce(sum(graded), 0), coalesce(sum(wrong_format), 0), coalesce(sum(grader_error), 0),
     coalesce(sum(CASE WHEN {EQUAL} THEN 1 ELSE 0 END), 0),
@@ -41,7 +41,7 @@ class Scored:
     """The summed scores of some accepted groups."""
 
     reward: float  # summed over rollouts
-    score: int  # likewise, in millionths
+    score: int  # summed over rollouts, in millionths
     tokens: int
     groups: int
     graded: int
@@ -137,7 +137,7 @@ class Groups:
         self.connection.change("UPDATE groups SET batch = ? WHERE seq = ?", step, seq)
 
     def mark_stale(self, older_than: int) -> None:
-        """Mark waiting groups of older versions as stale."""
+        """Mark waiting groups of versions below `older_than` as stale."""
         self.connection.change(
             "UPDATE groups SET stale = TRUE WHERE useful AND batch IS NULL AND version < ?", older_than
         )
@@ -151,7 +151,7 @@ class Groups:
         )
 
     def recent_useful_share(self, limit: int) -> float | None:
-        """Return the share of useful groups among the newest `limit`, None if there are no groups."""
+        """Return the share of useful groups among the newest `limit` groups; None if there are no groups."""
         share: float | None = self.connection.value(
             "SELECT avg(CASE WHEN useful THEN 1.0 ELSE 0.0 END)"
             " FROM (SELECT useful FROM groups ORDER BY seq DESC LIMIT ?) AS recent",
@@ -169,7 +169,8 @@ class Groups:
     def signal(self, step: int) -> Signal:
         """Count the groups accepted while `step` was open, and how many of them have unequal rewards.
 
-        Also count the run's newest groups in a row with equal rewards, and give the range of their rewards.
+        Also count the groups since the run's last group with unequal rewards, and give the lowest and the highest mean
+        reward among them.
         """
         groups, useful = self.connection.row(
             "SELECT count(*), coalesce(sum(CASE WHEN flat THEN 0 ELSE 1 END), 0) FROM groups WHERE accepted_during = ?",

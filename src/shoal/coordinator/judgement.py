@@ -1,12 +1,12 @@
 """Claims and verdicts: a validator claims uploaded submissions, and its verdicts accept or reject them.
 
 Invariants: only the validator with the claim gives the verdict; groups are credited exactly when their submission is
-accepted. A hard rejection counts once a second validator confirms it (`checkers`), or when no second validator can. A
+accepted. A hard rejection counts once a second validator confirms it (`checkers`), or if no second validator can. A
 ban drops all of the worker's unjudged submissions: nothing from a banned key is accepted or credited.
 
 The pool itself rejects for one hard reason, `replayed`: an earlier submission of the same worker with the same content
-was accepted. A rejected or unjudged copy does not count, because anyone can upload one. A copy of another worker's file
-does not count either.
+was accepted. Earlier copies that were rejected or not yet judged, or that another worker submitted, do not count,
+because anyone can upload a copy.
 """
 
 import logging
@@ -25,8 +25,8 @@ from shoal.protocol.history import WorkerSample
 from shoal.protocol.messages import HARD, LEASE_S, Assignment, Claim, Claims, ContentOwner, Reason, Verdict
 from shoal.shardcast.store import KEEP
 
-# Soft reasons that depend on the file alone. `unrepeatable` is not among them: its cause is a program that
-# the model wrote.
+# Soft reasons that depend on the file alone. `unrepeatable` is not among them, because its cause is a program
+# that the model wrote.
 UNUSABLE = (Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT)
 ACCIDENTS, REMEMBERED = 1, 20  # up to ACCIDENTS unusable files among the newest REMEMBERED have no further consequence
 
@@ -47,10 +47,10 @@ class Judgement:
     def claim(self, validator: str, limit: int) -> Claims:
         """Lease up to `limit` submissions to a validator: the oldest that it may check, and others of the same version.
 
-        A submission with an expired lease may be claimed again. The draw that decides whether to prefill it whole
-        happens here, after the upload, so no worker knows it in advance. A submission whose version the relays have
-        dropped expires, because waiting for that version would block a validator. If it already has a first verdict,
-        that verdict counts instead.
+        A submission with an expired lease may be claimed again. A random draw decides here, after the upload, whether
+        to prefill a submission whole, so no worker knows the result in advance. A submission whose version the relays
+        have dropped expires, because waiting for that version would block a validator. If it already has a first
+        verdict, that verdict counts instead.
         """
         with self.db.transaction():
             now_s = self.db.clock()
@@ -200,8 +200,8 @@ class Judgement:
         return True
 
     def _back_off(self, worker: str, reason: Reason) -> None:
-        """Suspend a worker after repeated unusable files. Each may cost a validator its whole time limit. A single
-        unusable file may be due to a disk error."""
+        """Suspend a worker after repeated unusable files, because each may cost a validator its whole time limit. A
+        single one does not count, because a disk error may be its cause."""
         faults = self.db.submissions.count_rejected(worker, [str(reason) for reason in UNUSABLE], newest=REMEMBERED)
         if faults > ACCIDENTS:
             why = f"{faults} of its newest {REMEMBERED} files were unusable, the last one: {reason.value}"
@@ -211,8 +211,8 @@ class Judgement:
         """Return the validator's reason, or another one if it accepted content that was already accepted.
 
         Content of the worker's own earlier submission is `replayed`. Content of another worker's submission is
-        `context`, a soft reason. Rows contain their worker's seeds. If the rows of two workers are equal, a validator
-        is broken, and nobody knows which worker lied.
+        `context`, a soft reason. Rows contain their worker's seeds. So if the rows of two workers are equal, a
+        validator is broken, and nobody knows which worker lied.
         """
         owner = self.db.submissions.content_owner(verdict.content) if verdict.content else None
         if verdict.reason is not None or owner is None:

@@ -3,7 +3,7 @@
 A small pool writes each heartbeat at once. Each write syncs the disk, so above IMMEDIATE_PER_S (with a burst of 10 s)
 heartbeats are buffered and written in one statement every FLUSH_S. If a node sends far more heartbeats than an honest
 one, only some of them are recorded. A heartbeat also reports the node's newest download. Each download is recorded
-once, for display only, and is not sealed.
+once, for display only. The seal does not cover downloads.
 
 Invariants: an invite admits one key, with one role and one name. An open invite admits any key as a worker if it has
 staked the required amount. The key gets tasks only while that stake is at risk. Buffered heartbeats are at most FLUSH_S

@@ -40,7 +40,7 @@ SCHEMA = [
     "CREATE INDEX IF NOT EXISTS nodes_banned ON nodes (seq) WHERE state = 'banned'",
     "CREATE INDEX IF NOT EXISTS nodes_took ON nodes (took_s) WHERE took_s > 0",
 ]
-BATCH_ROWS = 64  # per statement
+BATCH_ROWS = 64  # rows per statement
 BEAT = "(CAST(? AS TEXT), CAST(? AS DOUBLE PRECISION), CAST(? AS BIGINT), CAST(? AS TEXT))"
 SETTABLE = {
     *("url", "capability", "staked", "size"),

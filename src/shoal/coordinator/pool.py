@@ -27,7 +27,7 @@ from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Signed
 
 MAX_NOTICES = 20
-PAGE_BYTES = 256 << 10  # size of the ledger entries in a response; a larger entry is sent alone
+PAGE_BYTES = 256 << 10  # limit on the total size of a response's entries; an entry above the limit is sent alone
 SCHEMA = [*database.SCHEMA, *checkers.SCHEMA, *trust.SCHEMA]
 TABLE_NAMES = table_names(SCHEMA)  # covered by the seal
 

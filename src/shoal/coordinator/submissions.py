@@ -62,7 +62,7 @@ EVENT_COLUMNS = {
 class Submission:
     id: str
     worker: str
-    number: int  # per worker
+    number: int  # counts the worker's tasks
     step: int
     version: int
     digest: str  # of the version's manifest

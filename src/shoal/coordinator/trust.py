@@ -45,11 +45,12 @@ SCHEMA = [
 ]
 TRUST_AFTER = 32  # passed full checks in a row that halve the share
 UNCHECKED_SHARE = 0.5  # largest share of a batch's groups from submissions that were not prefilled whole
-THETAS = (0.1, 0.4, 1.5, 3.0)  # each bet on a frequency pays best at e^theta (1.1, 1.5, 4.5, 20) times the bound
+THETAS = (0.1, 0.4, 1.5, 3.0)  # a bet with theta pays best at a frequency e^theta (1.1, 1.5, 4.5, 20) times the bound
 STAKES = (0.3, 0.8)  # share of the capital that a bet on an average stakes
-CHOICE_STAKE = 0.8  # the same for bets on regenerated rollouts
+CHOICE_STAKE = 0.8  # share of the capital that a bet on regenerated rollouts stakes
 DISMISSAL_NATS = math.log(1 / ALPHA)  # evidence that dismisses a worker
-# Assumed for an unmeasured honest mean, as a share of its limit. Limits are 1.5 times the worst honest value.
+# An honest mean that was not measured is assumed to be this share of its limit, because limits are 1.5 times the worst
+# honest value.
 UNMEASURED_MEAN = 2 / 3
 
 log = logging.getLogger(__name__)
@@ -100,8 +101,8 @@ class Trust:
         """Draw whether a submission of this many groups is fully checked.
 
         Let n be the number of the worker's submissions in escrow, at most `validator.escrow_checks`. If the escrow
-        holds fewer than n * `groups` groups, the submission is always fully checked. Otherwise a worker could risk the
-        credit of small tasks for a lie in a large one.
+        holds fewer than n * `groups` groups, the submission is always fully checked. Without this rule, a worker that
+        lies in a large task could risk only the credit of small ones.
         """
         if self.random() < self.share(worker):
             return True
@@ -172,9 +173,10 @@ def bets(spent: ToleranceSpent, config: Config) -> dict[str, float]:
 
 
 def _choice_bet(count: int, opposite: int, tilt: float) -> float:
-    """Return ln of the e-value of a bet that near ties fall in one direction more often than honest ones do.
+    """Return ln of the e-value of a bet that near ties fall in one direction more often than with an honest worker.
 
-    An honest near tie that changes the reward falls in this direction with probability at most tilt / (1 + tilt).
+    At a near tie, honest rounding can decide between two tokens. A near tie that changes the reward falls in this
+    direction with probability at most tilt / (1 + tilt) if the worker is honest.
     """
     mean = tilt / (1 + tilt)
     return count * bet_share(1.0, mean, CHOICE_STAKE) + opposite * bet_share(0.0, mean, CHOICE_STAKE)

@@ -1,7 +1,7 @@
 """The folder of a meeting: the agreed state before each round, the averages, the record, and `meeting.json`.
 
     state-000007.safetensors      parameters and velocity before round 7       rounding-…   error feedback before that round
-    average-000006.safetensors    the result of round 6                        rounds.jsonl one line per round, to read
+    average-000006.safetensors    the result of round 6                        rounds.jsonl one line per round, for people
 
 Invariant: files are written atomically. `meeting.json` is written last and holds the SHA-256 of each file and of itself, so
 it names only complete rounds, and a damaged file raises StateError. Only the newest KEPT rounds stay.

@@ -1,6 +1,6 @@
 """Encode vectors with 64 to 4 bits per number, and compensate rounding errors by error feedback.
 
-    fp64, fp32, fp16, bf16   the number in that format, to nearest even; fp16 is clamped to ±65,504
+    fp64, fp32, fp16, bf16   the number in that format, rounded to nearest even; fp16 is clamped to ±65,504
     int8                     per block of 1,024 numbers a float32 scale s = max|x| / 127, and round(x / s)
     int4                     per block of 512 numbers a scale max|x| / 7; two numbers in a byte, the first in its low half
 
@@ -25,7 +25,7 @@ from shoal.errors import ShoalError
 Kind = Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4"]
 KINDS = get_args(Kind)
 FLOATS = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-NAMES = {  # in a file's header
+NAMES = {  # how a file's header names these types
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",

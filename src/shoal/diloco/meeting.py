@@ -180,7 +180,7 @@ class Meeting:
             raise RoundClosedError(f"the average of round {round} is not kept; round {self.round} is open")
         try:
             return self.archive.average(round)
-        except StateError as error:  # the agreed state has its own file
+        except StateError as error:  # does not end the meeting, because the agreed state has its own file
             raise RoundClosedError(f"the average of round {round} is lost: {error}") from error
 
     def state(self) -> tuple[StateDescriptor, Path]:
@@ -309,7 +309,7 @@ class Meeting:
 
 @dataclass
 class SiteMember:
-    expected: bool = False  # rounds wait for it
+    expected: bool = False  # whether rounds wait for it
     since: int = 0  # the first round that waits for it
     failed: int = 0  # consecutive rounds that waited for it in vain
     share: int | None = None  # the number of its share of the data
@@ -321,8 +321,7 @@ class SiteMembers:
 
     Rounds wait ever more rarely for a site that fails: after n consecutive rounds that waited for it in vain, the next
     round that waits is the 2^(n−1)-th after them. One offer in time resets n.
-    Invariant: a share is given to one site only. If a site loses its place in the data, the
-    rest of its share counts as lost.
+    Invariant: a share is given to one site only. If a site loses its place in the data, the rest of its share is lost.
     """
 
     def __init__(self) -> None:
@@ -392,7 +391,7 @@ class SiteMembers:
 
 # --- outliers ----------------------------------------------------------------------------------------------------------
 
-MIN_NORMS = 3  # offers needed to use the median of one round: with fewer, one site could determine it
+MIN_NORMS = 3  # offers needed to use the median of one round, because with fewer, one site could determine the median
 
 
 def refused(norms: Mapping[str, float], past: Sequence[float], factor: float, parameters: float) -> dict[str, str]:

@@ -38,7 +38,7 @@ from shoal.protocol.node import KEY, Node
 
 ERRORS: dict[int, type[MeetingError]] = {404: ForgottenError, 409: RoundClosedError}
 LEAVE_TIMEOUT_S = 3.0
-STATE_TRIES = 3  # a round may end during the download
+STATE_TRIES = 3  # several, because a round may end during the download
 
 
 class Remote:
@@ -66,7 +66,7 @@ class Remote:
             return self.node.post(f"/v1/rounds/{round}/deal", None, Dealt).sites
 
     def leave(self) -> None:
-        """Announce that this site leaves. Otherwise the meeting notices after `sites.wait_s`."""
+        """Announce that this site leaves. Without this, the meeting notices only after `sites.wait_s`."""
         self.node.patience_s = LEAVE_TIMEOUT_S
         with suppress(NodeError):
             self.node.post("/v1/leave", None, Ok)

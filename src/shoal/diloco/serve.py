@@ -94,8 +94,8 @@ class MeetingServer:
         self.front = Front(unread=Unread(member_bytes=2 * self.largest + MEMBER_UNREAD))
         self.admission = Admission(meeting.run, RecentNonces(), self._role, time.time, Pace())
         self.lock = asyncio.Lock()
-        self.ended = asyncio.Event()  # a round ended
-        self.offered = asyncio.Event()  # a round may be due
+        self.ended = asyncio.Event()  # set when a round ends
+        self.offered = asyncio.Event()  # set when an offer arrives, because the round may then be due
         self.failure: Exception | None = None
 
     def app(self) -> web.Application:
@@ -171,7 +171,9 @@ class MeetingServer:
             holder = next((holder for holder, name in self.names.items() if name == invited.name), request.key)
             if holder != request.key or self.names.get(request.key, invited.name) != invited.name:
                 raise MeetingError(f"the invite of {invited.name} is used by another key: request one for this site")
-            request.head.spend(self.admission.nonces)  # only for valid invites, or strangers could fill the memory
+            request.head.spend(
+                self.admission.nonces
+            )  # only for valid invites; otherwise strangers could fill the memory
             welcome = self.meeting.join(invited.name, join_request.greeting)
             if request.key not in self.names:
                 write_file(self.keys_path, json.dumps(self.names | {request.key: invited.name}).encode())

@@ -30,7 +30,7 @@ from ..support import payload
 RUN = "test-0"
 PATIENCE_S = 60.0  # far more than anything here needs
 
-ANYONE = httpx.Client(timeout=PATIENCE_S, verify=False)  # loading certificates takes 30 ms, and nothing uses TLS
+ANYONE = httpx.Client(timeout=PATIENCE_S, verify=False)  # because loading certificates takes 30 ms and nothing uses TLS
 
 CONFIG = parse(
     {
@@ -118,7 +118,7 @@ def task_of(client: httpx.Client) -> dict[str, Any]:
 def sending(
     site: Site, signer: str | None, method: str, path: str, *, body: bytes = b"", size_bytes: int | None = None
 ) -> Iterator[socket.socket]:
-    """Send only the head of this request, with a body of this size to follow. Yield the connection."""
+    """Send only the head of this request, which announces a body of this size. Yield the connection."""
     lines = [
         f"{method} {path} HTTP/1.1",
         "host: c",

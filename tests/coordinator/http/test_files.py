@@ -116,7 +116,7 @@ def test_a_file_that_is_refused_after_it_was_written_is_removed(
         asyncio.run(upload(coordinator, worker, task, b"rollouts", pieces(b"rollouts")))
 
 
-def test_a_grant_has_at_most_two_unfinished_files(coordinator: Any) -> None:
+def test_a_task_has_at_most_two_unfinished_files(coordinator: Any) -> None:
     """The newest upload replaces the others, but a replaced upload keeps its file until its sender's next piece."""
     worker, task = worker_with_task(coordinator)
 
@@ -139,7 +139,7 @@ def test_a_grant_has_at_most_two_unfinished_files(coordinator: Any) -> None:
     unfinished, *outcomes = asyncio.run(many())
     refusals = [outcome for outcome in outcomes if isinstance(outcome, PoolError)]
     assert unfinished == 2 and sum(refusal.status == 429 for refusal in refusals) == 3, (
-        "429: the node repeats the upload"
+        "three uploads must get status 429, so that their senders repeat them"
     )
     [replaced] = [refusal for refusal in refusals if refusal.status != 429]
     assert "another upload" in str(replaced)
@@ -280,7 +280,7 @@ def test_a_task_that_expires_during_its_upload_keeps_no_file(coordinator: Coordi
     assert list((coordinator.store.root / "submissions").iterdir()) == []
 
 
-def test_a_slow_upload_ends_with_its_grant(coordinator: Coordinator) -> None:
+def test_a_slow_upload_ends_when_its_task_expires(coordinator: Coordinator) -> None:
     """Otherwise a worker could keep one more file in the store's folder after every expired task."""
     worker, task = worker_with_task(coordinator)
     read_pieces = 0
@@ -290,7 +290,7 @@ def test_a_slow_upload_ends_with_its_grant(coordinator: Coordinator) -> None:
         read_pieces += 1
         if read_pieces == 3:
             coordinator.pool.db.submissions.drop_all(worker.public)
-        assert read_pieces < 5, "the upload continues without a grant"
+        assert read_pieces < 5, "the upload continued after its task had expired"
         return b"x"
 
     with pytest.raises(PoolError, match="expired, not open"):

@@ -185,7 +185,7 @@ def test_a_node_that_sends_too_many_heartbeats_is_recorded_less_often(harness: H
     recorded = harness.pool.db.connection.sqlite.total_changes - changed
     assert RECORDS_PER_S * 10 <= recorded <= RECORDS_PER_S * 15 + 1
     members.heartbeat(ALICE, Heartbeat(policy_version=1))
-    assert harness.node(ALICE).version == 1, "a new version is always recorded"
+    assert harness.node(ALICE).version == 1, "a heartbeat with a new version must always be recorded"
     members.heartbeat(BOB, Heartbeat(policy_version=0))
     assert harness.node(BOB).seen_s == harness.clock.now_s
 
@@ -193,8 +193,8 @@ def test_a_node_that_sends_too_many_heartbeats_is_recorded_less_often(harness: H
 # --- uploads ---------------------------------------------------------------------------------------------------------
 
 
-def test_sixty_uploads_at_once_with_one_grant_keep_one_file(coordinator: Any) -> None:
-    """The uploads end together: each passes every check before the first is recorded."""
+def test_sixty_uploads_at_once_for_one_task_leave_one_file(coordinator: Any) -> None:
+    """The last two uploads end at the same time: both pass every check before either is recorded."""
     worker, task = worker_with_task(coordinator)
 
     async def all_at_once() -> list[Any]:

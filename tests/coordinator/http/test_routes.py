@@ -149,7 +149,7 @@ def test_strangers_cannot_make_the_coordinator_write_anything(site: Site) -> Non
             assert answer.json() == {"name": "spent", "role": "worker"} if not why else why in answer.text
             assert answer.status_code == (403 if why else 200)
         site.client(Identity.generate()).post("/v1/heartbeat", json={})
-        assert database.execute(count).fetchone() == (before[0] + 1,), "only the admitted key's nonce is stored"
+        assert database.execute(count).fetchone() == (before[0] + 1,), "only the admitted key's nonce may be stored"
 
 
 def test_changed_requests_old_requests_and_requests_for_another_run_are_refused(site: Site) -> None:
@@ -231,7 +231,7 @@ def test_a_large_body_is_refused_before_any_of_it_is_read(
     assert announced(site, signer, method, path) == status
 
 
-def test_a_body_without_a_grant_is_refused_before_any_of_it_is_read(site: Site) -> None:
+def test_a_body_from_a_sender_without_its_task_or_claim_is_refused_before_any_of_it_is_read(site: Site) -> None:
     assert announced(site, "worker", "PUT", "/v1/submissions/x", size_bytes=4_096) == 404
     assert announced(site, "validator", "PUT", "/v1/accepted/x", size_bytes=4_096) == 404
     task = task_of(site.register("someone", "worker"))
@@ -301,7 +301,7 @@ def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_p
         report = {"step": 0, "metrics": {"loss": 0.5}, "trained": [groups[0]["submission"]]}
         learner.post("/v1/steps", json=report).raise_for_status()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["loss"] == 0.5, "the step before the stop is recorded"
+    assert json.loads(line)["loss"] == 0.5, "the step trained right before the stop must be recorded"
     with sqlite3.connect(tmp_path / "pool.sqlite") as database:
         assert database.execute("SELECT kind FROM ledger ORDER BY seq DESC LIMIT 1").fetchone() == ("sealed",)
     with served(tmp_path) as own:  # a restart

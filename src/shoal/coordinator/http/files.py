@@ -2,10 +2,11 @@
 
     announce (size, SHA-256) -> grant -> the node's PUT to the bucket -> stored: checked, named, recorded
 
-Invariants: only a key with a valid grant may upload (up to the size limit) or get a URL for an upload to the bucket. A
-file gets its name only once the pool accepts it, so at most one upload per grant is kept, and a refused upload leaves
-nothing. A node may announce at most MAX_FILES different files per task, so a worker's files in the bucket are bounded.
-The bytes of a failed upload count against its sender's rate. No credential leaves this process.
+Invariants: only the worker with the task, or the validator with the claim, may upload (up to the size limit) or get a
+URL for an upload to the bucket. A file gets its name only once the pool accepts it. So at most one file of each kind
+per submission is kept, and a refused upload leaves nothing. A node may announce at most MAX_FILES different files per
+task, so a worker's files in the bucket are bounded. The bytes of a failed upload count against its sender's rate. No
+credential leaves this process.
 """
 
 import asyncio
@@ -26,8 +27,8 @@ from shoal.store.folder import Folder, StoreError
 if TYPE_CHECKING:
     from shoal.store.bucket import Bucket
 
-UPLOADS = 2  # at a time per grant: the newest, and an older one whose client lost its connection
-MAX_FILES = 4  # per task; a restarted worker may generate its file again
+UPLOADS = 2  # at a time per submission: the newest, and an older one whose client lost its connection
+MAX_FILES = 4  # different files per task; more than one, because a restarted worker may generate its file again
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class BucketFiles:
     def __init__(self, bucket: "Bucket", max_bytes: int) -> None:
         self.bucket = bucket
         self.max_bytes = max_bytes
-        self._announced: dict[tuple[str, str], set[str]] = {}  # by kind, submission: SHA-256s, until one file is stored
+        self._announced: dict[tuple[str, str], set[str]] = {}  # SHA-256s by kind and submission, until a file is stored
         self._storing = asyncio.Lock()
 
     def grant(self, key: str, kind: FileKind, id: str, file: Announced) -> UploadGrant:
@@ -142,7 +143,7 @@ class FileRoutes:
         return routes
 
     async def receive(self, request: web.Request, kind: FileKind) -> Answer:
-        """Stream an upload into the store: only from a key with a valid grant, and only up to the size limit."""
+        """Stream an upload into the store, only while its sender may store the file, and only up to the size limit."""
         limit_bytes, id = self.config.max_submission_bytes, request.match_info["id"]
         head = self.admission.admit(request, [kind.sender], limit_bytes)
         kind.may_store(head.key, id, "")
@@ -153,10 +154,10 @@ class FileRoutes:
         ):
             async for piece in body_pieces(request.content.readany, head, limit_bytes):
                 check_newest()  # a client that lost its connection may have started a new upload
-                kind.may_store(head.key, id, "")  # ends a slow upload when its grant ends
+                kind.may_store(head.key, id, "")  # ends a slow upload once its sender may no longer store it
                 received.append(len(piece))
                 await asyncio.to_thread(file.write, piece)
-            async with self._storing:  # else uploads that end together would all be kept
+            async with self._storing:  # otherwise uploads that end at the same time would all be kept
                 check_newest()
                 kind.may_store(head.key, id, file.content_hash)  # before naming: a refused file leaves nothing
                 content_hash = await asyncio.to_thread(file.commit)
@@ -165,7 +166,7 @@ class FileRoutes:
 
     @contextmanager
     def _upload(self, kind: FileKind, id: str) -> Iterator[Callable[[], None]]:
-        """Register an upload. Yield a check that raises PoolError once a newer upload for the same grant has started.
+        """Register an upload. Yield a check that raises PoolError once a newer upload for the same submission has started.
 
         Raise PoolError with status 429 if UPLOADS uploads are in progress. A replaced upload keeps its file until its
         sender's next piece arrives.

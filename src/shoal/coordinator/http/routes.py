@@ -1,8 +1,8 @@
 """The coordinator's HTTP interface: a table of routes. Each route authenticates the request, then calls the pool.
 
 Invariant: `/healthz`, `/metrics`, `/v1/run`, `/v1/offer`, `/v1/status` and `/v1/history` are public. Every other route
-needs a fresh signature. `/v1/register` takes any key, with an invite. `/v1/bookings` takes only the coordinator's own
-key, which its operator has. All other routes take only registered keys of the roles in the table.
+needs a fresh signature. `/v1/register` accepts any key that sends an invite. `/v1/bookings` accepts only the coordinator's
+own key, which its operator has. All other routes accept only registered keys of the roles in the table.
 `protocol.server` has the code that all routes share; `files` has the routes of rollout files.
 """
 
@@ -57,7 +57,7 @@ class Coordinator:
         pace: Pace | None = None,
         front: Front | None = None,
     ) -> None:
-        """Raise LedgerError (another key's ledger), PoolFolderError, DatabaseLostError, PoolError, StoreError."""
+        """Raise LedgerError for a ledger of another key, PoolFolderError, DatabaseLostError, PoolError, StoreError."""
         self.config = config
         self.run = run
         self.identity = identity
@@ -191,7 +191,7 @@ class Coordinator:
     def _reader_grant(self, key: str) -> str:
         """Return a reader grant, cached for half of its validity, because signing is much of a heartbeat's cost."""
         now_s, (until_s, grant) = time.time(), self._grants.get(key, (0.0, ""))
-        if not READER_GRANT_S / 2 < until_s - now_s <= READER_GRANT_S:  # or the clock was set back
+        if not READER_GRANT_S / 2 < until_s - now_s <= READER_GRANT_S:  # half of it is over, or the clock was set back
             until_s = now_s + READER_GRANT_S
             grant = issue(self.identity.private_key, key, self.run, until_s)
             self._grants[key] = until_s, grant
