@@ -88,7 +88,7 @@ def test_an_expired_claim_goes_to_another_validator_whose_verdict_alone_counts(h
 
 
 def test_a_submission_expires_when_relays_no_longer_hold_its_version(caplog: pytest.LogCaptureFixture) -> None:
-    """A dead validator leaves its claim behind. Without this rule, the next one would wait for weights that nobody serves."""
+    """A dead validator leaves its claim behind. The next one would wait in vain for weights that nobody serves."""
     harness = open_pool(prompts_per_step=20)
     for key in (ALICE, BOB):
         harness.join(key)

@@ -17,7 +17,7 @@ LIMIT_S = 600.0  # for any wait: several processes import PyTorch on a busy mach
 
 class Run:
     def __init__(self, folder: Path, config: Path, trains: str) -> None:
-        """`trains`: the command of a site."""
+        """`trains`: the subcommand of `shoal` that a site runs."""
         self.folder, self.config, self.trains = folder, config, trains
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -59,7 +59,7 @@ class Run:
     def until(self, condition: Callable[[], bool], what: str) -> None:
         deadline_s = time.monotonic() + LIMIT_S
         while not condition():
-            assert time.monotonic() < deadline_s, f"waited for {what}: {self.log('meet')[-2000:]}"
+            assert time.monotonic() < deadline_s, f"waited in vain for {what}: {self.log('meet')[-2000:]}"
             time.sleep(0.1)
 
     def until_round(self, condition: Callable[[dict[str, Any]], bool], what: str, since: int = 0) -> None:

@@ -36,7 +36,7 @@ from .support import (
 
 
 def file_of(dtype: str, shape: list[int], size_bytes: int) -> bytes:
-    """A safetensors file with a correct header."""
+    """Return a safetensors file with a correct header."""
     header = json.dumps({"data": {"dtype": dtype, "shape": shape, "data_offsets": [0, size_bytes]}}).encode()
     return len(header).to_bytes(8, "little") + header + bytes(size_bytes)
 
@@ -96,7 +96,7 @@ def test_rounds_wait_ever_less_often_for_a_site_that_returns_but_never_offers(re
             clock.now_s += 10.0
         a.finish()
     missing = [each["round"] for each in read(meeting) if each["missing"]]
-    assert missing[0] == 0 and len(missing) <= 5  # of 24 rounds
+    assert missing[0] == 0 and len(missing) <= 5  # at most 5 of 24 rounds waited in vain
     assert len([each for each in read(meeting) if "b" in each["dealt"]]) == len(missing)
     b.heal("it trains at last")
     rounds([b, a], 1)
@@ -117,7 +117,7 @@ def test_the_work_of_a_round_is_dealt_only_to_a_quorum(tmp_path):
     assert a.link.deal(0) == ["a", "b"]
     rounds([a, b], 1)
     meeting.leave("b")
-    assert a.link.deal(1) == []  # a alone could not end the round
+    assert a.link.deal(1) == []  # because a alone could not end the round
     b.join()
     assert a.link.deal(1) == ["a", "b"]
     rounds([a, b], 1)
@@ -167,7 +167,7 @@ def test_an_unread_answer_counts_as_a_request_in_progress(tmp_path, monkeypatch)
 
 
 def test_a_replayed_join_request_is_refused(tmp_path):
-    """A replay would look like a site without a checkpoint, and cost the site its share of the data."""
+    """Otherwise a replay would look like a site without a checkpoint, and cost the site its share of the data."""
     with served(tmp_path / "meet", terms()) as host:
         remote = Remote(host.invite("site-a"), tmp_path / "a", host.terms, patience_s=5.0)
         message = JoinRequest(invite=remote.invite.signed, greeting=Greeting(about=ABOUT, placed=False))

@@ -21,7 +21,7 @@ def numbers(count: int, seed: int, scale: float = 1.0) -> Tensor:
 
 
 def gradient(weights: Tensor, seed: int) -> Tensor:
-    """The gradient of a least-squares problem with 16 random rows."""
+    """Return the gradient of a least-squares problem with 16 random rows."""
     rows, wanted = numbers(16 * len(weights), seed).view(16, -1), numbers(16, seed + 1000)
     return rows.T @ (rows @ weights - wanted) / 16
 
@@ -31,7 +31,7 @@ def adam_step(weights: Tensor, optimizer: torch.optim.Optimizer, seed: int) -> N
     optimizer.step()
 
 
-def test_one_site_with_h_1_and_no_momentum_is_plain_training_bit_for_bit():
+def test_one_site_with_one_inner_step_and_no_momentum_is_plain_training_bit_for_bit():
     plain, local = numbers(400, 0).requires_grad_(), numbers(400, 0).requires_grad_()
     agreed, velocity = local.detach().clone(), torch.zeros(400)
     optimizers = [torch.optim.AdamW([each], lr=0.05, weight_decay=0.1) for each in (plain, local)]
@@ -45,14 +45,15 @@ def test_one_site_with_h_1_and_no_momentum_is_plain_training_bit_for_bit():
 
 
 @pytest.mark.parametrize("sites", [2, 3, 8])
-def test_several_sites_with_h_1_and_sgd_are_data_parallel_within_rounding(sites):
+def test_several_sites_with_one_inner_step_of_sgd_are_data_parallel_within_rounding(sites):
     dense, agreed, velocity = numbers(50, 0), numbers(50, 0), torch.zeros(50)
     for step in range(20):
         seeds = [sites * step + site for site in range(sites)]
         dense = dense - 0.05 * torch.stack([gradient(dense, seed) for seed in seeds]).mean(0)
         sent = [pseudo_gradient(agreed, agreed - 0.05 * gradient(agreed, seed)) for seed in seeds]
         agreed, velocity = outer_step(agreed, velocity, torch.stack(sent).mean(0), lr=1.0, momentum=0.0)
-    # Each of 20 steps has about four rounding errors, of 2^-24 of numbers below 4, and the updates do not amplify them.
+    # Each of the 20 steps makes about four rounding errors. Each error is at most 4 * 2^-24, because the numbers are
+    # below 4. The updates do not amplify the errors.
     assert (dense - agreed).abs().max() < 20 * 4 * 4 * 2.0**-24
 
 
@@ -160,7 +161,7 @@ def test_every_parameter_is_restored_and_the_order_of_names_does_not_matter():
         ({"a": 1.0, "b": float("nan")}, [], {"b"}),
         ({"a": 1.0, "b": 30.0}, [], set()),  # of two sites, it is unknown which one is wrong
         ({"a": 1.0, "b": 30.0}, [1.0, 1.1], {"b"}),
-        ({"a": 1.0, "b": 1e-9, "c": 1e-9}, [1.0], set()),  # two tiny norms do not make an honest norm an outlier
+        ({"a": 1.0, "b": 1e-9, "c": 1e-9}, [1.0], set()),  # two tiny norms must not make an honest norm an outlier
         ({"a": float("inf")}, [], {"a"}),
     ],
 )

@@ -41,7 +41,7 @@ def test_after_every_round_all_sites_have_the_same_bits(kind, tmp_path):
         trainees[0].link.outcome(0)
     others = joined(open_meeting(tmp_path / "other", meeting.terms), "abc")
     rounds(others[::-1], 4)
-    assert digests(others) == digests(trainees), "the order of arrival changes no bit"
+    assert digests(others) == digests(trainees), "the order of arrival changed a bit"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_broken_site_is_left_out_and_the_others_continue(bad, tmp_path):
     for each in (a, b, c):
         each.tensors["embed"][0, 0] = float("nan")
     rounds([a, b, c], 1)
-    assert meeting.outcomes[3].kept == [] and digests([a, b, c]) == {before}, "if all are broken, nothing changes"
+    assert meeting.outcomes[3].kept == [] and digests([a, b, c]) == {before}, "if all are broken, nothing may change"
 
 
 def test_a_site_with_other_bits_is_refused_and_healed(tmp_path):
@@ -202,7 +202,7 @@ def test_the_rounding_error_of_an_offer_that_does_not_count_is_dropped(how, tmp_
     assert not c.site.feedback.left.any()
 
 
-WRITES = 4  # in each round; the last one commits it
+WRITES = 4  # number of files written per round; the last write commits the round
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -242,7 +242,7 @@ def test_a_meeting_killed_at_any_write_resumes_to_the_same_result(after, tmp_pat
                 each.finish()
             assert digests(trainees) == {meeting.agreed.digest}
         lines = (folder / "rounds.jsonl").read_text().splitlines()
-        assert [json.loads(line)["round"] for line in lines] == [0, 1], "each round is recorded once"
+        assert [json.loads(line)["round"] for line in lines] == [0, 1], "each round must be recorded once"
         return digests(trainees).pop(), writes
 
     expected, writes = run(tmp_path / "whole", None)
@@ -279,7 +279,7 @@ def test_the_error_for_a_site_or_folder_of_another_run_names_the_difference(abou
         Trainee("b", meeting).join(about)
     assert meeting.members.named == {}
     with pytest.raises(MeetingError, match="another"):
-        Meeting(tmp_path, terms(), about, "run", lambda: pytest.fail("there is a state"))
+        Meeting(tmp_path, terms(), about, "run", lambda: pytest.fail("a new state was made"))
     Trainee("a", meeting).join(ABOUT | {"data": "ours"})
     with pytest.raises(MeetingError, match="b has another data: other, and the run has ours"):
         Trainee("b", meeting).join(ABOUT | {"data": "other"})
@@ -317,7 +317,7 @@ def test_the_work_of_a_round_is_dealt_once_and_all_sites_get_the_same_answer(tmp
     assert a.link.deal(0) == []  # c is not here yet
     (c,) = joined(meeting, "c")
     assert a.link.deal(0) == b.link.deal(0) == ["a", "b", "c"]
-    meeting = open_meeting(tmp_path, meeting.terms, clock)  # a restart deals nothing anew
+    meeting = open_meeting(tmp_path, meeting.terms, clock)  # a restart does not deal the work again
     for each in (a, b, c):
         each.connect(meeting)
     (d,) = joined(meeting, "d")
@@ -415,4 +415,4 @@ def test_a_site_adopts_the_state_if_the_average_is_damaged(tmp_path):
     descriptor, path = meeting.state()
     assert descriptor.sha256 == sha256(path.read_bytes()).hexdigest()
     flip(path, -1)
-    assert meeting.state()[0] == descriptor, "the descriptor has the hash from before the damage"
+    assert meeting.state()[0] == descriptor, "the descriptor must keep the hash from before"

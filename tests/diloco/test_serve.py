@@ -29,7 +29,7 @@ def test_sites_agree_over_http_although_the_meeting_is_killed_and_restarted(tmp_
         assert a.history == b.history and len(set(a.history)) == 2
 
         def restart() -> None:
-            while not host.meeting.offers:  # the offer is only in memory, and is lost
+            while not host.meeting.offers:  # wait for an offer, which will be lost because it is only in memory
                 time.sleep(0.01)
             host.kill()
             host.start()
@@ -50,7 +50,7 @@ def test_sites_agree_over_http_although_the_meeting_is_killed_and_restarted(tmp_
         assert a.history == b.history and c.history == a.history[4:]
         for each in (a, b, c):
             each.remote.leave()
-        host.thread.join(10)  # the run is over and all sites left
+        host.thread.join(10)  # ends because the run is over and all sites left
         assert not host.thread.is_alive()
 
 

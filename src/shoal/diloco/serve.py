@@ -171,9 +171,8 @@ class MeetingServer:
             holder = next((holder for holder, name in self.names.items() if name == invited.name), request.key)
             if holder != request.key or self.names.get(request.key, invited.name) != invited.name:
                 raise MeetingError(f"the invite of {invited.name} is used by another key: request one for this site")
-            request.head.spend(
-                self.admission.nonces
-            )  # only for valid invites; otherwise strangers could fill the memory
+            # Only for valid invites: otherwise strangers could fill the memory.
+            request.head.spend(self.admission.nonces)
             welcome = self.meeting.join(invited.name, join_request.greeting)
             if request.key not in self.names:
                 write_file(self.keys_path, json.dumps(self.names | {request.key: invited.name}).encode())

@@ -2,7 +2,7 @@
 
 A completion may have several turns: when the model ends a turn, `Respond` may append an environment's tokens, and the model
 continues. Prompts and completions are token ids: the model's output is never tokenised again.
-The torch engine (`torch_engine`) is the default and the test double; `vllm.client` is the alternative.
+The torch engine (`torch_engine`) is the default, and tests use it; `vllm.client` is the alternative.
 """
 
 import threading

@@ -4,8 +4,8 @@
     -> step: append one token per row -> keep: drop rows
 
 Invariant: a row attends to its own tokens only. With exact numerics (`model/exact`) its hidden states equal those of a
-prefill of the row alone, bit for bit, whichever rows join. The batch is then padded to a multiple of ROW_UNIT rows. The
-padding has no keys and is never read.
+prefill of the row alone, bit for bit, whichever rows join. For this, the batch is padded to a multiple of ROW_UNIT rows.
+The padding has no keys and is never read.
 Left out: reuse of a conversation's earlier turns, chunked prefill, and paging. Without paging, each row has as much memory
 as the longest row, and the scheduler reserves that memory.
 """

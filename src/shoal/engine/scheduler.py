@@ -1,4 +1,4 @@
-"""Continuous batching: decode the completions of any number of callers together, and refill a finished one's place.
+"""Continuous batching: decode the completions of any number of callers together; as soon as one ends, a waiting one starts.
 
     step: drop cancelled completions -> schedule waiting ones within the limits -> prefill new prompts -> decode one token
 
@@ -8,8 +8,8 @@ rows. Workers, evaluation and serving share this code. An engine has one schedul
 
 Invariants: at most `SchedulerLimits.rows` completions are decoded, and their KV cache stays within `cache_bytes` whatever
 their final lengths. A completion that exceeds `cache_bytes` by itself is decoded alone. A completion receives its tokens in
-order. Not thread-safe. Left out: priorities; preemption (memory for the full length is reserved when a completion is
-scheduled).
+order. Not thread-safe. Left out: priorities; preemption, which is not needed, because memory for the full length is
+reserved when a completion is scheduled.
 """
 
 import math
@@ -27,7 +27,7 @@ from shoal.model.numerics import ROW_UNIT
 from shoal.model.sampling import choose
 
 LOGITS_BYTES = 64 << 20  # float32 logits in memory at once
-CACHED = 16  # rows whose float32 logits are processed together: they fit the CPU's cache
+CACHED = 16  # rows whose float32 logits are processed together, because so many fit the CPU's cache
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class DecodeSequence(Protocol):
     def request(self) -> DecodeRequest: ...
 
     @property
-    def cancelled(self) -> bool: ...  # dropped at the next step
+    def cancelled(self) -> bool: ...  # whether to drop it at the next step
 
     def on_prefill(self, hidden_LH: Tensor) -> None:
         """Receive the final hidden states of the prompt's positions. Called only with `request.echo`."""
@@ -129,7 +129,7 @@ class Scheduler:
     def drop_cancelled(self) -> list[DecodeSequence]:
         """Drop cancelled completions and return them."""
         cancelled, waiting = list[DecodeSequence](), deque[DecodeSequence]()
-        for seq in self.waiting:  # read `cancelled` once: other threads set it
+        for seq in self.waiting:  # read `cancelled` once, because other threads set it
             (cancelled if seq.cancelled else waiting).append(seq)
         self.waiting = waiting
         for batch in self.batches:
@@ -215,7 +215,7 @@ class DecodeBatch:
     @torch.inference_mode()
     def drop_cancelled(self) -> list[DecodeSequence]:
         """Drop cancelled completions and return them."""
-        cancelled = [seq.cancelled for seq in self.live]  # read each once: other threads set it
+        cancelled = [seq.cancelled for seq in self.live]  # read each once, because other threads set it
         dropped = [seq for seq, gone in zip(self.live, cancelled, strict=True) if gone]
         self._keep([row for row, gone in enumerate(cancelled) if not gone])
         return dropped

@@ -37,14 +37,14 @@ from shoal.model.logprobs import logits, token_logprobs
 from shoal.model.sources import cache_dir
 from shoal.model.tree import Tree, forward_hidden, pack
 
-PROMPTS = (3, 61, 250)  # tokens; with their completions they cross the borders of attention's tiles
+PROMPTS = (3, 61, 250)  # lengths in tokens; with completions, the prompts cross the borders of attention's tiles
 COMPLETIONS, TOKENS = 2, 8
 ALONE = 1  # the prompt whose completions are also decoded without the others
 SHARING, SHARED = slice(1, 3), 40  # prompts that share a prefix, and the prefix's length in tokens
 SETTINGS = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OMP_")  # prefixes of environment variables that change kernels
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # thread counts, on which results must not depend
 CODE = [Path(room.__path__[0]) for room in (model_room, engine_room)]
-PROMPT, BRANCHES = 5, (67, 3)  # tokens of the fingerprint's tree; attention's tiles are powers of two
+PROMPT, BRANCHES = 5, (67, 3)  # lengths in tokens, in the fingerprint's tree; attention's tiles are powers of two
 
 
 def passes(model: Any, dtype: DtypeName, device: str) -> bool:

@@ -2,7 +2,7 @@
 
 vLLM and Shoal pin different versions of libraries, so vLLM has its own environment; `SHOAL_VLLM_PYTHON` is the path of
 its Python (docs/operate.md). The child imports only modules of Shoal whose dependencies are installed there. All
-groups of all calls are in vLLM's scheduler at once. vLLM computes a shared prompt once where its prefix cache allows. After
+groups of all calls are in vLLM's scheduler at once. vLLM computes a shared prompt once where its prefix cache can. After
 a task environment replies, the next turn is a new request, which joins while the others continue. Calls from several
 threads share the socket: one thread reads for all of them.
 
@@ -44,7 +44,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",  # Gloo listens for peers, though there are none
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # no cloudpickle
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # refuse cloudpickle
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -145,7 +145,7 @@ class VllmEngine:
         if self.loaded:
             self._load(folder)
             return
-        first = Path(self.folder.name) / "first"  # a copy: the caller may delete the version while vLLM starts
+        first = Path(self.folder.name) / "first"  # a copy, because the caller may delete the version while vLLM starts
         shutil.copytree(folder, first, copy_function=_link)
         self._load(first)
         shutil.rmtree(first)
@@ -180,7 +180,7 @@ class VllmEngine:
             if frame["is"] != "working":
                 self._finish(frame, tensors)
         except BaseException:
-            self.close()  # requests are still in flight
+            self.close()  # because requests are still in flight
             raise
 
     def _finish(self, frame: dict[str, Any], tensors: dict[str, Tensor]) -> None:
