@@ -201,9 +201,8 @@ def test_submissions_are_uploaded_in_order(several: Harness) -> None:
     with pytest.raises(PoolError, match=f"{second} comes after {first}, which has to be uploaded first"):
         several.pool.assignments.uploaded(ALICE, second, FILE)
     several.pool.assignments.uploaded(ALICE, first, FILE)
-    several.pool.assignments.uploaded(
-        ALICE, second, "8" * 64
-    )  # any file, because only the oldest task's file can be announced
+    # Any file is allowed, because only the oldest task's file can be announced.
+    several.pool.assignments.uploaded(ALICE, second, "8" * 64)
 
 
 def test_a_restarted_worker_gets_all_its_tasks_again_in_order(several: Harness) -> None:

@@ -115,9 +115,8 @@ def test_a_group_with_a_grader_error_is_counted_and_never_trained_on(online_filt
 def test_old_grader_errors_are_forgotten(harness: Harness) -> None:
     errors = group("sums", [0] * 16, outcomes=Outcomes(grader_error=16), error="x")
     harness.pool.batches.credit("a-0", 0, [errors, errors])
-    harness.pool.batches.credit(
-        "a-1", 0, [group("sums", [1] * 15 + [0])] * 31
-    )  # with one of the two failed groups, the newest 512
+    # Together with one of the two failed groups, these are the newest 512 rollouts.
+    harness.pool.batches.credit("a-1", 0, [group("sums", [1] * 15 + [0])] * 31)
     grading = harness.status().grading
     assert (grading.total, grading.recent, grading.errors) == (33 * 16, 512, 16)
 
