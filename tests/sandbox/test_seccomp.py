@@ -1,4 +1,4 @@
-"""The seccomp filters of both machine types, run in a small BPF interpreter: both must decide alike."""
+"""The seccomp filters of both machine types are run in a small BPF interpreter. Both must decide alike."""
 
 import pytest
 
@@ -13,7 +13,7 @@ NAMED = {  # x86_64, aarch64
     "memfd_create": (319, 279), "ioctl": (16, 29), "prlimit64": (302, 261), "setns": (308, 268),
     "kill": (62, 129),
 }  # fmt: skip
-THREAD = 0x3D0F00  # flags that the C library passes to start a thread
+THREAD = 0x3D0F00  # the flags with which the C library calls clone to start a thread
 
 
 def decide(machine: str, number: int, *arguments: int, arch: int | None = None) -> int:

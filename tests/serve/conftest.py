@@ -1,4 +1,4 @@
-"""Servers shared by the tests: `api`, which no test changes, and `page`, which has users and is new in each file."""
+"""Servers that the tests share: no test changes `api`; tests add users to `page`, so each file has a new one."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A server with a tiny random Llama, in a thread and on real sockets; its API clients and users of its chat page."""
+"""A server with a tiny random Llama runs in a thread and on real sockets. API clients and users of the page use it."""
 
 import asyncio
 import json

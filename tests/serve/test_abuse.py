@@ -30,7 +30,7 @@ MESSAGES = [{"role": "user", "content": "one"}]
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """An event that is set at the end of the test, so that no thread waits longer."""
+    """An event that is set at the end of the test, so that no thread waits for it after that."""
     event = threading.Event()
     yield event
     event.set()
@@ -74,7 +74,7 @@ def test_verifications_of_disconnected_clients_run_one_at_a_time_and_do_not_bloc
         disconnect(user, reply)
     assert at_once == [1, 1]
     assert users[0].enter("login").status_code == 200
-    # The proof of this reply is built although the verifying thread is stuck.
+    # This reply's proof must be built although the thread that verifies proofs is stuck.
     assert users[0].say(users[0].begin())[-1]["event"] == "done"
     gate.set()
     monkeypatch.undo()
@@ -196,7 +196,7 @@ def test_tokenizing_blocks_neither_the_event_loop_nor_another_caller(
             until(lambda: started)
             assert client.get("/health", timeout=SHORT_S).status_code == 200
             assert ada.say(ada.begin())[-1]["event"] == "done"
-            assert len(started) == 1  # one caller's texts are tokenized one after the other
+            assert len(started) == 1, "the texts of one caller must be tokenized one after the other"
         finally:
             gate.set()
         assert [request.result().status_code for request in requests] == [200] * 4

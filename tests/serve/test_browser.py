@@ -1,6 +1,7 @@
 """The chat page in a real Chromium: the tests act as a user and check what the browser reports.
 
-Two security tests run by default if Chromium and Playwright are installed (`make browser`); the others are slow.
+The two security tests run by default if Chromium and Playwright are installed (`make browser`). The others are marked
+slow.
 """
 
 import json
@@ -36,7 +37,7 @@ def browser() -> Iterator[Any]:
 
 
 class Visit:
-    """One browser context with the chat page; records console errors and requested URLs."""
+    """The chat page in a browser context of its own. Console errors and requested URLs are recorded."""
 
     def __init__(self, browser: Any, running: Running, **context: Any) -> None:
         self.running = running
@@ -49,7 +50,7 @@ class Visit:
         self.page.goto("/")
         self.page.get_by_label("Name or email").fill(name)
         if (register := self.page.get_by_role("button", name="New here? Create an account")).is_visible():
-            register.click()  # not shown for the first account
+            register.click()  # the page does not show this button before the first account exists
         self.page.get_by_label("Password").fill(PASSWORD)
         self.page.get_by_role("button", name="Create account").click()
         self.page.get_by_role("textbox", name="Message", exact=True).wait_for()
@@ -70,7 +71,7 @@ class Visit:
         return str(self.page.url.rpartition("#")[2])
 
     def close(self) -> None:
-        """Close the page; check that it contacted only its own server and that nothing failed."""
+        """Check that the page contacted only its own server and logged no error, then close the browser context."""
         own = self.running.url
         assert [url for url in self.urls if not url.startswith((own, "blob:" + own))] == []
         assert self.errors == []
@@ -123,7 +124,7 @@ def test_text_of_a_model_never_runs_as_code(browser: Any, run: Running) -> None:
         == 0
     )
     assert visit.page.locator("a[href^=javascript]").count() == 0
-    sync_api.expect(reply.locator("math")).to_have_count(2)  # both formulas, the second without its link
+    sync_api.expect(reply.locator("math")).to_have_count(2)  # both formulas are shown, but the second is no link
     visit.close()
 
 
@@ -179,7 +180,7 @@ def test_a_user_can_regenerate_edit_switch_branches_and_export(browser: Any, run
 def test_escape_stops_a_reply_and_keeps_its_text(browser: Any, tiny_folder: Path, tmp_path: Path) -> None:
     with serving(tiny_folder, tmp_path) as running:
         assert running.service.versions.newest is not None
-        running.service.versions.newest.eos_ids = ()  # so that the reply is long
+        running.service.versions.newest.eos_ids = ()  # without end tokens, the reply is long
         step = running.service.scheduler._step
         running.service.scheduler._step = lambda: (step(), time.sleep(0.05))
         visit = Visit(browser, running).enter("stopper")

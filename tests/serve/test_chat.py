@@ -28,7 +28,7 @@ def test_the_page_knows_whether_any_account_exists(tiny_folder: Path, tmp_path: 
         user = User(running, "grace")
         assert user.get("me").json()["first"] is True
         assert user.enter().status_code == 200
-        assert "first" not in user.get("me").json(), "only visitors without a session get this field"
+        assert "first" not in user.get("me").json(), "this field must be sent only to visitors without a session"
         assert User(running, "ada").get("me").json()["first"] is False
 
 
@@ -58,7 +58,7 @@ def test_regenerating_and_editing_add_branches_and_lose_nothing(ada: User) -> No
 
 
 def test_stopping_saves_the_text_so_far_with_its_proof(page: Running, ada: User) -> None:
-    for _ in range(20):  # several tries, because a reply may end with its first token
+    for _ in range(20):  # try again if the reply ends with its first token
         id = ada.begin()
         body = {"content": "go on", "models": [page.model], "max_tokens": 400, "temperature": 2}
         route, headers = f"/chat/conversations/{id}/replies", {"X-CSRF-Token": ada.csrf}
@@ -72,7 +72,7 @@ def test_stopping_saves_the_text_so_far_with_its_proof(page: Running, ada: User)
     assert verdict["passed"], verdict
 
 
-def test_a_reply_can_be_verified_on_the_server_and_elsewhere_and_a_changed_one_is_refused(
+def test_the_server_and_shoal_audit_verify_a_reply_and_refuse_a_changed_one(
     page: Running, ada: User, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     id = ada.begin()
@@ -104,7 +104,9 @@ def test_a_reply_can_be_verified_on_the_server_and_elsewhere_and_a_changed_one_i
     assert main(["audit", str(path), "--model", str(tiny_folder)]) == 1
 
 
-def test_two_versions_reply_side_by_side_with_the_runs_prompt_and_target(run_folder: Path, tmp_path: Path) -> None:
+def test_two_versions_reply_side_by_side_with_the_prompt_and_target_length_of_the_run(
+    run_folder: Path, tmp_path: Path
+) -> None:
     with serving(run_folder, tmp_path, hasher=CHEAP) as running:
         user = User.registered(running)
         models = user.get("models").json()
@@ -141,7 +143,7 @@ def test_an_open_server_needs_no_login_and_refuses_other_host_names(tiny_folder:
         user = User(running)
         user.csrf = user.get("me").json()["csrf"]
         assert user.say(user.begin())[-1]["event"] == "done"
-        assert httpx.get(f"{running.url}/v1/models").status_code == 200  # without a key
+        assert httpx.get(f"{running.url}/v1/models").status_code == 200, "an open server's API must need no key"
         rebound = httpx.get(f"{running.url}/chat/me", headers={"Host": "evil.example"})
         assert rebound.status_code == 421 and "Set-Cookie" not in rebound.headers
 

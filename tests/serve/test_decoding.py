@@ -1,4 +1,4 @@
-"""Completions in a changing batch equal those of the engine alone; queues are bounded; tokens become text."""
+"""The scheduler and the detokenizer. Completions in a changing batch equal those that the engine generates alone."""
 
 import asyncio
 from pathlib import Path
@@ -32,7 +32,7 @@ async def finish(generations: list[Generation]) -> None:
 
 
 def decode(loaded: LoadedModel, limits: ServeLimits) -> list[Generation]:
-    """Submit PROMPTS one after the other while earlier ones are decoded."""
+    """Submit PROMPTS one after the other, while those submitted before are decoded. Return them when all are done."""
 
     async def main() -> list[Generation]:
         scheduler = ServeScheduler(limits)
@@ -68,7 +68,7 @@ def test_with_fast_numerics_a_completion_keeps_the_states_of_its_own_tokens(tiny
         assert torch.allclose(torch.stack(each.states).float(), expected.float(), atol=0.05)
 
 
-def test_the_queue_is_bounded_for_each_caller_and_for_all_together(tiny: LoadedModel) -> None:
+def test_the_number_of_waiting_completions_is_bounded_per_caller_and_in_total(tiny: LoadedModel) -> None:
     async def main() -> None:
         # The scheduler is not started, so nothing leaves the queue.
         scheduler = ServeScheduler(ServeLimits(rows=2, waiting=3, per_caller=4))
@@ -88,7 +88,7 @@ def test_completions_larger_than_the_cache_are_refused_and_others_wait_for_room(
         scheduler = ServeScheduler(ServeLimits(cache_bytes=tiny.token_bytes * 16 * 160))
         with pytest.raises(RequestError, match="lower max_tokens"):
             scheduler.submit([generation(tiny, range(5, 9), 1, 4000)])
-        generations = [generation(tiny, range(5, 9), n, 24) for n in range(20)]  # 16 fit at a time
+        generations = [generation(tiny, range(5, 9), n, 24) for n in range(20)]  # the cache has room for 16 at a time
         scheduler.submit(generations)
         max_live = 0
         observe = scheduler._observe
@@ -111,7 +111,7 @@ def test_an_engine_failure_ends_every_completion_and_is_reported(tiny: LoadedMod
     async def main() -> Exception | None:
         scheduler = ServeScheduler(ServeLimits())
         broken = generation(tiny, range(5, 9), 1, 8)
-        broken.request = ServeRequest((10**6,), 1, 1.0, 8)  # no such token
+        broken.request = ServeRequest((10**6,), 1, 1.0, 8)  # the vocabulary has no such token
         scheduler.submit([broken])
         scheduler.start()
         await finish([broken])

@@ -1,4 +1,4 @@
-"""A reply's tokens show how it ended, so a file cannot claim that a cut reply is complete."""
+"""A reply's tokens show how it ended, so a reply file cannot claim that a cut reply is complete."""
 
 import asyncio
 from dataclasses import replace
@@ -104,7 +104,7 @@ def test_every_honest_ending_passes(tiny: LoadedModel, reply: proof.Reply) -> No
     assert "the model ended it" in proof.verify(complete, tiny).sentence
 
 
-def test_the_version_of_a_file_is_checked_if_known(tiny: LoadedModel, reply: proof.Reply) -> None:
+def test_a_reply_file_must_name_the_version_of_the_loaded_weights(tiny: LoadedModel, reply: proof.Reply) -> None:
     loaded = replace(tiny, offer=replace(tiny.offer, version=3))
     assert proof.verify(reply.model_copy(update={"version": 3}), loaded).passed
     assert not proof.verify(reply.model_copy(update={"version": 9}), loaded).passed
@@ -114,7 +114,7 @@ def test_a_verification_ends_when_the_client_disconnects(tiny: LoadedModel, repl
     with pytest.raises(ClientGoneError):
         proof.verify(reply, tiny, client_left=lambda: True)
     answers = iter([False] * 20 + [True])
-    with pytest.raises(ClientGoneError):  # it disconnects between two tokens
+    with pytest.raises(ClientGoneError):  # the client disconnects between two tokens
         proof.verify(reply, tiny, client_left=lambda: next(answers))
 
 
@@ -128,7 +128,7 @@ def test_a_reply_with_another_text_is_refused_without_a_forward_pass(
 
 
 class CountingDecoder:
-    """Decode a token to its character, 999 to an incomplete one, 1000 or more to nothing. Count decoded tokens."""
+    """Decode a token below 999 to its character, 999 to an incomplete character, and others to nothing. Count tokens."""
 
     decoded = 0
 
@@ -138,14 +138,14 @@ class CountingDecoder:
 
 
 @pytest.mark.parametrize("token", [999, 1001])
-def test_tokens_without_text_cost_no_more_than_others(token: int) -> None:
+def test_tokens_without_text_are_decoded_a_bounded_number_of_times(token: int) -> None:
     decoder, count = CountingDecoder(), 2000
     assert detokenize(Detokenizer(decoder), [token] * count) == ("\ufffd" * count if token == 999 else "")
     assert decoder.decoded < 6 * MAX_CHARACTER_TOKENS * count
 
 
 def before_first_stop(text: str, stops: list[str]) -> str:
-    """Return the text before the stop string that ends first. If several end there, the longest counts."""
+    """Return the text before the stop string that ends first. If several end at that place, the longest counts."""
     for end in range(1, len(text) + 1):
         if complete := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end - len(max(complete, key=len))]
@@ -153,7 +153,7 @@ def before_first_stop(text: str, stops: list[str]) -> str:
 
 
 @pytest.mark.parametrize("stops", [["aab"], ["abab", "baa"], ["aabaa", "ba"], ["bbbb"], ["aaaab", "ab", "abb"]])
-def test_the_first_stop_string_ends_the_text_wherever_tokens_end(stops: list[str]) -> None:
+def test_the_first_stop_string_ends_the_text_however_it_is_split_into_pieces(stops: list[str]) -> None:
     for number in range(1 << 9):
         text = "".join("ab"[number >> bit & 1] for bit in range(9))
         for size in (1, 2, 4, 9):

@@ -1,4 +1,4 @@
-"""lm-eval's API models as clients: logprobs of given continuations, generation, and a whole task."""
+"""lm-eval's API models are the clients. They request logprobs of given continuations, generate, and run a whole task."""
 
 import json
 from pathlib import Path
@@ -89,7 +89,7 @@ The first president of the United States was""".splitlines()
 def test_continuations_get_the_same_scores_as_from_transformers(
     bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformers generates half of the continuations greedily. The others are taken from other beginnings."""
+    """Transformers generates half of the continuations greedily. The other half are words of another beginning."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float32), load_tokenizer(bundled)
     pairs = []
     for number, beginning in enumerate(BEGINNINGS):
@@ -135,7 +135,7 @@ def test_a_task_is_evaluated_over_the_endpoint(completions: Any, tiny_folder: Pa
 
     model, tokenizer = load_model(tiny_folder), load_tokenizer(tiny_folder)
     prefers_b = [score(model, tokenizer, text, " b")[0] > score(model, tokenizer, text, " a")[0] for text in QUESTIONS]
-    # The model is right on three of five questions.
+    # The labels make the model right on the first three of five questions.
     labels = [int(b) for b in prefers_b[:3]] + [int(not b) for b in prefers_b[3:]]
     rows = [{"question": text, "label": label} for text, label in zip(QUESTIONS, labels, strict=True)]
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))

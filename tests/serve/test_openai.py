@@ -1,4 +1,4 @@
-"""The API as clients see it: the official Python client if it is installed, and plain requests."""
+"""The API as clients see it. The clients are plain HTTP requests and, if it is installed, OpenAI's Python client."""
 
 import threading
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_the_official_client_can_list_models_chat_stream_and_complete(api: Runni
         assert len(completion.choices[0].logprobs.token_logprobs) == completion.usage.completion_tokens
         with pytest.raises(openai.NotFoundError, match="GET /v1/models"):
             client.chat.completions.create(model="absent", messages=MESSAGES)
-        message = whole.choices[0].message.model_dump()  # clients send a reply back with all its fields
+        message = whole.choices[0].message.model_dump()  # with null fields, as clients send a reply back
     assert api.chat([*MESSAGES, message, *MESSAGES]).status_code == 200
 
 
@@ -76,7 +76,8 @@ def test_logprobs_list_the_sampled_tokens_and_the_likeliest(api: Running) -> Non
     response = api.chat(MESSAGES, logprobs=True, top_logprobs=3, temperature=0).json()
     tokens = response["choices"][0]["logprobs"]["content"]
     assert all(len(token["top_logprobs"]) == 3 for token in tokens)
-    assert all(token["top_logprobs"][0]["token"] == token["token"] for token in tokens)  # greedy takes the likeliest
+    # At temperature 0 each sampled token is the likeliest.
+    assert all(token["top_logprobs"][0]["token"] == token["token"] for token in tokens)
     assert all(token["logprob"] <= 0 for token in tokens)
 
 
@@ -95,7 +96,7 @@ def test_a_tokens_logprob_has_the_same_bits_in_the_list_of_likeliest_tokens(api:
         assert same in ([], [token["logprob"]])
 
 
-def test_a_text_gets_the_logprob_of_its_likeliest_token() -> None:
+def test_a_text_that_several_tokens_share_gets_the_logprob_of_the_likeliest() -> None:
     tokens = [TokenLogprobs(7, -3.0, ((5, -0.5), (6, -1.0))), TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.0)))]
     logprobs = text_logprobs(lambda token: "x" if token in (5, 6) else "y", tokens)
     assert logprobs["top_logprobs"] == [{"x": -0.5, "y": -3.0}, {"x": -0.5}]
@@ -184,7 +185,7 @@ def test_neutral_values_change_nothing(api: Running) -> None:
     assert api.chat(MESSAGES, **dict.fromkeys(NEUTRAL)).json()["choices"] == plain
 
 
-def test_equal_prompts_of_one_request_give_equal_texts_only_with_a_seed(api: Running) -> None:
+def test_equal_prompts_of_one_request_give_equal_texts_only_if_the_request_has_a_seed(api: Running) -> None:
     params = {"prompt": ["one and two", "three", "one and two"], "max_tokens": 30}
     seeded = [choice["text"] for choice in api.complete(seed=4, **params).json()["choices"]]
     unseeded = [choice["text"] for choice in api.complete(**params).json()["choices"]]
@@ -244,7 +245,9 @@ def test_health_is_503_until_the_model_is_loaded(tiny_folder: Path, tmp_path: Pa
         assert response.headers["Retry-After"]
 
 
-def test_a_request_that_exceeds_rows_and_queue_is_told_when_to_retry(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_request_with_more_completions_than_have_room_is_told_when_to_retry(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     with serving(tiny_folder, tmp_path, limits=ServeLimits(rows=1, waiting=0)) as running:
         response = running.chat(MESSAGES, n=2)
         assert response.status_code == 429

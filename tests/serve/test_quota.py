@@ -1,4 +1,4 @@
-"""Quotas of users. Every addition, with its proof and facts, is charged before it is stored."""
+"""Quotas of users: each message, with its proof and facts, is charged to its user's quota before it is stored."""
 
 import asyncio
 import sqlite3
@@ -35,7 +35,7 @@ def stored_bytes(db: sqlite3.Connection) -> int:
 
 
 def fill(tree: Conversations, user: int, ids: list[str], *, content: str = TEXT, proof: str | None = None) -> None:
-    """Add messages to each conversation in turn until one is refused."""
+    """Add messages to the conversations in turn until HttpError is raised."""
     for _ in range(1000):
         for id in ids:
             tree.add(user, id, None, "assistant", content, proof=proof)
@@ -53,7 +53,7 @@ def test_conversations_created_first_and_filled_later_stay_within_the_quota(
     with pytest.raises(HttpError, match="fill your quota"):
         tree.add(user, ids[0], None, "user", TEXT)
     tree.delete(user, ids[0])
-    tree.add(user, ids[1], None, "user", TEXT)  # deleting frees quota
+    tree.add(user, ids[1], None, "user", TEXT)  # there is room again, because a conversation was deleted
 
 
 @pytest.mark.parametrize(("content", "proof"), [("x", TEXT), ("\U0001f600" * 25_000, None)])
@@ -74,7 +74,7 @@ def test_the_size_of_one_conversation_with_its_proofs_is_bounded(db: sqlite3.Con
     assert stored_bytes(db) <= module.CONVERSATION_BYTES
 
 
-def test_short_messages_are_also_charged_for_their_rows(
+def test_even_a_short_message_is_charged_the_overhead_of_its_row(
     db: sqlite3.Connection, user: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "USER_BYTES", 100 * ROW_BYTES)

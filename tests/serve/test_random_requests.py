@@ -1,4 +1,4 @@
-"""Random requests, generated from the request schemas: none gets a 5xx response, and invalid ones are refused."""
+"""Random requests are generated from the request schemas. None may get a 5xx response; invalid ones must be refused."""
 
 import json
 import re
@@ -18,14 +18,14 @@ ROUTES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequ
 
 
 def openapi(model: str) -> dict[str, Any]:
-    """Return the OpenAPI description of both routes, with the only model."""
+    """Return the OpenAPI description of both routes, in which `model` is the only model."""
     template = "#/components/schemas/{model}"
     _, definitions = models_json_schema([(kind, "validation") for kind in ROUTES.values()], ref_template=template)
     schemas: dict[str, Any] = definitions["$defs"]
     for kind in ROUTES.values():
         schemas[kind.__name__]["properties"] |= {
             "model": {"const": model},
-            "ignore_eos": {"enum": [None, False, 0]},  # equal in Python, so pydantic takes either
+            "ignore_eos": {"enum": [None, False, 0]},  # pydantic accepts 0 for False, because they are equal in Python
             "min_tokens": {"enum": [None, False, 0]},
             "top_k": {"enum": [None, False, 0, -1]},
         }

@@ -111,13 +111,15 @@ def test_guessing_passwords_is_rate_limited_and_does_not_lock_out_a_known_browse
     responses = [guesser.enter("login", f"wrong guess {n}") for n in range(22)]
     assert responses[0].status_code == 401 and responses[0].json()["error"] == "name or password is wrong"
     assert responses[-1].status_code == 429 and int(responses[-1].headers["Retry-After"]) > 0
-    assert victim.enter("login").status_code == 200  # this browser has logged in before
+    assert (
+        victim.enter("login").status_code == 200
+    )  # the victim's browser has logged in before, so it has its own limit
 
 
 def test_forwarded_addresses_count_only_behind_a_proxy(page: Running, tiny_folder: Path, tmp_path: Path) -> None:
     def last_status(running: Running) -> int:
         user = User(running)
-        for n in range(22):  # each with a new name and a new claimed address
+        for n in range(22):  # each login has a new name and claims a new address
             user.name = f"somebody-{n}"
             user.http.headers["X-Forwarded-For"] = f"1.2.3.4, 10.0.{n}.1"
             status = user.enter("login").status_code
@@ -196,7 +198,7 @@ def test_an_oversized_body_is_refused_before_it_is_read(ada: User, page: Running
         for _ in range(10_000):
             yield b" " * 1024
 
-    with contextlib.suppress(httpx.TransportError):  # closed before the client sent everything
+    with contextlib.suppress(httpx.TransportError):  # the server may close before the client has sent everything
         response = ada.http.post("/chat/login", content=endless(), headers={"Content-Type": "application/json"})
         assert response.status_code == 413
     with contextlib.suppress(httpx.TransportError):
@@ -232,7 +234,7 @@ def test_no_file_of_a_page_contacts_a_third_party_or_writes_markup() -> None:
     for path in (*SHARED.iterdir(), *STATIC.iterdir(), *DASHBOARD.iterdir()):
         text = path.read_text()
         if path.name.startswith("katex"):
-            continue  # test_browser tests that the browser itself refuses unsafe code
+            continue  # KaTeX is not ours; test_browser tests that the browser itself refuses unsafe code
         for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
             assert unsafe not in text, (path.name, unsafe)
         for line in text.replace("http://www.w3.org/2000/svg", "").splitlines():

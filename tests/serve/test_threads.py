@@ -1,4 +1,4 @@
-"""Callers take fair turns, and a slot is held until its thread ends, even if the client disconnects."""
+"""Callers take turns. A call holds its slot until it has ended in its thread, even if the client disconnects."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ async def until_idle() -> None:
         await asyncio.sleep(0)
 
 
-def test_callers_take_turns_however_many_requests_each_has() -> None:
+def test_callers_take_turns_even_if_one_has_many_more_requests() -> None:
     async def main() -> list[str]:
         slots, order = FairSemaphore(1), list[str]()
 
@@ -46,7 +46,7 @@ def test_one_caller_never_holds_all_slots() -> None:
     asyncio.run(main())
 
 
-def test_a_cancelled_waiter_keeps_no_slot_that_it_was_just_given() -> None:
+def test_a_waiter_that_is_cancelled_as_it_gets_a_slot_does_not_keep_the_slot() -> None:
     async def main() -> None:
         slots = FairSemaphore(1)
         await slots.acquire("one")
@@ -79,7 +79,7 @@ def test_a_queue_is_bounded_and_waiting_has_a_deadline() -> None:
     asyncio.run(main())
 
 
-def test_a_slot_becomes_free_when_the_thread_ends_not_when_the_client_disconnects() -> None:
+def test_a_slot_becomes_free_when_the_call_ends_not_when_the_client_disconnects() -> None:
     go, started = threading.Event(), list[int]()
 
     def work() -> int:
@@ -95,11 +95,11 @@ def test_a_slot_becomes_free_when_the_thread_ends_not_when_the_client_disconnect
             task.cancel()
         last = asyncio.create_task(threads.run("two", lambda: 7))
         await until_idle()
-        assert version.users == 1 and not last.done()  # a call cancelled before its turn never runs
+        assert version.users == 1 and not last.done()  # only the first call has begun
         go.set()
         result = await asyncio.wait_for(last, DEADLINE_S)
         assert version.users == 0
         return result
 
     assert asyncio.run(main()) == 7
-    assert len(started) == 1
+    assert len(started) == 1, "a call that was cancelled before its turn ran"

@@ -39,7 +39,7 @@ def test_a_version_in_use_stays_and_the_least_recently_used_one_is_evicted(
             before = one.engine.model.lm_head.weight.clone()
         async with versions.borrow("run@2") as two:
             assert not versions.is_loaded("run@1") and versions.is_loaded("run@3")
-            assert two.engine is one.engine  # its memory is reused
+            assert two.engine is one.engine  # the new version reuses the evicted version's memory
             assert not torch.equal(two.engine.model.lm_head.weight, before)
             assert two.digest != one.digest
         versions.close()

@@ -1,4 +1,4 @@
-"""Run a role as its own process, for tests that kill it: process.py ROLE JSON. Progress is printed as JSON lines."""
+"""Run an origin, relay or client in a process that a test can kill: process.py ROLE JSON. It prints JSON lines."""
 
 import asyncio
 import json

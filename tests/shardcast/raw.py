@@ -1,4 +1,4 @@
-"""Stores that are made without an origin, and single requests to their server."""
+"""Make stores without an origin, and send single requests to their server."""
 
 import asyncio
 import json
@@ -68,7 +68,7 @@ def whole(folder: Path, data: bytes | None = None, shard_bytes: int = SHARD_BYTE
 
 
 async def request(url: str, *, method: str = "GET", **options):
-    """Return (status, headers, body) of one request. Its path is sent exactly as written."""
+    """Send one request, with its path exactly as written. Return (status, headers, body) of the response."""
     async with (
         aiohttp.ClientSession() as session,
         session.request(method, URL(url, encoded=True), **options) as response,
@@ -77,7 +77,7 @@ async def request(url: str, *, method: str = "GET", **options):
 
 
 async def get(store, path: str, *, wait_s=0.1, **options):
-    """Make one request to a server of this store."""
+    """Serve this store and send one request to the server."""
     async with serving(store, wait_s) as url:
         return await request(url + path, **options)
 

@@ -49,12 +49,12 @@ PUBLIC_KEY = public_key_hex(KEY)
 RUN = "test"
 PUBLICATION = "a" * 32
 SHARD_BYTES = 10_000
-SMALL_BYTES = 3_000  # larger than the listings and manifests of one fetch together, smaller than a shard
+SMALL_BYTES = 3_000  # the listings and manifests of a fetch together are smaller, and a shard is larger
 PIECE_BYTES = 1_000
 
 
 def model_folder(path: Path, seed: int = 0) -> Path:
-    """Write files of various sizes: empty, smaller than a shard, as large as several shards, and in a subfolder."""
+    """Write four files: one empty, one smaller than a shard, one as large as several shards, and one in a subfolder."""
     sizes = {"config.json": 700, "empty.txt": 0, "model.safetensors": 34_567, "tokenizer/vocab.json": 2_345}
     for name, size_bytes in sizes.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def origin(tmp_path: Path, *, keep: int = 5, **options: Any) -> Origin:
     store = ShardStore(tmp_path / "origin", keep=keep, lease_s=0)
     settings = {"shard_size_bytes": SHARD_BYTES, "anchor_every": 1, "clock": lambda: 1.5, **options}
     source = Origin(store, KEY, run=RUN, **settings)
-    store.unlock()  # so that another process can open it
+    store.unlock()  # another process must be able to open it
     return source
 
 
@@ -191,7 +191,7 @@ async def serving(
 
 
 def quickly(store: ShardStore | Path) -> AbstractAsyncContextManager[str]:
-    """Serve a store that waits only briefly for missing shards."""
+    """Serve a store. A request for a missing shard waits only briefly."""
     return serving(store, wait_s=0.1)
 
 
@@ -276,11 +276,11 @@ class Middle:
         return response
 
     def requested_bytes(self, since: int = 0, shard_bytes: int = SHARD_BYTES) -> int:
-        """The bytes requested by all but the first `since` requests, if all shards have full size."""
+        """Return how many bytes all but the first `since` requests asked for. All shards must have full size."""
         return sum(shard_bytes - start for start in self.starts()[since:])
 
     def starts(self) -> list[int]:
-        """The first requested byte of each request for a shard."""
+        """Return the first requested byte of each request for a shard."""
         return [int(wanted.removeprefix("bytes=").rstrip("-") or 0) for _, wanted in self.requests]
 
 
@@ -309,7 +309,7 @@ async def mirroring(mirror: Relay) -> AsyncIterator[Relay]:
 async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, "did not happen in time"
+        assert time.monotonic() < deadline_s, "the condition did not become true in time"
         await asyncio.sleep(0.01)
 
 
@@ -320,7 +320,7 @@ async def versions_at(url: str) -> list[int]:
 
 
 def dead_url() -> str:
-    """A URL whose port refuses connections."""
+    """Return a URL whose port refuses connections."""
     return f"http://127.0.0.1:{free_port()}"
 
 
@@ -342,7 +342,7 @@ def flipped(data: bytes) -> bytes:
 
 
 def read_and_written_bytes() -> tuple[int, int]:
-    """The bytes that this process has read and written so far (Linux only). What sendfile sends counts as both."""
+    """Return how many bytes this process has read, and how many it has written (Linux only). Sendfile counts as both."""
     lines = Path("/proc/self/io").read_text().splitlines()
     figures = {name: int(figure) for name, figure in (line.split(": ") for line in lines)}
     return figures["rchar"], figures["wchar"]
@@ -368,7 +368,8 @@ class Known(Standing):
 
 
 class Stub(Source):
-    """A source without a network. It follows its script, one entry per requested shard, and after that delivers at once."""
+    """A source without a network. For each requested shard it follows the next entry of its script, if one is left. After
+    that it delivers at once."""
 
     def __init__(self, url: str, *script: Exception | float, standing: Standing | None = None, pieces: int = 1) -> None:
         """An exception in `script` is raised; a number is how many seconds it takes to deliver a shard in `pieces`."""
@@ -405,7 +406,7 @@ def shard(index: int) -> ShardEntry:
 
 
 def choosing(*stubs: Stub, fallback: tuple[Stub, ...] = (), **limits: float) -> Sources:
-    """Sources made of these stubs."""
+    """Return the Sources that choose among these stubs."""
     sources = Sources(
         Access(PUBLIC_KEY, RUN, Limits(**limits)),
         None,  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """Turn one completion's tokens into text as they arrive, find stop strings, and decide why the completion ends.
 
-Invariant: the joined pieces are the text up to the first complete stop string, wherever token boundaries fall.
-Text and finish reason depend only on the tokens and the request. Only whole characters are returned. Time is linear in the
-number of tokens.
+Invariant: the pieces, joined, are the text up to the first complete stop string, even if a token boundary splits that
+string. Text and finish reason depend only on the tokens and the request. Only whole characters are returned. Time is
+linear in the number of tokens.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,8 +20,10 @@ class StopMatcher:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.matched = 0  # length of the stop string's longest prefix with which the input ends
-        self._fallback = [0]  # by matched length: the next shorter prefix that also matches
+        self.matched = 0  # length of the longest prefix of the stop string that the input ends with
+        self._fallback = [
+            0
+        ]  # for each matched length (from 1), the length of the next shorter prefix that also matches
         for character in text[1:]:
             self._fallback.append(self._extend(self._fallback[-1], character))
 
@@ -88,7 +90,7 @@ class Detokenizer:
         return released + pending
 
     def _release(self, text: str) -> str:
-        """Append to the pending text; return the part before a possible start of a stop string."""
+        """Append to the pending text. Return it up to where a stop string may have started."""
         if self.stopped is not None:
             return ""
         if not self.stops:

@@ -62,7 +62,7 @@ class Generation:
     submitted_s: float = field(default_factory=time.monotonic)
     last_piece_s: float = 0.0  # when the newest piece was made; 0: none yet
     tokens: list[int] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)  # bfloat16; the hidden state from which each token was sampled
+    states: list[Tensor] = field(default_factory=list)  # for each token, the hidden state that it was sampled from
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the prompt's second token on
     # The completions of one streamed request share a queue.
     queue: "asyncio.Queue[tuple[Generation, Piece]]" = field(default_factory=asyncio.Queue)
@@ -126,8 +126,8 @@ class Generation:
 def score_tokens(logits_LV: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
     """Return each token's logprob at temperature 1 and its `top` likeliest alternatives.
 
-    If a token is in both lists, its logprob has the same bits in both. Clients compare the two to see whether the token
-    is the likeliest.
+    If a token is also one of its alternatives, both of its logprobs have the same bits, because clients compare them to
+    see whether the token is the likeliest.
     """
     scaled_LV = logits_LV.float()
     normalizers = likelihoods(scaled_LV)

@@ -34,7 +34,7 @@ from shoal.watch.page.guard import json_size_error
 CHUNK_TOKENS = 32
 MAX_BYTES = 16 << 20
 MAX_TOKENS = 1 << 20
-FAR_FACTOR = 4.0  # numerics cannot explain a difference larger than this many margins
+FAR_FACTOR = 4.0  # rounding cannot explain a difference larger than this multiple of `sampling_margin`
 VOCABULARY_ROWS = 256  # tokens whose logits are in memory at once
 CAVEAT = "that does not show who chose the seed, or whether the text is true."
 EXACT = f"These weights, this prompt and this seed give exactly this text; {CAVEAT}"
@@ -129,7 +129,7 @@ class ReplyVerdict:
 
 
 def build(generation: Generation, finish: str, text: str, messages: Sequence[Any]) -> Reply:
-    """Build the reply file of a finished generation that kept its states; takes milliseconds. Raise ReplyError."""
+    """Build the reply file of a finished generation that kept its hidden states. Raise ReplyError."""
     request, loaded = generation.request, generation.loaded
     if not generation.states:
         raise ReplyError("nothing was generated, so there is nothing to prove")
@@ -158,9 +158,9 @@ def build(generation: Generation, finish: str, text: str, messages: Sequence[Any
 def verify(
     reply: Reply, loaded: LoadedModel, config: Config | None = None, client_left: Callable[[], bool] = lambda: False
 ) -> ReplyVerdict:
-    """Recompute the whole reply with a forward pass over prompt and reply. Do not call it in the event loop.
+    """Recompute the whole reply with a forward pass over prompt and reply. Do not call this in the event loop.
 
-    `config` is the run's config, for its limits. `client_left` is polled; if it returns true, raise ClientGoneError.
+    The limits are those of `config`, the run's config. `client_left` is polled; if it is true, raise ClientGoneError.
     """
 
     def check() -> None:
@@ -213,7 +213,7 @@ def _check_prompt(reply: Reply, loaded: LoadedModel) -> ReplyFinding:
 
 
 def _check_text(reply: Reply, loaded: LoadedModel, check: Callable[[], None]) -> tuple[ReplyFinding, ReplyFinding]:
-    """Decode the tokens as the server does. Compare the text, its end, and the reason for its end."""
+    """Decode the tokens as the server does. Compare the text, where it ends, and why it ends there."""
     decoder = Detokenizer(loaded.tokenizer, reply.stops, loaded.eos_ids, reply.max_tokens)
     same = detokenize(decoder, reply.tokens, check) == reply.text
     text = ReplyFinding("Do the tokens give this text?", same, "" if same else "the text was changed")

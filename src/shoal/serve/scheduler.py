@@ -3,8 +3,8 @@
     add new requests -> one step of the engine's scheduler (`engine/scheduler`) -> deliver the pieces
 
 The scheduler runs in its own thread. Requests come from the event loop, and pieces return to the loop once per step.
-Invariant: no queue grows without bound. At most `limits.waiting` completions wait. Further requests are refused, with
-a time to retry.
+Invariant: no queue grows without bound. At most `limits.waiting` completions wait. Further requests are refused and
+told when to retry.
 """
 
 import math
@@ -28,7 +28,7 @@ class ServeLimits(engine.SchedulerLimits):
     rows: int = 64
     cache_bytes: int = 4 << 30
     waiting: int = 128  # completions that wait for a row
-    per_caller: int = 64  # completions of one caller, waiting or being decoded
+    per_caller: int = 64  # completions of one caller that wait or are being decoded
 
 
 @dataclass
@@ -57,7 +57,7 @@ class ServeScheduler:
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="scheduler")
-        self._row_s = 1.0  # smoothed lifetime of a row
+        self._row_s = 1.0  # moving average of the time from submission to the last piece
 
     def start(self) -> None:
         self._thread.start()

@@ -113,7 +113,7 @@ class Settings:
 
 
 def engine_of(source: ModelSource) -> Callable[[], TorchEngine]:
-    """Return a factory of engines with the run's numerics; without a run, with this machine's best numerics.
+    """Return a factory of engines. They have the run's numerics, or this machine's best numerics if there is no run.
 
     Raise DeviceError or ShoalError.
     """
@@ -207,7 +207,7 @@ class Service:
 
 @web.middleware
 async def _mark_active(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Tell the listener that this connection sent a request, so it may stay open."""
+    """Tell the listener that this connection has sent a request. The listener then lets it stay open."""
     if (listener := request.app.get(LISTENER)) and request.transport:
         listener.note_request(request.transport.get_extra_info("peername"))
     response: web.StreamResponse = await handler(request)
@@ -217,7 +217,7 @@ async def _mark_active(request: web.Request, handler: Any) -> web.StreamResponse
 def serve_forever(source: ModelSource, settings: Settings, stop: threading.Event, say: Callable[[str], None]) -> bool:
     """Serve until `stop` is set. Raise the error that ended the server, or OSError if the port is taken.
 
-    Return whether all of the server's threads have ended. A thread may still be in a forward pass; all data is stored.
+    Return whether all of the server's threads have ended. Even if one is still in a forward pass, all data is stored.
     """
     before = set(threading.enumerate())
     service = Service(source, settings, engine_of(source))

@@ -4,9 +4,9 @@
     FairThreadPool    a thread pool; the calls of one caller run one after another
     read_body         reads a request's body, and limits the number of large bodies in memory
 
-Invariant: a call keeps its slot until its thread ends, even if its client disconnects. A call whose client disconnected
-before its turn never runs.
-Left out: interrupting a running call. A long call must poll for itself whether to stop.
+Invariant: a call keeps its slot until it has ended in its thread, even if its client disconnects. A call whose client
+disconnects before the call's turn never runs.
+Left out: interrupting a running call. A long call must itself poll whether to stop.
 """
 
 import asyncio
@@ -109,10 +109,10 @@ class FairThreadPool:
 
 @asynccontextmanager
 async def read_body(slots: FairSemaphore, request: web.Request, caller: str, max_bytes: int) -> AsyncIterator[bytes]:
-    """Read a request's JSON body; a large one holds a slot until the block ends. Raise HttpError or BusyError."""
+    """Read a request's JSON body. A large body holds a slot until the `with` block ends. Raise HttpError or BusyError."""
     size_bytes = request.content_length
     if size_bytes is not None and (size_bytes <= SMALL_BYTES or size_bytes > max_bytes):
-        yield await json_body(request, max_bytes)  # small, or refused as too large
+        yield await json_body(request, max_bytes)  # the body is small, or `json_body` refuses it as too large
         return
     await slots.acquire(caller)
     try:

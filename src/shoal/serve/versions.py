@@ -50,7 +50,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where versions come from. Model id `name` is the newest version; `name@7` is version 7."""
+    """Where versions come from. A request for model `name` gets the newest version; `name@7` is version 7."""
 
     name: str
     folder: Path | None  # holds the versions; None: a single model
@@ -96,7 +96,7 @@ def _base(name: str) -> Path | None:
 
 
 def label_of(name: str, names: Sequence[str]) -> str:
-    """Return the last part of a path or name, or all of it if another model shares the last part.
+    """Return the last part of a path or name. Return all of it if another model's name ends with the same part.
 
     >>> label_of("runs/a", ["runs/a", "runs/b"]), label_of("a/model", ["a/model", "b/model"])
     ('a', 'a/model')
@@ -198,9 +198,9 @@ class Versions:
 
     @asynccontextmanager
     async def borrow(self, id: str) -> AsyncIterator[LoadedModel]:
-        """Borrow version `id`, loading it if needed; it is not evicted while borrowed.
+        """Borrow version `id`, and load it first if needed. It is not evicted while it is borrowed.
 
-        The source's name means the newest version. Raise UnknownVersionError or NoSlotError.
+        If `id` is the source's name, borrow the newest version. Raise UnknownVersionError or NoSlotError.
         """
         loaded = await self._find(id)
         loaded.users += 1

@@ -3,7 +3,7 @@
     origin (publishes)  ->  server  <-  relay (mirrors)  ->  server  <-  client (fetches)
 
     origin     publishes a folder as a signed version     manifest    signed manifests, statements, version lists
-    store      the folder of versions to serve             files       a version's files, cut into shards
+    store      the folder of versions to serve            files       a version's files, cut into shards
     relay      mirrors a store and serves it              delta       the exact difference between two versions
     server     HTTP, with guard and connections           fetch/      downloads from servers into a folder
     alone      the API for use without a pool

@@ -1,12 +1,12 @@
 """The listening socket of a server: it limits open connections and resets idle or stalled ones.
 
 Invariant: every accepted connection counts until it is closed. A server accepts no more connections than its file limit
-allows. A connection over its address's limit, or over the total limit, is closed without being read. At the total
-limit, the oldest connection that has sent no request is reset too, so idle clients cannot lock others out. A client is
-reset if it sends no request within `headers_s`. It is also reset if it stops reading the response, even during a
+allows. A connection over its address's limit, or over the total limit, is closed without being read. If the total limit
+is reached, the oldest connection that has sent no request is reset too, so idle clients cannot lock others out. A client
+is reset if it sends no request within `headers_s`. It is also reset if it stops reading the response, even during a
 `sendfile`. Time in which this process did not run does not count, so an overloaded or frozen server does not blame
-clients for its own delay. Malformed requests (answered with 400) and clients that disconnect early are not logged.
-Otherwise aiohttp would log a traceback and the whole request for each of them, up to hundreds of kilobytes.
+clients for its own delay. Malformed requests (answered with 400) and clients that disconnect early are not logged,
+because aiohttp would log a traceback and the whole request for each of them, up to hundreds of kilobytes.
 Left out: limits across processes; slow-reader detection on systems other than Linux.
 Source: BBR, draft-ietf-ccwg-bbr; `struct tcp_info` of Linux, include/uapi/linux/tcp.h.
 """
@@ -59,7 +59,7 @@ def raise_limit() -> int:
 
 
 def affordable(wanted: int) -> int:
-    """Return how many of the `wanted` connections the open-file limit allows. Log a warning if they are fewer."""
+    """Return how many of the `wanted` connections the open-file limit allows. Log a warning if it does not allow all."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if soft == resource.RLIM_INFINITY else max(1, (soft - RESERVED) // 2)
     if allowed < wanted < sys.maxsize:
@@ -77,9 +77,9 @@ CONGESTION = b"bbr"
 # Limit of unsent bytes in the kernel. Each stalled reader costs this much memory.
 UNSENT_BYTES = 2 << 20
 BACKLOG = 1024
-LONGEST_PERIOD_S = 1.0  # between two checks of all connections
+LONGEST_PERIOD_S = 1.0  # longest time between two checks of all connections
 
-TCP_INFO = struct.Struct("=24xI92xQ16xI")  # tcpi_unacked (segments), tcpi_bytes_acked, tcpi_notsent_bytes
+TCP_INFO = struct.Struct("=24xI92xQ16xI")  # reads tcpi_unacked (in segments), tcpi_bytes_acked, tcpi_notsent_bytes
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -89,8 +89,8 @@ class Patience:
 
     headers_s: float = 10.0  # from accept to the first complete request
     idle_s: float = 75.0  # between two requests
-    stall_s: float = 30.0  # without reading, or reading slower than slowest_Bps on average, while data waits
-    slowest_Bps: float = 10_000.0
+    stall_s: float = 30.0  # in which a client for which data waits reads nothing, or reads too slowly on average
+    slowest_Bps: float = 10_000.0  # a client that reads less per second reads too slowly
 
 
 PATIENCE = Patience()
@@ -104,7 +104,8 @@ class ClientConnection(socket.socket):
         self.listener, self.peer = listener, peer
         self.requested = False  # the client sent a complete request
         self.reader: str | None = None  # the reader who sent the last request; None without a guard
-        # moved_s: time of the last progress. since_s, since_bytes: start of the period whose average speed is checked.
+        # `moved_s` is the time of the last progress. `since_s` and `since_bytes` are the start of the period whose average
+        # speed is checked.
         self.accepted_s = self.moved_s = self.since_s = time.monotonic()
         self.taken_bytes = self.since_bytes = 0
 
@@ -176,7 +177,7 @@ class Listener(socket.socket):
             accepted.close()
             raise ConnectionAbortedError("too many connections")  # asyncio ignores it, as if the client had left
         connection = ClientConnection(self, peer, accepted.detach())
-        prefer_bbr(connection)  # again, because a route's setting overrides the listener's
+        prefer_bbr(connection)  # set it again, because a route's setting overrides the listener's
         if earlier := self.open.get(peer):
             self.forget(earlier)
         self.open[peer] = connection
@@ -220,7 +221,7 @@ class Listener(socket.socket):
                 self._cut(connection)
 
     async def watching(self, _: object) -> AsyncIterator[None]:
-        """Watch all connections while the server runs; for aiohttp's `cleanup_ctx`."""
+        """Watch all connections while the server runs. aiohttp runs this as an entry of its `cleanup_ctx`."""
         task = asyncio.create_task(self._watch())
         yield
         task.cancel()
@@ -263,11 +264,11 @@ async def started(
 
 
 def prefer_bbr(connection: socket.socket) -> str:
-    """Select BBR if possible. Return the congestion control in use; "unknown" if the system does not report it."""
+    """Select BBR if possible. Return the congestion control in use, or "unknown" if the system does not report it."""
     option = getattr(socket, "TCP_CONGESTION", None)
     if option is None:
         return "unknown"
-    with suppress(OSError):  # not available to this user
+    with suppress(OSError):  # BBR may not be available to this user
         connection.setsockopt(socket.IPPROTO_TCP, option, CONGESTION)
     try:
         return connection.getsockopt(socket.IPPROTO_TCP, option, 16).rstrip(b"\0").decode()
@@ -287,7 +288,8 @@ def network(address: str) -> str:
 
 
 def _progress(connection: socket.socket) -> int | None:
-    """Return the bytes acknowledged so far; None if nothing is unacknowledged, or if the system does not report it."""
+    """Return the bytes that the peer has acknowledged so far. Return None if it has acknowledged all, or if the system
+    does not report it."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         unacked, acked_bytes, unsent_bytes = TCP_INFO.unpack_from(info)

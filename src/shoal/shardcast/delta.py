@@ -10,7 +10,7 @@ versions, only the changed words of each tensor are encoded. Any other file is m
              SAME: nothing     WHOLE: the new words
              CHANGES: the number of changed words, a gap for each (as words of four bytes), a step for each (as words)
     words    the lowest byte of every word (a plane), then the second byte of every word, and so on
-    plane    a length and then as many bytes
+    plane    a length, followed by that many bytes
              length 0: all bytes are zero     length = number of words: raw bytes     otherwise: a zstd frame
 
 A gap is the number of unchanged words directly before a changed word. A step is the new word minus the old word: an
@@ -77,7 +77,7 @@ class Writer:
         gaps_K = (np.diff(places_K, prepend=-1) - 1).astype("<u4")
         steps_K = _zigzag(new[places_K] - old[places_K])
         packed = bytes([Kind.CHANGES]) + _number(len(places_K)) + self._packed(gaps_K) + self._packed(steps_K)
-        # Try whole words only above this size: below, they are hardly ever smaller, and compressing them is slow.
+        # If the changes take less, do not try whole words: they are hardly ever smaller, and compressing them is slow.
         if len(packed) > new.nbytes // 4:
             packed = min(packed, bytes([Kind.WHOLE]) + self._packed(new), key=len)
         self.write(packed)
@@ -101,7 +101,7 @@ class Reader:
         self._file = file
         self._decompressor = zstandard.ZstdDecompressor()
         if self.take(len(MAGIC)) != MAGIC:
-            raise DeltaError("not a delta, or of an unknown format version")
+            raise DeltaError("the file is not a delta, or its format version is unknown")
         self.file_kinds = [_kind_of(number, Kind.SAME, Kind.WHOLE, Kind.TENSORS) for number in self.take(files)]
 
     def take(self, size_bytes: int) -> bytes:
@@ -117,10 +117,10 @@ class Reader:
         """Read a piece of kind CHANGES. Return the ascending positions of changed words, and the steps to add."""
         count = self._number()
         if not 0 < count <= words:
-            raise DeltaError(f"{count} changes in {words} words")
+            raise DeltaError(f"the delta claims {count} changes in {words} words")
         places_K = np.cumsum(self.words(count, 4) + np.int64(1)) - 1
         if places_K[-1] >= words:
-            raise DeltaError(f"a change at word {places_K[-1]} of {words}")
+            raise DeltaError(f"the delta claims a change at word {places_K[-1]} of {words}, counted from 0")
         return places_K, _unzigzag(self.words(count, word_bytes))
 
     def words(self, count: int, word_bytes: int) -> Words:
@@ -146,7 +146,7 @@ class Reader:
                 raise DeltaError(f"a zstd frame does not have the {raw_bytes} bytes of its plane")
             return self._decompressor.decompress(data, allow_extra_data=False)
         except zstandard.ZstdError as error:
-            raise DeltaError(f"not a zstd frame: {error}") from error
+            raise DeltaError(f"a plane is not a zstd frame: {error}") from error
 
     def _number(self) -> int:
         return int.from_bytes(self.take(4), "little")
@@ -174,7 +174,7 @@ def _unzigzag(numbers: Words) -> Words:
 
 @dataclass(frozen=True)
 class Link:
-    """A delta on disk, and the paths and sizes of the files it produces, in encoded order."""
+    """A delta on disk, and the paths and sizes of the files that it produces, in the order in which it encodes them."""
 
     delta: Path
     files: tuple[tuple[str, int], ...]
@@ -216,7 +216,7 @@ def passes(chain: Iterable[Link]) -> list[list[Link]]:
     """Split a chain of deltas into runs that `apply` can merge. All deltas of a run produce files of the same names and
     sizes. No file is WHOLE in one delta of the run and TENSORS in another. Raise DeltaError."""
     runs: list[list[Link]] = []
-    kinds: list[Kind] = []  # one for each file, over the last run
+    kinds: list[Kind] = []  # the kind of each file, combined over the deltas of the last run
     for link in chain:
         with link.delta.open("rb") as file:
             file_kinds = Reader(file, len(link.files)).file_kinds
@@ -233,8 +233,8 @@ def apply(
     old: Path, run: Sequence[Link], out: Path, on_write: Callable[[memoryview], None] = lambda data: None
 ) -> None:
     """Apply `run` (one delta, or a run from `passes`) to the folder `old`, and write the result into another folder,
-    `out`. Pass all bytes of the new files to `on_write`, in encoded order, so that the caller can verify them
-    without reading them.
+    `out`. Pass all bytes of the new files to `on_write`, in the order of the files in the delta, so that the caller can
+    verify them without reading them.
 
     Raise DeltaError, and OSError from the disk. The files in `out` are then incomplete.
     """
@@ -317,7 +317,7 @@ def _write_changed(readers: Sequence[Reader], source: BufferedReader, target: _T
     if any(reader.take(len(header_hash)) != header_hash for reader in readers):
         raise DeltaError(f"the delta was made against another version: the header of {source.name} differs")
     for piece in pieces(*layout.tensors):
-        words: Words | None = None  # None: no delta changes this piece
+        words: Words | None = None  # None while no delta has changed this piece
         for reader in readers:
             kind = reader.piece_kind()
             if kind is Kind.WHOLE:

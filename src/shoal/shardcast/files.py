@@ -25,7 +25,7 @@ from shoal.files import CHUNK_BYTES, NewFile
 from shoal.shardcast.manifest import FileEntry, ShardEntry, Stream
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-WORD_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # all others: 1
+WORD_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # the words of all other types have one byte
 
 
 class LayoutError(ValueError):
@@ -96,7 +96,7 @@ def _place(tensor: StoredTensor) -> tuple[int, int]:
 
 
 class StreamFiles:
-    """The files' bytes, concatenated in listed order."""
+    """One byte string: the files of a version, concatenated in listed order."""
 
     def __init__(self, folder: Path, files: Sequence[FileEntry]) -> None:
         self.paths = [folder / file.path for file in files]
@@ -104,7 +104,7 @@ class StreamFiles:
         self._ends = list(accumulate(self.sizes_bytes))
 
     def ranges(self, position: int, size_bytes: int) -> Iterator[tuple[Path, int, int]]:
-        """Yield (file, offset in the file, size) for each file in a range of the byte string, in order."""
+        """For each file in a range of the byte string, in order, yield (file, offset in the file, size)."""
         index = bisect_right(self._ends, position)
         while size_bytes:
             start = self._ends[index] - self.sizes_bytes[index]
@@ -151,8 +151,8 @@ class StreamFiles:
 
 
 class Cutter:
-    """Hash the shards of a byte string that comes in pieces. If `create` is given, also write each shard to a file: the
-    one that `create` returns for the shard's index."""
+    """Hash the shards of a byte string that comes in pieces. If `create` is given, also write each shard to the file that
+    `create` returns for its index."""
 
     def __init__(self, shard_size_bytes: int, create: Callable[[int], NewFile] | None = None) -> None:
         self.shard_size_bytes = shard_size_bytes

@@ -1,15 +1,15 @@
 """Access control of a server: passes and bans.
 
-    grant   signed by the pool: the reader with this key may read this run's weights until a given time
-    visit   signed by the reader: the reader requests something from one server at a given time
+    grant   the pool signs: the reader with this key may read this run's weights until a given time
+    visit   the reader signs: the reader requests something from one server at a given time
     pass    GRANT~VISIT
 
 Invariant: every request except /healthz needs a valid pass. Its visit must name this server's URL, be at most `PASS_S`
 old, and be signed by the reader in the grant, who must not be banned. Its grant must be signed by the pool for this
-audience, and not expired. So a relay cannot use its readers' passes elsewhere. A ban also resets the reader's
-connections.
-Left out: a nonce (a pass replayed to the same server within a minute reveals nothing new), and a rate limit
-per reader (`connections` limits each address).
+audience, and not expired. Because a visit names the server, a relay cannot use its readers' passes elsewhere. A ban
+also resets the reader's connections.
+Left out: a nonce, because a pass replayed to the same server within a minute reveals nothing new; and a rate limit per
+reader, because `connections` limits each address.
 Source: RFC 6750 (bearer tokens), RFC 9449 (proof of possession).
 """
 
@@ -34,7 +34,7 @@ from shoal.shardcast.manifest import Hash
 GRANT_DOMAIN = b"shoal shardcast reader token 1\n"
 VISIT_DOMAIN = b"shoal shardcast visit 1\n"
 MAX_PASS_CHARS = 4096
-PASS_S = 60.0  # as for signed requests; the clocks of honest machines differ by less
+PASS_S = 60.0  # as for signed requests, because the clocks of honest machines differ by less
 RENEW_S = 20.0  # a reader reuses a pass for this long
 MAX_KNOWN = 4096  # verified passes to cache, so that not every shard costs a signature check
 
@@ -98,7 +98,7 @@ class Passes:
         self, private_key: Ed25519PrivateKey, grant: Callable[[], str], clock: Callable[[], float] = time.time
     ) -> None:
         self._private_key, self._grant, self._clock = private_key, grant, clock
-        self._made: dict[str, tuple[str, float, str]] = {}  # by server: grant, creation time, pass
+        self._made: dict[str, tuple[str, float, str]] = {}  # for each server, its grant, creation time and pass
 
     def __call__(self, server: str) -> str:
         """Return a current pass for this server; "" before the pool has sent a grant."""
@@ -149,7 +149,7 @@ class Guard:
         total_connections: int = 4096,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`pool_key` signs the grants. `connections`: limit per address."""
+        """`pool_key` signs the grants. At most `connections` connections of one address are open at a time."""
         self.audience, self.pool_key = audience, pool_key
         self.servers: Set[str] = frozenset()  # URLs by which readers know this server; a pass names one of them
         self.connections, self.total_connections = connections, total_connections

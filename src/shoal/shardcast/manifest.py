@@ -39,7 +39,7 @@ MAX_SHARDS = 100_000
 MAX_FILES = 10_000
 MAX_PATH_CHARS = 512
 MAX_VERSION = 10**9 - 1
-MAX_MANIFEST_BYTES = 16 << 20  # limit of a signed manifest; with MAX_SHARDS for content and for delta it has 14 MiB
+MAX_MANIFEST_BYTES = 16 << 20  # a signed manifest with MAX_SHARDS shards of content and as many of a delta has 14 MiB
 
 # Domain separation: nothing else that this key signs is a valid manifest.
 SIGNATURE_DOMAIN = b"shoal shardcast manifest 5\n"
@@ -145,17 +145,17 @@ class Manifest(_Record):
 
     @cached_property
     def digest(self) -> str:
-        """The version's name: a BLAKE3 hash (hex) of its contents. It does not depend on how they are fetched."""
+        """The version's name: a BLAKE3 hash (hex) of its contents. It does not depend on how the contents are fetched."""
         excluded = {"anchor", "delta", "publication", "created_s"}
         return blake3(_canonical(self.model_dump(exclude=excluded))).hexdigest()
 
     def supersedes(self, other: Manifest) -> bool:
-        """Whether this manifest belongs to another publication than `other`, or is later in the same one."""
+        """Return whether this manifest belongs to another publication than `other`, or is later in the same one."""
         return self.publication != other.publication or self.created_s > other.created_s
 
 
 class SignedManifest(_Record):
-    """A manifest as it is transferred. Untrusted until `open` has verified it."""
+    """A manifest as it is transferred. It is untrusted until `open` has verified it."""
 
     manifest: str  # canonical JSON text
     key: Hash  # ed25519 public key, hex
@@ -186,7 +186,7 @@ class SignedManifest(_Record):
         try:
             # The result is a string, because this JSON text starts with a quote.
             text = json.loads(body[len(_BEGINNING) : ending.start()].decode("ascii"))
-            text.encode("ascii")  # escapes may decode to other characters
+            text.encode("ascii")  # raises ValueError if an escape decoded to a character outside ASCII
             return cls(manifest=text, key=ending[1].decode(), signature=ending[2].decode())
         except ValueError as error:
             why = str(error)[:100]
@@ -195,7 +195,7 @@ class SignedManifest(_Record):
         )  # not chained: the original error contains the whole text
 
     def open(self, public_key: str, *, run: str | None = None, version: int | None = None) -> Manifest:
-        """Verify the signature, and `run` and `version` if given. Return the manifest. Raise ManifestError."""
+        """Verify the signature, and compare `run` and `version` if given. Return the manifest. Raise ManifestError."""
         if self.key != public_key:
             raise ManifestError(f"wrong signer: signed by {self.key}, expected {public_key}")
         text = self.manifest.encode()
@@ -293,8 +293,8 @@ class Newest(_Record):
     run: str = Field(max_length=200)
     publication: Publication
     version: int = Field(ge=0, le=MAX_VERSION)
-    serial: int = Field(ge=0, le=MAX_SERIAL)  # order within the publication
-    as_of_s: float = Field(ge=0)  # when it was signed; seconds since 1970
+    serial: int = Field(ge=0, le=MAX_SERIAL)  # a later statement of the publication has a higher serial
+    as_of_s: float = Field(ge=0)  # when it was signed, in seconds since 1970
 
     @classmethod
     def of(cls, manifest: Manifest) -> Newest:
@@ -308,12 +308,12 @@ class Newest(_Record):
         )
 
     def outdates(self, manifest: Manifest) -> bool:
-        """Whether the manifest belongs to another publication, from before the origin started over."""
+        """Return whether the manifest belongs to another publication, from before the origin started over."""
         return manifest.publication != self.publication
 
 
 class SignedNewest(_Record):
-    """A statement as it is transferred. Untrusted until `open` has verified it."""
+    """A statement as it is transferred. It is untrusted until `open` has verified it."""
 
     statement: str = Field(max_length=1000)  # JSON text
     signature: str = Field(pattern=r"^[0-9a-f]{128}$")
@@ -324,7 +324,7 @@ class SignedNewest(_Record):
         return cls(statement=text, signature=private_key.sign(STATEMENT_DOMAIN + text.encode()).hex())
 
     def open(self, public_key: str, *, run: str | None = None) -> Newest | None:
-        """Return the statement; None unless this key signed it, for `run` if given."""
+        """Return the statement. Return None if this key did not sign it, or if it is not for the given `run`."""
         try:
             Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key)).verify(
                 bytes.fromhex(self.signature), STATEMENT_DOMAIN + self.statement.encode()
@@ -337,7 +337,7 @@ class SignedNewest(_Record):
 
 def latest(first: Newest | None, second: Newest | None, now_s: float) -> Newest | None:
     """Return the valid one of two statements. Between publications prefer a statement that is current by the reader's
-    clock, then the later one. So statements from an origin whose clock was ahead lose once the clock is corrected."""
+    clock, then the later one. So if an origin's clock was ahead, its statements from then lose once the clock is right."""
     if first is None or second is None:
         return first or second
     if first.publication == second.publication:
@@ -345,9 +345,9 @@ def latest(first: Newest | None, second: Newest | None, now_s: float) -> Newest 
     return max(first, second, key=lambda newest: (abs(now_s - newest.as_of_s) <= CURRENT_S, newest.as_of_s))
 
 
-MAX_VERSIONS = 10_000  # listed by one server
-MAX_HOPS = 64  # servers on a path, origin included
-MAX_LISTING_BYTES = 256 << 10  # of versions.json: twice the largest Listing
+MAX_VERSIONS = 10_000  # that one server may list
+MAX_HOPS = 64  # servers on a path from the origin, which counts too
+MAX_LISTING_BYTES = 256 << 10  # limit of versions.json, twice the size of the largest Listing
 VERSION_PATTERN = r"v\d{6,9}"
 
 
@@ -366,7 +366,7 @@ def version_name(version: int) -> str:
 
 
 def parse_version(name: str) -> int | None:
-    """Parse a version folder's name; None if it is not one. "v0000007" is not one: each version has only one name."""
+    """Return the version that a folder's name states, or None. "v0000007" gives None: version 7 is only "v000007"."""
     if not re.fullmatch(VERSION_PATTERN, name, re.ASCII):
         return None
     version = int(name[1:])

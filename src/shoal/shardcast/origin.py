@@ -1,17 +1,17 @@
 """The origin: publish a folder of files as a signed version in a store, in full or as a delta.
 
 Every `anchor_every`-th version is an anchor, which can be fetched in full. Each version also has a delta from the
-version published before it, unless the delta saves nothing. A version whose delta would save less than half becomes an
-anchor.
+version published before it, unless the delta is as large as the files. If the delta has more than half their size, the
+version becomes an anchor.
 
 Invariant: a file that looks like a private key in text form, or is named like one, is never published, even through a
 symbolic link. A link is followed only if its target is inside the folder, or inside the Hugging Face cache entry that
 the folder is a snapshot of. Files and folders whose names start with a dot are not published.
 A version is listed in versions.json only after its signed manifest and all its shards are on disk. After a crash at any
 moment, publishing the version again completes it with the same digest.
-`server.app` serves the same store.
-Left out: deltas across more than one version (a client chains them); detection of private keys in binary formats, or
-after the first 64 KiB of a file.
+`server.app` serves the origin's store.
+Left out: deltas across more than one version, because a client applies several in a row; and detection of private keys
+in binary formats, or after the first 64 KiB of a file.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: the training node shards the checkpoint and announces it.
 """
 
@@ -53,7 +53,7 @@ from shoal.shardcast.manifest import (
 )
 from shoal.shardcast.store import ShardStore
 
-ANCHOR_EVERY = 10  # versions
+ANCHOR_EVERY = 10  # one of this many versions is an anchor
 KEY_NAMES = {"identity.pem", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "id_ecdsa_sk", "id_ed25519_sk"}
 KEY_TEXT = re.compile(rb"^[ \t]*-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----", re.MULTILINE)
 SCANNED_BYTES = 64 << 10
@@ -136,7 +136,7 @@ def _refuse_stray_link(path: Path, folder: Path) -> None:
         raise PublishError(f"{path} is a link to {target}, outside of {folder}; put a copy in its place")
 
 
-STATE_S = 5.0  # between two signed statements while the newest version stays the same
+STATE_S = 5.0  # time between two signed statements while the newest version stays the same
 
 
 def shard_bytes(size_bytes: int, wanted_bytes: int | None) -> int:
@@ -155,7 +155,7 @@ def shard_bytes(size_bytes: int, wanted_bytes: int | None) -> int:
 
 
 class Latest:
-    """A copy of the last published version, from which deltas are made. Uses hard links if possible."""
+    """A copy of the last published version, from which deltas are made. It consists of hard links if possible."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -171,13 +171,13 @@ class Latest:
         for file in manifest.files:
             (target / file.path).parent.mkdir(parents=True, exist_ok=True)
             try:
-                os.link((folder / file.path).resolve(), target / file.path)  # not a link to a symbolic link
-            except OSError:  # another device, or a file system without hard links
+                os.link((folder / file.path).resolve(), target / file.path)  # links to files, never to symbolic links
+            except OSError:  # the folder is on another device, or its file system has no hard links
                 shutil.copyfile(folder / file.path, target / file.path)
         self._known = manifest.version, file_times(target, manifest.files)
 
     def manifest(self, held: dict[int, Manifest]) -> Manifest | None:
-        """Return the manifest of the version stored here if its files are unchanged, else None."""
+        """Return the manifest of the version stored here. Return None if its files have changed."""
         version = parse_version(self.folder.name)
         manifest = None if version is None else held.get(version)
         if manifest is None:
@@ -204,7 +204,7 @@ class Origin:
         anchor_every: int = ANCHOR_EVERY,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`shard_size_bytes`: None for about 256 shards per version."""
+        """If `shard_size_bytes` is None, a version has about 256 shards."""
         self.store = store if isinstance(store, ShardStore) else ShardStore(store)
         self.key = key
         self.run = run
@@ -232,7 +232,7 @@ class Origin:
         if newest is None:
             return
         last, now_s = self._stated, self.clock()
-        serial = int(now_s * 1e6)  # increases even if the store was restored from a backup
+        serial = int(now_s * 1e6)  # made from the time, so that it increases even if the store comes from a backup
         if last is not None:
             same = (last.publication, last.version) == (newest.publication, newest.version)
             if same and last.as_of_s <= now_s < last.as_of_s + STATE_S:
@@ -245,9 +245,9 @@ class Origin:
         return max(self._held, default=-1) + 1
 
     def publish(self, path: Path, version: int) -> Manifest:
-        """Publish a file, or every file under a folder. Return the manifest. Blocks while it reads and writes.
+        """Publish a file, or every file under a folder. Return the manifest. This blocks while it reads and writes.
 
-        A version that is already complete is returned as it is: published versions never change.
+        If the version is already complete, return its manifest, because published versions never change.
         Raise ManifestError for file names that cannot be published; PublishError for a private key, a store inside
         `path`, a version older than all kept ones or a folder that changes during publication; OSError from the disk.
         """
@@ -345,7 +345,7 @@ class Origin:
         return manifest is None or deltas + 1 >= self.anchor_every
 
     def _later(self) -> float:
-        """Return the current time, or a moment after the latest manifest's date if that is later."""
+        """Return a date for the next manifest: the current time, or if needed just after the date of the latest one."""
         self._created_s = max(self.clock(), math.nextafter(self._created_s, math.inf))
         return self._created_s
 
@@ -378,7 +378,7 @@ class Origin:
         return shard_bytes(size_bytes, self.shard_size_bytes)
 
     def _open(self, version: int) -> Manifest | None:
-        """Return the stored manifest; None if missing or unreadable. Raise PublishError if another key signed it."""
+        """Return the stored manifest; None if it is missing or unreadable. Raise PublishError if another key signed it."""
         try:
             signed = self.store.signed(version)
         except ManifestError:

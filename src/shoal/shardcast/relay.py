@@ -14,7 +14,7 @@ If an owner is down or slow, the next relay in hash order takes its place. If al
 relay fetches the shard from a parent.
 Invariant: a version is listed only after its manifest was verified with the learner's key. A shard gets its final name
 only after its hash matched. So every listed version and every finished shard is the learner's, whatever upstream sends.
-`server.app` serves the same store.
+`server.app` serves the relay's store.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: relays mirror the origin and serve shards before the version is whole.
 """
 
@@ -54,20 +54,20 @@ class Place:
     """The place of a relay in the network: its parents and siblings."""
 
     def __init__(self, own: str) -> None:
-        """`own`: the id of this relay's store."""
+        """`own` is the id of this relay's store."""
         self.own = own
         self.parents: list[Source] = []  # the first is preferred
         self.siblings: dict[str, Source] = {}  # by the id of their store
-        self.behind: set[Source] = set()  # downstream of this relay, or this relay itself
+        self.behind: set[Source] = set()  # servers that are, or may be, downstream of this relay or this relay itself
 
     def find(self, listings: Mapping[Source, Listing]) -> tuple[str, ...]:
-        """Set parents and siblings from the paths in the listings. Return the first parent's path; () without parents."""
+        """Set parents and siblings from the paths in the listings. Return the first parent's path, or () if there is none."""
         self.behind = {source for source, listing in listings.items() if self.own in listing.path}
         paths = {source: listing.path for source, listing in listings.items() if source not in self.behind}
         others = {source: path for source, path in paths.items() if 0 < len(path) < MAX_HOPS}
         if not others:
             return ()
-        # a server without a path may be downstream
+        # A server that states no path may be downstream of this relay.
         self.behind = {source for source in listings if source not in others}
         shortest = min(map(len, others.values()))
         self.parents = by_preference(self.own, [source for source, path in others.items() if len(path) == shortest])
@@ -75,8 +75,8 @@ class Place:
         return others[self.parents[0]]
 
     def order(self, shard: ShardEntry, usable: Sequence[Source]) -> list[Source]:
-        """Rank the sources for a shard: the first healthy owner (a parent, if this relay is the owner), then the parents in
-        order of preference, then all others."""
+        """Rank the sources for a shard. First comes the owner: the first healthy one in hash order. Then come the parents
+        in order of preference, then all others. If this relay is the owner, the parents come first."""
         best_Bps = max((sibling.standing.speed_Bps() or 0.0 for sibling in self.siblings.values()), default=0.0)
 
         def healthy(source: Source) -> bool:
@@ -100,9 +100,9 @@ def owners_of(shard: ShardEntry, ids: Sequence[str]) -> list[str]:
 
 
 def by_preference(own: str, sources: Sequence[Source]) -> list[Source]:
-    """Return the sources in this relay's order of preference. Over all relays, each source is the first choice in proportion
+    """Return the sources in this relay's order of preference. The share of all relays that prefer a source is proportional
     to its expected throughput. The order changes only if throughputs change much."""
-    # 1.0 if no speed is measured
+    # If no speed is known, the best speed is taken to be 1.0.
     best_Bps = max((source.standing.speed_Bps() or 0.0 for source in sources), default=0.0) or 1.0
 
     def draw(source: Source) -> float:
@@ -132,7 +132,7 @@ PARTS: tuple[Part, ...] = ("delta", "full")
 PARALLEL = 2  # concurrent shards per owner
 MAX_QUERIED = 8  # servers that a relay queries in each round of `mirror`
 VERSION_TIMEOUT_S = 3600.0  # for one part of a version
-FORGET_SILENT_S = 10.0  # how long after its last answer a silent server's listing is forgotten
+FORGET_SILENT_S = 10.0  # this long after its last answer, the listing of a silent server is forgotten
 
 
 @dataclass
@@ -168,13 +168,13 @@ class Relay:
         self.store.lock()
         self.store.recover()
         self._held: dict[int, Manifest] = {}  # stored manifests, complete or not
-        # Missing shards of each version. The files are hashed once, even if the version fails every round.
+        # The missing shards of each version. They are kept, so that files are hashed once even if every round fails.
         self._missing: dict[int, set[tuple[Part, ShardEntry]]] = {}
         self._queried: list[Source] = []  # servers queried in this round
         self._known: dict[Source, Listing] = {}  # last listing of each server, forgotten after a long silence
         self._heard_s: dict[Source, float] = {}  # when the last listing arrived
         self.place = Place(store.id)
-        self._statements: dict[SignedNewest, Newest | None] = {}  # caches the last opened statement
+        self._statements: dict[SignedNewest, Newest | None] = {}  # a cache of the last opened statement
         self._stated: Newest | None = None  # the latest of the origin's statements
         self._open_held()
 
@@ -204,7 +204,7 @@ class Relay:
         # Take only the newest versions of each source, so that a bogus list cannot displace the others.
         newest = {version for listing in listings.values() for version in listing.versions[: self.store.keep]}
         needed: set[int] = set()  # parents of the versions considered so far
-        adopted = 0  # versions with a manifest so far
+        adopted = 0  # how many of the versions considered so far have a manifest
         for version in sorted({*listed, *self._held}, reverse=True):
             if version not in needed and (adopted >= self.store.keep or version not in newest | self._held.keys()):
                 continue
@@ -265,10 +265,10 @@ class Relay:
         return self._statements[signed]
 
     async def _adopted(self, sources: Sources, version: int) -> Manifest | None:
-        """Store and return the newest manifest of a version; None if there is none."""
+        """Store and return the newest manifest of a version. Return None if there is none."""
         held = self._held.get(version)
         if held is not None and not self._missing.get(version):
-            return held  # query an incomplete version again: the origin may have republished it
+            return held  # an incomplete version is queried again, because the origin may have republished it
 
         async def offered(source: Source) -> Offer | None:
             try:
@@ -293,7 +293,7 @@ class Relay:
         return self._held.get(version)
 
     async def _is_incomplete(self, manifest: Manifest) -> bool:
-        """Whether a shard of this version is missing."""
+        """Return whether a shard of this version is missing."""
         if manifest.version not in self._missing:
             self._missing[manifest.version] = set(await asyncio.to_thread(self.store.missing, manifest))
         return bool(self._missing[manifest.version])
@@ -324,7 +324,7 @@ class Relay:
         self._forget_dropped()
 
     async def _fetch(self, sources: Sources, version: int, part: Part) -> None:
-        """Fetch one part of a version, from all owners concurrently."""
+        """Fetch one part of a version, from all owners at the same time."""
         if part not in self._held[version].streams:
             return
         missing = self._missing[version]
@@ -349,7 +349,7 @@ class Relay:
                 signed = self.store.signed(version)
                 if signed is not None:
                     self._held[version] = signed.open(self.access.public_key, run=self.access.run, version=version)
-            except ManifestError as error:  # another run or key, or damaged on disk
+            except ManifestError as error:  # it belongs to another run or key, or it is damaged
                 self._note(error)
                 self.store.discard(version)
 

@@ -3,11 +3,12 @@
     /healthz  /versions.json  /v000007/manifest.json  /v000007/full/00000.shard  /v000007/delta/00000.shard
 
 Invariant: only versions.json and the manifest and shards of stored versions can be requested.
-A client can read from a relay that is still mirroring. A shard that is still arriving is sent as it grows; if it stops
-arriving, the connection is closed, so the reader sees a truncated body. A request for a shard that has not started to arrive
-waits up to `wait_s` and then gets 503 with Retry-After.
+A client can read from a relay that is still mirroring. A shard that is still arriving is sent as it grows. If it stops
+arriving, the connection is closed, so the reader sees a truncated body. A request for a shard that has not started to
+arrive waits up to `wait_s` and then gets 503 with Retry-After.
 nginx can serve the same folder, except shards that are still arriving.
-Left out: HTTP/2, compression (weights do not compress), access control (guard.py) and connection limits (connections.py).
+Left out: HTTP/2; compression, because weights do not compress; access control, which is in guard.py; and connection limits,
+which are in connections.py.
 Paper: INTELLECT-2, SHARDCAST: relays are plain HTTP servers, and serve shards before the version is whole.
 """
 
@@ -63,7 +64,7 @@ class Shelf:
 
     def __init__(self, store: ShardStore, wait_s: float) -> None:
         self.store, self.wait_s = store, wait_s
-        # Cached, because every request needs a path.
+        # The paths are cached, because every request needs one.
         self.manifest_path = lru_cache(MAX_PARSED)(store.manifest_path)
         self.shard_path = lru_cache(MAX_PATHS)(store.shard_path)
         self.served_bytes = 0  # only bodies that were sent completely
@@ -97,7 +98,7 @@ def _parse(store: ShardStore, version: int) -> ServedVersion:
 
 
 POLL_S = 0.05
-PIECE_BYTES = 8 << 20  # sent between two renewals of the version's lease
+PIECE_BYTES = 8 << 20  # bytes sent between two renewals of the version's lease
 
 BYTES = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
 FRESH = {"Cache-Control": "no-cache"}
@@ -106,7 +107,7 @@ UNCHECKED = {"Cache-Control": "no-store"}  # the shard is not verified yet
 
 RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})", re.ASCII | re.IGNORECASE)
 
-ByteRange = tuple[int, int | None] | None  # first and last byte in a Range header; None: the whole body
+ByteRange = tuple[int, int | None] | None  # first and last byte in a Range header, or None for the whole body
 
 SHELF = web.AppKey("shelf", Shelf)
 GUARD = web.AppKey("guard", Guard)
@@ -176,7 +177,7 @@ async def _note_request(
 
 
 class _File(web.FileResponse):
-    """A list or a manifest, sent whole. The Range header is ignored."""
+    """A list or a manifest. It is sent whole, even if the request has a Range header."""
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         request = request.clone(headers={name: text for name, text in request.headers.items() if name != "Range"})
@@ -203,7 +204,7 @@ async def _versions(request: web.Request) -> web.StreamResponse:
 
 async def _manifest(request: web.Request) -> web.StreamResponse:
     version, _ = _version(request)
-    # Caches must revalidate: an origin that starts over publishes another manifest under the same name.
+    # Caches must revalidate, because an origin that starts over publishes another manifest under the same name.
     return _File(request.app[SHELF].manifest_path(version), headers=FRESH)
 
 
@@ -266,7 +267,7 @@ async def _send(request: web.Request, file: BinaryIO, version: int, sent_bytes: 
             piece_bytes = min(arrived_bytes - sent_bytes, PIECE_BYTES)
             sent_bytes += await asyncio.get_running_loop().sendfile(transport, file, sent_bytes, piece_bytes)
         except OSError:  # the reader left or the disk failed
-            if request.transport is not None:  # still open
+            if request.transport is not None:  # the connection is still open
                 transport.abort()
             return False
         grew_s = time.monotonic()
@@ -274,7 +275,7 @@ async def _send(request: web.Request, file: BinaryIO, version: int, sent_bytes: 
 
 
 def _disconnected(request: web.Request) -> bool:
-    """Whether the reader has closed its connection."""
+    """Return whether the reader has closed its connection."""
     return request.transport is None or request.transport.is_closing()
 
 
@@ -309,8 +310,8 @@ def _parse_range(request: web.BaseRequest) -> ByteRange:
 
 
 def _open(path: Path, byte_range: ByteRange, size_bytes: int) -> tuple[BinaryIO, int, dict[str, str]] | None:
-    """Open the complete file, or the growing one once it has the first requested byte. Return the file, its final size and
-    its caching headers; None if there is nothing to send yet."""
+    """Open a shard's complete file, or its growing file once that has the first requested byte. Return the file, its final
+    size and its caching headers. Return None if there is nothing to send yet."""
     with suppress(FileNotFoundError):
         file = path.open("rb", buffering=0)
         return file, os.fstat(file.fileno()).st_size, FOREVER

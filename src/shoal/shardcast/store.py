@@ -7,8 +7,8 @@
 
 Invariant: a shard under its final name is complete and never changes. While it arrives it has a temporary name, under
 which the server can already read it. A manifest is replaced only by a later one, or by one that offers the same
-content in other shards. versions.json lists the newest MAX_VERSIONS folders that have a manifest, so it can be rebuilt
-after a crash. The writing process holds the store's lock.
+content in other shards. versions.json can be rebuilt after a crash, because it lists the newest MAX_VERSIONS folders that
+have a manifest. The writing process holds the store's lock.
 The origin or relay (its only writer) and the server (a reader) share one `ShardStore` in one process.
 Left out: object storage, and several writers of one store.
 Paper: INTELLECT-2, SHARDCAST (relays keep the last five versions).
@@ -44,15 +44,15 @@ from shoal.shardcast.manifest import (
 
 KEEP = 5  # newest versions to keep, as INTELLECT-2's relays do; the parents of their deltas are kept too
 FILE_MODE, FOLDER_MODE = 0o644, 0o755  # in a public store, so that another user's nginx can serve it
-# By process and store, because a forked child does not hold its parent's locks.
+# The locks, by process and store. The process is part of the key, because a forked child does not hold its parent's locks.
 _LOCKS: dict[tuple[int, Path], FileLock] = {}
 
 
 class ShardStore:
     def __init__(self, path: Path, *, keep: int = KEEP, lease_s: float = 60.0, public: bool = True) -> None:
         """Keep the newest `keep` versions and the parents of their deltas. Also keep the newest `keep` of the older
-        versions that were read within `lease_s`. Without this limit readers could fill the disk. `public`: every user
-        of this machine may read the store, whatever the umask."""
+        versions that were read within `lease_s`, but no more, or readers could fill the disk. If `public`, every user of
+        this machine may read the store, whatever the umask."""
         self.path, self.file_mode = path, FILE_MODE if public else None
         self.keep, self.lease_s = keep, lease_s
         self._requested_s: dict[int, float] = {}
@@ -80,7 +80,7 @@ class ShardStore:
 
     @cached_property
     def id(self) -> str:
-        """The store's permanent random id, by which relays recognize who fetches from whom."""
+        """The store's permanent random id. Relays find it in the paths of listings, and so know who fetches from whom."""
         path = self.path / "id"
         if not path.is_file():
             self._make_folder(self.path)
@@ -125,14 +125,14 @@ class ShardStore:
             return []
 
     def signed(self, version: int) -> SignedManifest | None:
-        """Return the stored manifest, None if there is none. Raise ManifestError if it is damaged."""
+        """Return the stored manifest, or None if there is none. Raise ManifestError if it is damaged."""
         try:
             return SignedManifest.parse(self.manifest_path(version).read_bytes())
         except FileNotFoundError:
             return None
 
     def missing(self, manifest: Manifest) -> list[tuple[Part, ShardEntry]]:
-        """Return the shards that are absent or have a wrong hash, deltas first. Reads every stored byte."""
+        """Return the shards that are absent or have a wrong hash, deltas first. This reads every stored byte."""
         return [
             (part, shard)
             for part, stream in sorted(manifest.streams.items())
@@ -147,7 +147,7 @@ class ShardStore:
         self._list(self._on_disk())
 
     def retain(self, held: Mapping[int, Manifest]) -> None:
-        """Remove all versions except those that `wanted` returns. `held`: the manifests of all stored versions. Readers
+        """Remove all versions except those that `wanted` returns. `held` has the manifests of all stored versions. Readers
         can still read files that they have opened."""
         wanted = self.wanted(held)
         self._list([version for version in sorted(held, reverse=True) if version in wanted])
@@ -198,7 +198,7 @@ class ShardStore:
         return digest.hexdigest() == shard.hash
 
     def _make_folder(self, folder: Path) -> None:
-        """Make the folder and its parents up to the store's."""
+        """Make the folder and those of its parents that are the store's folder or lie in it."""
         for parent in reversed([folder, *folder.parents]):
             if not parent.is_relative_to(self.path):
                 continue
@@ -213,7 +213,7 @@ class ShardStore:
         try:
             return Listing.model_validate_json((self.path / "versions.json").read_bytes()).newest
         except (FileNotFoundError, ValueError):
-            return None  # versions.json is rebuilt
+            return None  # the caller then rebuilds versions.json
 
     def _on_disk(self) -> list[int]:
         names = (folder.parent.name for folder in self.path.glob("v*/manifest.json"))

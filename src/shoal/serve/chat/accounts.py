@@ -1,10 +1,10 @@
 """Users, passwords and sessions, and the SQLite database that holds them and the conversations.
 
-    register or log in -> a new session: a random token in a cookie; its digest and a CSRF token in the database
+    register or log in -> open a session -> put a random token in a cookie; store its digest and a CSRF token
 
-Invariant: the database holds passwords, and the tokens of sessions and devices, only as hashes. Each login opens a new
-session. A session ends by logout, age, or idleness. Wrong passwords are rate-limited by address and by name. A browser
-that has logged in before has a device token with its own limit, so that an attacker cannot lock its user out.
+Invariant: passwords, session tokens and device tokens are stored only as hashes. Each login opens a new session. A
+session ends by logout, age, or idleness. Wrong passwords are rate-limited by address and by name. A browser that has
+logged in before has a device token. Such a token has its own limit, so that an attacker cannot lock the user out.
 Left out: email, password recovery, second factors, deleting an account.
 """
 
@@ -48,7 +48,7 @@ CREATE INDEX IF NOT EXISTS message_conversation ON message(conversation, created
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open the database. Create its file if needed, readable only by its owner. Raise ShoalError."""
+    """Open the database. If its file is missing, create one that only its owner can read. Raise ShoalError."""
     if str(path) != ":memory:":
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(mode=0o600)
@@ -108,7 +108,7 @@ class Accounts:
     ) -> None:
         self.db, self.clock = db, clock
         self.hasher = hasher or PasswordHasher()
-        # Checked for an unknown name, so that the response takes as long as for a known name.
+        # A login with an unknown name is checked against this hash, so that the response takes as long as for a known one.
         self._dummy_hash = self.hasher.hash(secrets.token_hex(16))
         self.hashing = FairThreadPool("passwords", 2)  # each hash takes 64 MiB and 0.1 s of a core
         self._by_address = RateLimit(20, 600, monotonic)

@@ -48,7 +48,7 @@ class Conversations:
             raise HttpError(409, "your conversations fill your quota; delete some first")
 
     def summaries(self, user: int) -> list[dict[str, Any]]:
-        """Return id, title and time of the user's conversations, newest first."""
+        """Return id, title and time of the last change of the user's conversations, last changed first."""
         query = "SELECT id, title, changed_s FROM conversation WHERE user = ? ORDER BY changed_s DESC LIMIT ?"
         return [dict(row) for row in self.db.execute(query, (user, MAX_LISTED))]
 
@@ -143,7 +143,7 @@ class Conversations:
 
 
 class ConversationReader:
-    """Read in a thread with its own database connection, because reading megabytes would block the event loop."""
+    """Read in a thread, because reading megabytes would block the event loop. The thread has its own connection."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._conversations, self._threads = Conversations(db), FairThreadPool("reader", 1)

@@ -2,7 +2,7 @@
 
     submit -> relay pieces to the client -> build the proof -> save the message
 
-Invariant: a reply is saved once, with the seed and proof of exactly its text, even if it was stopped.
+Invariant: each reply is saved once, even if it was stopped. The saved seed and proof belong to exactly the saved text.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class ReplyForm(BaseModel):
 
 @dataclass
 class ReplyInProgress:
-    """One reply in progress. `events` go to the client, and None is the last."""
+    """One reply in progress. The client receives what is put in `events`; None marks the end."""
 
     lane: int  # column on the page
     generation: Generation
@@ -71,7 +71,7 @@ class Replies:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def write(self, user: int, id: str, parent: str, form: ReplyForm) -> AsyncIterator[dict[str, Any]]:
-        """Yield `text` and `done` events of each reply. Closing the iterator stops the replies and saves them.
+        """Yield the events of each reply. If the iterator is closed, the replies stop and are saved.
 
         Raise HttpError only before the first event.
         """

@@ -107,7 +107,7 @@ class Chat:
         post("/chat/conversations/{id}/messages/{message}/verify", self._guarded(self.verify))
 
     def _guarded(self, route: Route, *, session: bool = True) -> Route:
-        """Wrap a route in its checks; an HttpError becomes {"error": ...}."""
+        """Check each request before the route handles it. Turn an HttpError into the response {"error": ...}."""
 
         async def respond(request: web.Request) -> web.StreamResponse:
             try:

@@ -2,8 +2,8 @@
 
 Invariant: a parameter that could change the reply takes effect or is refused by name. Some clients send unsupported
 parameters with neutral values. The parameters in `NEUTRAL_ONLY` are accepted with their neutral value only.
-Left out: images, `top_p` and penalties (only samples from the full distribution can be replayed from a seed), tools,
-structured output.
+Left out: images, tools, and structured output. `top_p` and penalties are left out too, because only samples from the
+full distribution can be replayed from a seed.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -122,7 +122,7 @@ class ChatRequest(CommonParams):
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     functions: None = None
     function_call: None = None
-    # Shoal's own fields: use the run's system prompt and template; set a length target; include the reply file.
+    # Shoal's own fields, in order: use the run's system prompt and template, set a target length, include the reply file.
     as_trained: bool = False
     target_length: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     proof: bool = False

@@ -59,7 +59,7 @@ def choice(
     first: bool = False,
     chunk: bool = False,
 ) -> dict[str, Any]:
-    """Return one choice, or its delta in a chunk. `first`: include the role."""
+    """Return one choice, or its delta in a chunk. With `first`, include the role."""
     reason = "stop" if finish == "cancelled" else finish
     body: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": logprobs}
     if not chat:
@@ -84,7 +84,7 @@ def chat_logprobs(text_of: TokenText, tokens: Sequence[TokenLogprobs]) -> dict[s
 def text_logprobs(
     text_of: TokenText, tokens: Sequence[TokenLogprobs], *, offset: int = 0, first: int | None = None
 ) -> dict[str, Any]:
-    """Return the logprobs of a text completion. `first`: the first token of an echoed prompt, which has no logprob."""
+    """Return the logprobs of a text completion. `first` is the first token of an echoed prompt; it has no logprob."""
     texts = [text_of(token.token) for token in tokens]
     values: list[float | None] = [token.logprob for token in tokens]
     tops = [_top_by_text(text_of, token) if token.top else None for token in tokens]

@@ -88,15 +88,15 @@ def _digest(key: str) -> bytes:
 
 
 BODY_BYTES = 4 << 20
-DEFAULT_TOKENS = 1024  # for a chat request without a limit; less if the context has less room
-MAX_LOGPROBS = 1 << 17  # held in memory for one response; this many take tens of MiB
+DEFAULT_TOKENS = 1024  # the limit of a chat request that sets none; it is lower if the context has less room
+MAX_LOGPROBS = 1 << 17  # the logprobs of one response are held in memory; this many take tens of MiB
 SEEDS = 1 << 63  # negative seeds wrap around
 CALLER = web.RequestKey("caller", str)
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the seed of choice `index`: the request's seed for choice 0, a hash of seed and index for others."""
+    """Return the seed of choice `index`. Choice 0 has the request's seed; others have a hash of that seed and the index."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"shoal/serve\n{seed}\n{index}".encode()).digest()[:8], "big") >> 1
@@ -135,7 +135,7 @@ class OpenAI:
         application.router.add_post("/v1/completions", self._guarded(self.complete))
 
     def _guarded(self, route: Route) -> Route:
-        """Wrap a route: check the key, return errors in OpenAI's shape."""
+        """Check the key before the route handles a request. Return errors in OpenAI's shape."""
 
         async def respond(request: web.Request) -> web.StreamResponse:
             caller = self.keys.caller(request)

@@ -1,5 +1,5 @@
-"""Download versions from untrusted servers into a folder. This file defines the errors of one server (`SourceError`)
-and of a whole fetch (`FetchError`)."""
+"""Download versions from untrusted servers into a folder. This file defines two errors: one server failed
+(`SourceError`), and a whole fetch failed (`FetchError`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BadData(SourceError):
 class FetchError(ShoalError):
     """A fetch failed. The message names the servers and the next step."""
 
-    restart_helps = True  # relays come and go
+    restart_helps = True  # other relays may be up by then
 
 
 class NoRouteError(FetchError):
@@ -39,7 +39,7 @@ class NoRouteError(FetchError):
 
 
 def first_error(errors: ExceptionGroup) -> Exception:
-    """Return the first FetchError of several tasks, else the first exception (a bug)."""
+    """Return the first FetchError in the group. If it holds none, return its first exception, which is a bug."""
     return next((error for error in errors.exceptions if isinstance(error, FetchError)), errors.exceptions[0])
 
 

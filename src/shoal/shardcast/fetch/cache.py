@@ -62,7 +62,7 @@ class Partial:
         return PartialShard(self, shard)
 
     def _can_resume(self) -> bool:
-        """Whether an earlier process created all these files. The layout is written last."""
+        """Return whether an earlier process created all these files. The layout shows this, because it is written last."""
         try:
             same = (self.folder / "layout").read_bytes() == self._description()
         except FileNotFoundError:
@@ -91,7 +91,7 @@ class PartialShard:
 
     def __init__(self, partial: Partial, shard: ShardEntry) -> None:
         self.partial, self._at_bytes = partial, shard.index * partial.shard_size_bytes
-        # Keep one file open at a time, because a version may have more files than a process may open.
+        # Only one file is open at a time, because a version may have more files than a process may open.
         self._open: tuple[Path, int] | None = None
 
     def write(self, offset_bytes: int, data: bytes) -> None:
@@ -129,7 +129,7 @@ POLL_S = 0.05
 RESULTS = ("result", "result2")  # folders into which successive passes of deltas write alternately
 TEMPORARY = ("full", "delta", *RESULTS)  # suffixes of an incomplete version's folders
 Stamps = tuple[tuple[int, int, int], ...]
-_VERIFIED: dict[Path, tuple[str, Stamps]] = {}  # by folder: digest and file stamps when this process verified it
+_VERIFIED: dict[Path, tuple[str, Stamps]] = {}  # each folder's digest and file stamps when this process verified it
 
 
 class Cache:
@@ -150,8 +150,8 @@ class Cache:
         return signed, signed.open(self.public_key, run=self.run, version=version)
 
     def held(self, version: int, digest: str | None = None) -> tuple[Path, Manifest] | None:
-        """Return a complete verified version, with `digest` if given; None if it is not cached. Read and verify its
-        files, unless this process has verified them and they have not changed since."""
+        """Return a complete verified version; None if it is not cached, or if it does not have the given `digest`. Read
+        and verify its files, unless this process has verified them and they have not changed since."""
         manifest = self.manifest(version, digest)
         if manifest is None:
             return None
@@ -167,8 +167,8 @@ class Cache:
         return folder, manifest
 
     def manifest(self, version: int, digest: str | None = None) -> Manifest | None:
-        """Return the manifest of a cached version if its files have the right sizes, and it has `digest` if given.
-        Do not verify the files' contents. (The result of applying deltas to them is verified.)"""
+        """Return the manifest of a cached version; None if a file has a wrong size, or if it does not have the given
+        `digest`. Do not verify the files' contents. (If deltas are applied to the files, the result is verified.)"""
         try:
             _, manifest = self.offer(version)
         except (OSError, ManifestError):
@@ -183,7 +183,7 @@ class Cache:
         """Return the manifest of the newest complete version of the latest publication."""
         newest: Manifest | None = None
         for version in self.versions():
-            if (manifest := self.manifest(version)) is None:  # another run or key, or damaged
+            if (manifest := self.manifest(version)) is None:  # it belongs to another run or key, or it is damaged
                 continue
             best, other = Newest.of(newest) if newest else None, Newest.of(manifest)
             if best is None or (best.outdates(manifest) and latest(best, other, now_s) is other):
@@ -200,7 +200,7 @@ class Cache:
         self, folder: Path, signed: SignedManifest, manifest: Manifest, *, written: Stream | None = None
     ) -> Path | None:
         """Verify the files in `folder` and rename it to its final name. If they are wrong, remove the folder and
-        return None. `written`: hashes computed while writing; without them the files are read back."""
+        return None. `written` has the hashes computed while the files were written. Without it, the files are read."""
         files = StreamFiles(folder, manifest.files)
         right = files.match(manifest.content) if written is None else written == manifest.content
         if not (right and files.sizes_match()):
@@ -248,7 +248,7 @@ class Cache:
             try:
                 manifest = self.offer(version)[1]
             except (OSError, ManifestError):
-                continue  # another run or key
+                continue  # it belongs to another run or key
             if manifest.publication != newest.publication or (
                 version > current and manifest.created_s < newest.created_s
             ):
@@ -265,7 +265,7 @@ class Cache:
 
     @contextmanager
     def locked(self, deadline_s: float) -> Iterator[None]:
-        """Lock the cache for one writer, across threads and processes. `deadline_s` is in time.monotonic()."""
+        """Let only one writer, of all threads and processes, use the cache. `deadline_s` is a time.monotonic() time."""
         lock = FileLock(self.path / ".lock", poll_interval=POLL_S)
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)

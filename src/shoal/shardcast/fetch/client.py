@@ -46,8 +46,8 @@ class Progress:
 
     doing: str = ""
     version: int | None = None
-    total_bytes: int = 0  # in the streams to fetch
-    transferred_bytes: int = 0  # over the network, including manifests and rejected shards
+    total_bytes: int = 0  # size of the streams to fetch
+    transferred_bytes: int = 0  # received over the network, including manifests and rejected shards
     by_source: dict[str, int] = field(default_factory=dict)
     reused_bytes: int = 0  # from the cache or an interrupted fetch
     complaints: dict[str, str] = field(default_factory=dict)  # last failure of each server
@@ -97,7 +97,7 @@ class Client:
         return offer and offer[1]
 
     def fetch(self, version: int | None = None, *, digest: str | None = None) -> tuple[Path, Manifest]:
-        """Fetch a version (default: the newest) and return its folder and manifest. Accept only `digest` if given.
+        """Fetch a version (default: the newest) and return its folder and manifest. It must have `digest`, if given.
 
         Query the servers even if the version is cached, because the origin may have started over. If both `version` and
         `digest` are given, return a cached version without a query. If no server answers, return a cached version.
@@ -156,7 +156,7 @@ class Client:
     async def _moved_on(
         self, sources: Sources, started: Offer, version: int | None, digest: str | None, deadline_s: float
     ) -> bool:
-        """Whether servers now offer another version, or another publication of this one."""
+        """Return whether servers now offer another version, or another publication of this one."""
         try:
             offer = await self._find(sources, version, digest, time.monotonic(), deadline_s)
         except FetchError:
@@ -187,7 +187,7 @@ class Client:
                     f"version {offer[1].version} in {self.cache.path} does not match its manifest although every shard "
                     "did: this machine's disk or memory is faulty; the download was removed, fetch again"
                 )
-            self.cache.drop(start)  # damaged on disk: plan without it
+            self.cache.drop(start)  # its files are damaged, so plan without it
 
     def _held(self, offer: Offer, digest: str | None) -> tuple[Path, Manifest] | None:
         """Return the cached version unless the offer is newer."""
@@ -208,7 +208,7 @@ class Client:
         async def ask(number: int | None, enough: int) -> tuple[dict[Source, Offer | None], dict[str, str]]:
             async def question(source: Source) -> Offer | None:
                 if number is not None and digest is None:
-                    await source.listing()  # its statement tells whether the version is outdated
+                    await source.listing()  # the statement in the list tells whether the version is outdated
                 outdated = fresh.outdated if digest is None else lambda manifest: False
                 return await offered(source, version=number, digest=digest, outdated=outdated)
 
@@ -265,7 +265,7 @@ class Client:
                     Link(partial.files / "delta", tuple((file.path, file.size_bytes) for file in offer[1].files))
                 )
         assert folder is not None
-        written: Stream | None = None  # hashes computed while writing
+        written: Stream | None = None  # hashes computed while the files are written
         if links:
             made = self._apply(folder, links, manifest)
             if made is None:
@@ -279,7 +279,7 @@ class Client:
         return final, manifest
 
     def _apply(self, folder: Path, links: list[Link], manifest: Manifest) -> tuple[Path, Stream] | None:
-        """Apply the deltas to `folder`. Return the new folder and its content; None if they do not fit."""
+        """Apply the deltas to `folder`. Return the new folder and its hashes; None if the deltas cannot be applied."""
         with disk_errors(self.cache.path):
             try:
                 runs = delta.passes(links)
@@ -416,7 +416,7 @@ async def offered(
 def fetch_published(
     client: Client, version: int, *, digest: str | None = None, wait_s: float = 120
 ) -> tuple[Path, Manifest]:
-    """Fetch a version that is published but may not have reached a relay yet. Raise FetchError after `wait_s`."""
+    """Fetch a version that is published but may not have reached a relay yet. Retry for `wait_s`, or raise FetchError."""
     deadline_s = time.monotonic() + wait_s
     while True:
         try:

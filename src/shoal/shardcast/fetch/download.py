@@ -1,8 +1,8 @@
 """The servers of a downloader: which one to use next, and what to do when it fails.
 
 `Sources.ranked` ranks the servers by their `Standing`, and each request goes to the first. Silent, fallback, backed-off
-and suspect servers come last, in this order. The others come first, in random order weighted by expected throughput,
-which spreads the load and keeps measurements fresh. (For shards a relay passes its own order.)
+and suspect servers come last, in this order. The others come first, in random order weighted by expected throughput.
+The randomness spreads the load and keeps measurements fresh. (For shards a relay passes its own order.)
 
     questions (lists, manifests)   go to few servers, and to one more each time a server fails, has nothing or is silent
     shards                         go to one server at a time; if it fails, is silent or too slow, the next one continues
@@ -37,13 +37,13 @@ Question = Callable[[Source], Coroutine[Any, Any, T]]
 OnFailure = Callable[[SourceError], None]
 Order = Callable[[ShardEntry, list[Source]], list[Source]]  # the servers for a shard, best first
 
-HEDGE_S, LONGEST_HEDGE_S = 0.2, 2.0  # delay before a request goes to a second server, too (hedging)
+HEDGE_S, LONGEST_HEDGE_S = 0.2, 2.0  # limits of the delay before a request also goes to a second server (hedging)
 SILENCE = 0.9  # a server that has not answered within this fraction of hedge_s counts as silent
-NOTHING_YET = 10  # wait this multiple of hedge_s for other servers once one has answered that it has nothing
-CATCHES_UP_IN_S = 1.5  # how long a server without the version is retried
+NOTHING_YET = 10  # once a server has answered that it has nothing, wait this multiple of hedge_s for the others
+CATCHES_UP_IN_S = 1.5  # a server without the shard is retried for this long
 MAX_STRIKES = 3  # after this many wrong copies of a shard, a server is not asked for it again
-BROKE_OFF_S = 1.0  # silence in the middle of a shard after which its transfer counts as broken off
-FAR_SLOWER, LEAST_S = 4.0, 0.5  # time limit of one attempt: a multiple of the other servers' time, plus a constant
+BROKE_OFF_S = 1.0  # after this silence in the middle of a shard, the transfer counts as broken off
+FAR_SLOWER, LEAST_S = 4.0, 0.5  # an attempt may take FAR_SLOWER times as long as from other servers, plus LEAST_S
 
 
 def loop_time() -> float:
@@ -100,17 +100,17 @@ class Sources:
         return sum(self.by_source().values())
 
     def by_source(self) -> dict[str, int]:
-        """All bytes received, by URL."""
+        """Return the bytes received from each URL that has sent any."""
         everyone = [*self.sources, *self._gone, *self.fallback]
         return {source.url: source.received_bytes for source in everyone if source.received_bytes}
 
     def ranked(self, among: Sequence[Source], strikes: Counter[Source] | None = None) -> list[Source]:
-        """Rank these servers, best first. `strikes`: how often each sent wrong bytes of a shard."""
+        """Rank these servers, best first. `strikes` says how often each has sent wrong bytes of the shard."""
         best_Bps = max((source.standing.speed_Bps() or 0.0 for source in among), default=0.0) or 1.0
 
         def key(source: Source) -> tuple[bool, float, bool, bool, int, float]:
             standing = source.standing
-            speed_Bps = standing.speed_Bps() or best_Bps  # assumed if unmeasured
+            speed_Bps = standing.speed_Bps() or best_Bps  # an unmeasured server is assumed to be as fast as the best
             weight = max(standing.success() * speed_Bps / best_Bps, 1e-9)
             # Each server's chance to be first is proportional to its weight (Efraimidis and Spirakis 2006).
             draw = -math.log(1 - random.random()) / weight
@@ -122,8 +122,8 @@ class Sources:
     async def ask(self, question: Question[T], *, enough: int = 1) -> tuple[dict[Source, T], dict[str, str]]:
         """Query `enough` servers. Query one more each time a server fails, has nothing (NotHeld or None) or is silent
         for `hedge_s`. Stop when `enough` servers have given a result. If no server answers, query the fallback, then
-        the suspect servers. Return the answers by server, and by URL the reasons for missing answers. A silent server
-        delays only the first question, by `hedge_s`."""
+        the suspect servers. Return the answer of each server, and the reason for each URL whose answer is missing. A
+        silent server delays only the first question, by `hedge_s`."""
         reasons: dict[str, str] = {}
         answers: dict[Source, T] = {}
         suspects = [source for source in [*self.sources, *self.fallback] if source.standing.suspect()]
@@ -169,7 +169,7 @@ class Sources:
                 if results >= enough or not pending:
                     break
                 timeout_s: float | None = hedge_s
-                if not (waiting or results):  # if others have nothing, give the rest more time
+                if not (waiting or results):  # if the servers that answered have nothing, give the others more time
                     timeout_s = NOTHING_YET * hedge_s if answers else None
                 done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done and (results or not waiting):
@@ -202,7 +202,7 @@ class Sources:
     ) -> None:
         """Fetch one shard. Try one server after another until `Source.shard` has received and verified it.
 
-        `deadline_s` is in the event loop's time. `order` replaces the ranking.
+        `deadline_s` is a time of the event loop. `order` replaces the ranking.
         Raise FetchError, which names every server tried."""
         shard, limits = incoming.shard, self.access.limits
         strikes: Counter[Source] = Counter()
@@ -224,12 +224,13 @@ class Sources:
             if order is None:
                 source = self.ranked(candidates, strikes)[0]
             else:
-                # the first in order with the fewest strikes
+                # Of the servers with the fewest strikes, take the first in order.
                 source = min(candidates, key=lambda candidate: strikes[candidate])
             if (rest_s := source.standing.rest_s()) >= deadline_s - loop_time():
                 break
             await asyncio.sleep(rest_s)
-            # Tolerate silence if there is no other server. Relays always do: siblings may still be receiving the shard.
+            # Tolerate silence if there is no other server. A relay always tolerates it, because its siblings may still be
+            # receiving the shard.
             others = any(other not in (source, *self.fallback) for other in candidates)
             silence_s = quiet_s if others and order is None else math.inf
             try:
@@ -247,8 +248,8 @@ class Sources:
                     absent_since_s.clear()  # others may catch up while this server backs off
                 if isinstance(error, Silent):
                     source.standing.unanswered()
-                    quiet_s *= 2  # all servers may be slow to start
-                elif error.retry_after_s or isinstance(error, NotHeld):  # lagging is not a failure
+                    quiet_s *= 2  # be more patient with the next server, because all may be slow to start
+                elif error.retry_after_s or isinstance(error, NotHeld):  # a server that lags behind has not failed
                     source.standing.rest(error.retry_after_s or limits.first_rest_s / 2)
                 else:
                     source.standing.failed(limits.first_rest_s, limits.longest_rest_s)
@@ -303,11 +304,12 @@ class Sources:
             source.standing.slowed(incoming.size_bytes - had_bytes, limit_s)
             rest_s: float | None = self.access.limits.first_rest_s
         else:
-            self.patience_s, rest_s = max(self.patience_s, 2 * limit_s), None  # our own link may be slow
+            # Be more patient from now on, because our own link may be the slow one.
+            self.patience_s, rest_s = max(self.patience_s, 2 * limit_s), None
         raise SourceError(source.url, f"{what} took longer than {limit_s:.1f} s", retry_after_s=rest_s)
 
     def _quiet_s(self) -> float:
-        """Return the silence after which another server is tried for a shard: at least twice a shard's usual time."""
+        """Return the silence after which another server is tried for a shard: at least twice the usual time of a shard."""
         return max(self.hedge_s(), 2 * median(self._took_s) if self._took_s else 0.0)
 
     def _usual_s(self, source: Source, size_bytes: int) -> float:
@@ -326,10 +328,8 @@ class ShardSink(Sink, Protocol):
 
 
 POLL_S = 0.05
-LEAST_BPS = 1024  # slower than this counts as no progress
-COUNTED_COPIES = (
-    4  # at most this many copies of a shard count as progress, because further ones only repeat wrong bytes
-)
+LEAST_BPS = 1024  # a slower download counts as one without progress
+COUNTED_COPIES = 4  # only this many copies of a shard count as progress, because more would only repeat wrong bytes
 
 
 class StreamDownload:
@@ -349,7 +349,7 @@ class StreamDownload:
         order: Order | None = None,
         on_shard: Callable[[ShardEntry], None] = lambda shard: None,
     ) -> None:
-        """Fetch `parallel` shards of each of the `queues` at once, in order. `deadline_s` is in the event loop's time.
+        """Fetch `parallel` shards of each of the `queues` at once, in order. `deadline_s` is a time of the event loop.
         The download fails if for `stall_s` no shard is finished and the speed stays below LEAST_BPS. `order` replaces
         the ranking of servers."""
         self.sources, self.version, self.part, self.sink = sources, version, part, sink
@@ -406,5 +406,5 @@ class StreamDownload:
 
 
 def _moved_bytes(incoming: Incoming) -> int:
-    """Return the bytes that count as progress; endless repeats of a wrong shard do not."""
+    """Return the bytes that count as progress. Endless repeats of a wrong shard do not count."""
     return min(incoming.arrived_bytes, COUNTED_COPIES * incoming.shard.size_bytes)

@@ -1,8 +1,8 @@
 """Which addresses a downloader may connect to if other parties name the servers, and which proxy it uses.
 
-    local     everything below, and this machine
-    private   everything below, and private networks
     public    the internet
+    private   the internet and private networks
+    local     the internet, private networks, and this machine
 
 Invariant: an untrusted URL cannot make this machine connect to its own services or its neighbours (SSRF), because
 addresses are checked after DNS resolution. Link-local addresses (cloud metadata services), multicast and unspecified
@@ -29,7 +29,7 @@ from shoal.shardcast.fetch import FetchError
 
 class Proxy(NamedTuple):
     url: str  # may hold a name and a password
-    shown: str  # the URL without them
+    shown: str  # the URL without name and password
 
 
 def proxy_for(url: str) -> Proxy | None:
@@ -55,7 +55,7 @@ def split_server(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         port = parts.port  # raises ValueError for an invalid port
-        URL(url)  # aiohttp must accept it, too
+        URL(url)  # aiohttp must accept the URL, too
     except ValueError:
         parts, port = urlsplit(""), 0
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
@@ -64,7 +64,7 @@ def split_server(url: str) -> SplitResult:
 
 
 def is_proxy(host: str) -> bool:
-    """Whether the environment names this host as a proxy."""
+    """Return whether the environment names this host as a proxy."""
     named = (url if "://" in url else f"http://{url}" for url in getproxies_environment().values())
     return host in {urlsplit(url).hostname for url in named}
 
@@ -77,8 +77,8 @@ def _is_local(host: str) -> bool:
 
 
 Reach = Literal["local", "private", "public"]
-ORDER: list[Reach] = ["public", "private", "local"]  # each includes those before it
-NAT64 = IPv6Network("64:ff9b::/96")  # an IPv4 address is in its last 32 bits
+ORDER: list[Reach] = ["public", "private", "local"]  # each reach includes those before it
+NAT64 = IPv6Network("64:ff9b::/96")  # the last 32 bits of its addresses are an IPv4 address
 
 
 class OutOfReach(OSError):
@@ -86,7 +86,7 @@ class OutOfReach(OSError):
 
 
 def check_host(host: str, reach: Reach) -> None:
-    """Raise OutOfReach if `host` is an address or localhost beyond `reach`. Other names are not resolved."""
+    """Raise OutOfReach if `host` is an address or localhost, and beyond `reach`. Do not resolve other names."""
     if host == "localhost" or host.endswith(".localhost"):
         host = "127.0.0.1"
     try:
@@ -97,7 +97,10 @@ def check_host(host: str, reach: Reach) -> None:
 
 
 def narrowest(host: str) -> Reach:
-    """Return the narrowest reach that includes `host`; "public" for an unresolved name. Raise OutOfReach."""
+    """Return the narrowest reach that includes `host`, or "public" for a name, which is not resolved.
+
+    Raise OutOfReach if no reach includes it.
+    """
     for reach in ORDER[:-1]:
         try:
             check_host(host, reach)
@@ -109,7 +112,7 @@ def narrowest(host: str) -> Reach:
 
 
 class Resolver(AbstractResolver):
-    """The system's resolver, refusing addresses beyond `reach`. `exempt`: hosts that the operator configured."""
+    """The system's resolver, which refuses addresses beyond `reach`. `exempt` says which hosts it does not check."""
 
     def __init__(self, reach: Reach, exempt: Callable[[str], bool] = lambda host: False) -> None:
         self._reach, self._exempt = reach, exempt

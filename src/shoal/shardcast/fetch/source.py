@@ -1,9 +1,9 @@
 """One server, as a downloader sees it: its address, its record, three requests, and the checks of its responses.
 
-Invariant: the manifests (signature) and shards (size and hash) that a `Source` returns are verified. A listing is only
-the server's claim. Any bad response raises a SourceError that names the URL. Bytes that `Incoming` writes to its sink
-are unverified until `shard` returns.
-Left out: redirects (a relay could direct a worker to addresses in the worker's own network), and compression.
+Invariant: a `Source` verifies the signature of each manifest, and the size and hash of each shard, before it returns
+them. A listing is only the server's claim. Any bad response raises a SourceError that names the URL. Bytes that
+`Incoming` writes to its sink are unverified until `shard` returns.
+Left out: compression, and redirects, because a relay could redirect a worker to addresses in the worker's own network.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients download shards from relays and verify them; servers are ranked by
 success rate times bandwidth, with a healing factor.
 """
@@ -45,8 +45,8 @@ from shoal.shardcast.manifest import (
 
 
 class Standing:
-    """The record of one server: speed, success, latency, failures. Bad records fade with time, so a
-    server that was down or slow is tried again."""
+    """The record of one server: speed, success, latency, failures. Bad records fade with time, so that a server that
+    was down or slow is tried again."""
 
     WEIGHT = 0.25  # the newest measurement's weight in the moving averages
     HEALS_IN_S = 30.0
@@ -54,14 +54,14 @@ class Standing:
     SUSPECT_S = 60.0  # for this long after a bad answer, a server is used only if no other answers
     # A silent server is used last for SILENT_S, or for SILENT_ONCE_S after its first silence.
     SILENT_S, SILENT_ONCE_S = 10.0, 1.0
-    HEALTHY = 0.5  # success rate
+    HEALTHY = 0.5  # lowest success rate of a healthy server
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._speed_Bps, self._measured_s = 0.0, -math.inf
         self._success, self._counted_s = 1.0, -math.inf
         self._answer_s: float | None = None
-        # Consecutive unanswered requests, and when the last one was given up.
+        # How many requests in a row were unanswered, and when the last of them was given up.
         self._unanswered, self._silent_s = 0, -math.inf
         self._bad_s = -math.inf
         self._failures, self._rest_until_s = 0, -math.inf  # consecutive failures
@@ -79,12 +79,12 @@ class Standing:
         return self._answer_s
 
     def silent(self) -> bool:
-        """Whether the server recently left a request unanswered and has answered none since."""
+        """Return whether the server recently left a request unanswered and has answered none since."""
         limit_s = self.SILENT_S if self._unanswered > 1 else self.SILENT_ONCE_S
         return self._unanswered > 0 and self._clock() - self._silent_s < limit_s
 
     def suspect(self) -> bool:
-        """Whether the server gave a bad answer recently."""
+        """Return whether the server gave a bad answer recently."""
         return self._clock() - self._bad_s < self.SUSPECT_S
 
     def rest_s(self) -> float:
@@ -92,7 +92,10 @@ class Standing:
         return max(self._rest_until_s - self._clock(), 0.0)
 
     def healthy(self) -> bool:
-        """Whether the server works: not backing off, not silent, mostly successful. Not having a version yet is fine."""
+        """Return whether the server works: no failure makes it back off, it is not silent, and most requests succeed.
+
+        A server that does not have a version yet is healthy.
+        """
         resting = self._failures > 0 and self.rest_s() > 0
         return not resting and not self.silent() and self.success() >= self.HEALTHY
 
@@ -101,7 +104,7 @@ class Standing:
         self._answer_s, self._unanswered = known_s + self.WEIGHT * (seconds - known_s), 0
 
     def unanswered(self) -> None:
-        """Note that the server did not answer in time. Keep its success rate: it may just be far away."""
+        """Note that the server did not answer in time. Keep its success rate, because it may only be far away."""
         self._unanswered, self._silent_s = self._unanswered + 1, self._clock()
 
     def answered_badly(self) -> None:
@@ -117,17 +120,17 @@ class Standing:
         self._count(1.0)
 
     def slowed(self, size_bytes: int, seconds: float) -> None:
-        """Replace the average speed: the server became far slower than others."""
+        """Replace the average speed, because the server has become far slower than others."""
         self._speed_Bps, self._measured_s = size_bytes / seconds, self._clock()
 
     def failed(self, first_rest_s: float, longest_rest_s: float) -> None:
-        """Lower the success rate, not the speed, and back off; the back-off doubles with each failure."""
+        """Lower the success rate, but not the speed. Back off, twice as long after each further failure."""
         self._count(0.0)
         self.rest(min(first_rest_s * 2 ** min(self._failures, 10), longest_rest_s))
         self._failures += 1
 
     def rest(self, seconds: float) -> None:
-        """Back off without a failure: the server asked for a pause, or lacks something for now."""
+        """Back off although the server has not failed: it asked for a pause, or lacks something for now."""
         self._rest_until_s = self._clock() + seconds
 
     def _count(self, success: float) -> None:
@@ -141,8 +144,8 @@ class Limits:
     connect_timeout_s: float = 5.0
     idle_timeout_s: float = 30.0  # until the next byte
     answer_timeout_s: float = 30.0  # for one listing or manifest
-    patience_s: float = 15.0  # for one shard while another server is available; grows on slow links
-    first_rest_s: float = 0.1  # back-off after a failure; doubles with each one
+    patience_s: float = 15.0  # for one shard while another server is available; it grows on slow links
+    first_rest_s: float = 0.1  # back-off after the first failure; it doubles with each further one
     longest_rest_s: float = 2.0
 
 
@@ -154,7 +157,7 @@ class Arrival:
     size_bytes: int  # transferred
     took_s: float
     at_s: float  # completion, on this process's monotonic clock
-    rates_Bps: dict[str, float]  # by sender's URL
+    rates_Bps: dict[str, float]  # of each sender, by its URL
     behind_s: float  # from publication to completion here
 
 
@@ -178,7 +181,7 @@ class Access:
 
 LARGE_BYTES = 256 << 10  # larger manifests are parsed in a thread
 READ_BUFFER_BYTES, SMALL_BUFFER_BYTES = 2 << 20, 64 << 10  # for shards; for listings and manifests
-WAKE_BYTES = 32 << 10  # a shard is read in pieces of this size; a server must send one piece in each idle timeout
+WAKE_BYTES = 32 << 10  # a shard is read in pieces of this size; a server must send one piece per idle timeout
 LONGEST_RETRY_AFTER_S = 30.0
 
 Offer = tuple[SignedManifest, Manifest]
@@ -242,7 +245,7 @@ class Source:
         self.received_bytes = 0
 
     async def listing(self) -> Listing:
-        """Return the versions that the server claims to have, newest first, and its path from the origin."""
+        """Return the versions that the server claims to have, newest first, and the servers between it and the origin."""
         body = await self._small("versions.json", MAX_LISTING_BYTES)
         try:
             listing = Listing.model_validate_json(body)
@@ -264,7 +267,7 @@ class Source:
             raise self._bad(f"manifest of version {version}: {error}") from error
 
     async def shard(self, version: int, part: Part, incoming: Incoming) -> None:
-        """Receive the rest of one shard. Return only if the whole shard is correct. The sink's errors pass through."""
+        """Receive the rest of one shard. Return only if the whole shard is correct. Let errors of the sink pass."""
         shard = incoming.shard
         what = f"shard {shard.index} ({part}) of version {version}"
         headers = {"Range": f"bytes={incoming.size_bytes}-"} if incoming.size_bytes else {}
@@ -287,7 +290,7 @@ class Source:
                         if (sent_bytes := incoming.arrived_bytes - since_bytes) < WAKE_BYTES:
                             raise SourceError(self.url, f"sent {sent_bytes} bytes of {what} in {took_s:.0f} s")
                         since_s, since_bytes = time.monotonic(), incoming.arrived_bytes
-        if incoming.size_bytes != shard.size_bytes:  # although the response is complete
+        if incoming.size_bytes != shard.size_bytes:  # the response is complete, but the shard is not
             raise BadData(self.url, f"{what} ended after {incoming.size_bytes} of {shard.size_bytes} bytes")
         if not incoming.matches():
             alone = incoming.senders == {self.url}
@@ -322,7 +325,8 @@ class Source:
             headers = headers | {"Authorization": f"Bearer {self.access.token(self.url)}"}
         try:
             if self.access.reach:
-                check_host(urlsplit(self.url).hostname or "", self.access.reach)  # the session's resolver checks names
+                # This checks addresses; the session's resolver checks names.
+                check_host(urlsplit(self.url).hostname or "", self.access.reach)
             async with (
                 asyncio.timeout(self.access.limits.answer_timeout_s) as waiting,
                 self.session.get(
@@ -362,14 +366,14 @@ class Source:
 def _read_in_pieces(response: aiohttp.ClientResponse) -> Iterator[Callable[[int], None]]:
     """Let the kernel wake this process once per WAKE_BYTES of the body instead of once per packet.
 
-    On a slow link, waking up takes most CPU time. Yield a function to call with the number of bytes still expected.
+    On a slow link, most CPU time goes into waking up. Yield a function. Call it with the number of bytes still expected.
     """
-    connection = response.connection  # None: the whole body has arrived
+    connection = response.connection  # None if the whole body has arrived
     socket = connection and connection.transport and connection.transport.get_extra_info("socket")
 
     def expect(size_bytes: int) -> None:
         if socket and sys.platform == "linux":
-            with suppress(OSError):  # already closed
+            with suppress(OSError):  # the socket may already be closed
                 socket.setsockopt(SOL_SOCKET, SO_RCVLOWAT, max(1, min(size_bytes, WAKE_BYTES)))
 
     try:
