@@ -128,7 +128,7 @@ def test_a_reply_with_another_text_is_refused_without_a_forward_pass(
 
 
 class CountingDecoder:
-    """Decode a token below 999 to its character, 999 to an incomplete character, and others to nothing. Count tokens."""
+    """Decode a token below 999 to its character, 999 to an incomplete character, others to nothing. Count tokens."""
 
     decoded = 0
 

@@ -1,4 +1,4 @@
-"""lm-eval's API models are the clients. They request logprobs of given continuations, generate, and run a whole task."""
+"""lm-eval's API models are the clients. They request logprobs of given continuations, generate, and run a task."""
 
 import json
 from pathlib import Path

@@ -342,7 +342,7 @@ def flipped(data: bytes) -> bytes:
 
 
 def read_and_written_bytes() -> tuple[int, int]:
-    """Return how many bytes this process has read, and how many it has written (Linux only). Sendfile counts as both."""
+    """Return how many bytes this process has read and written (Linux only). What sendfile sends counts as both."""
     lines = Path("/proc/self/io").read_text().splitlines()
     figures = {name: int(figure) for name, figure in (line.split(": ") for line in lines)}
     return figures["rchar"], figures["wchar"]
@@ -368,8 +368,8 @@ class Known(Standing):
 
 
 class Stub(Source):
-    """A source without a network. For each requested shard it follows the next entry of its script, if one is left. After
-    that it delivers at once."""
+    """A source without a network. For each requested shard it follows the next entry of its script. When no entry is
+    left, it delivers at once."""
 
     def __init__(self, url: str, *script: Exception | float, standing: Standing | None = None, pieces: int = 1) -> None:
         """An exception in `script` is raised; a number is how many seconds it takes to deliver a shard in `pieces`."""

@@ -54,7 +54,7 @@ async def test_fetch_writes_exactly_the_published_files(tmp_path):
     assert manifest.size_bytes < report.transferred_bytes < manifest.size_bytes + SMALL_BYTES
 
 
-def test_a_model_of_only_empty_files_is_fetched(tmp_path):
+def test_a_folder_in_which_all_files_are_empty_is_fetched(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "empty").touch()
     origin(tmp_path).publish(tmp_path / "model", 0)
@@ -128,7 +128,7 @@ async def test_the_next_fetch_reuses_finished_shards(tmp_path):
     spoil(published(tmp_path, 7).store.shard_path(7, "full", 2), "flip")
     with pytest.raises(FetchError):
         await asyncio.to_thread(fetched, tmp_path, 7)
-    published(tmp_path, 7)  # repairs the shard
+    published(tmp_path, 7)  # publishing version 7 again repairs the shard
     flip_bit(tmp_path / "cache" / ".v000007.full" / "files" / "config.json")  # damages shard 0 in the cache
     async with quickly(tmp_path / "origin") as url:
         reader = client(tmp_path, url)
@@ -139,7 +139,7 @@ async def test_the_next_fetch_reuses_finished_shards(tmp_path):
 
 
 def test_a_partial_download_of_other_weights_is_not_trusted(tmp_path):
-    """The other weights have the same file names and sizes."""
+    """The file names and sizes are the same, so only the contents tell the weights apart."""
     spoil(published(tmp_path, 7).store.shard_path(7, "full", 2), "flip")
     with pytest.raises(FetchError):
         fetched(tmp_path, 7)
@@ -264,7 +264,7 @@ def test_the_error_for_a_full_disk_names_the_folder_and_cached_versions_are_kept
     assert contents(fetched(tmp_path, 7)[0]) == contents(tmp_path / "model7")
 
 
-async def test_clients_that_share_a_cache_download_once(tmp_path):
+async def test_of_several_clients_that_share_a_cache_only_one_downloads(tmp_path):
     source = published(tmp_path, 7)
     async with quickly(source.store) as url:
         clients = [client(tmp_path, url) for _ in range(3)]
@@ -274,7 +274,7 @@ async def test_clients_that_share_a_cache_download_once(tmp_path):
     assert contents(tmp_path / "cache" / "v000007") == contents(tmp_path / "model7")
 
 
-def test_the_error_at_the_deadline_names_a_lock_that_is_never_released(tmp_path):
+def test_if_another_client_holds_the_lock_until_the_deadline_the_error_names_the_lock(tmp_path):
     published(tmp_path, 7)
     holder = client(tmp_path, "http://unused").cache
     with holder.locked(0), pytest.raises(FetchError, match=r"\.lock"):
@@ -305,7 +305,7 @@ async def test_half_a_shard_is_resumed_after_a_disconnect(tmp_path, ranges):
         middle.cut_after_bytes = 10**9
         assert contents((await fetching)[0]) == contents(tmp_path / "model7")
     first, second, *_, last = middle.starts()
-    assert first == 0 and 6_000 < second <= 12_000  # some sent bytes may be lost in a buffer
+    assert first == 0 and 6_000 < second <= 12_000  # a part of the 12,000 sent bytes may be lost in a buffer
     if ranges:
         assert last == second
         assert middle.sent_bytes == 12_000 + 37_612 - second
@@ -313,7 +313,7 @@ async def test_half_a_shard_is_resumed_after_a_disconnect(tmp_path, ranges):
         assert middle.sent_bytes == 12_000 + 37_612
 
 
-# Fallback, and waiting
+# The fallback is used, or the client waits
 
 
 def no_shards(path: str) -> web.Response | None:
@@ -373,7 +373,7 @@ async def test_a_client_waits_for_a_relay_that_starts_later(tmp_path):
         await brings_version_7(tmp_path, fetching)
 
 
-async def test_a_client_waits_for_the_first_version_up_to_a_limit(tmp_path):
+async def test_a_client_waits_for_a_limited_time_for_the_first_version(tmp_path):
     origin(tmp_path)
     async with serving(tmp_path / "origin") as url:
         with pytest.raises(FetchError, match="no version is published yet"):
@@ -388,7 +388,7 @@ async def test_a_client_waits_for_the_first_version_up_to_a_limit(tmp_path):
 async def test_a_relay_that_joins_during_a_fetch_is_used(tmp_path):
     source = published(tmp_path, 7)
     for shard in mirror_of(tmp_path, "half").glob("v*/full/*.shard"):
-        shard.unlink()  # so the relay lists the version but has none of its shards yet
+        shard.unlink()  # the relay then lists the version but has none of its shards yet
     async with quickly(tmp_path / "half") as half, quickly(source.store) as whole:
         urls = [half]
         reader = client(tmp_path, half, relays=lambda: urls)

@@ -1,4 +1,4 @@
-"""How clients fetch deltas: which route they choose, what they wait for, and what a missing or damaged parent causes."""
+"""How clients fetch deltas: which route they choose, and what they do if the parent is missing or damaged."""
 
 import random
 import shutil
@@ -43,7 +43,8 @@ def reports(tmp_path, *versions, store="origin", **options):
 
 
 def mostly_changed(path, seed: int):
-    """Write weights in which 40 % of the words differ from the previous seed's. A delta is then about half as large."""
+    """Write weights in which 40 % of the words differ from those of the previous seed. The delta between the two is
+    then about half as large as the weights."""
     weights_folder(path)
     data = bytearray((path / "model.safetensors").read_bytes())
     for step in range(seed + 1):
@@ -60,7 +61,7 @@ def test_a_client_that_has_the_previous_version_fetches_only_the_delta(tmp_path)
     assert second.transferred_bytes < SMALL_BYTES < first.transferred_bytes
 
 
-def test_a_newcomer_fetches_the_anchor_and_the_deltas_after_it_and_others_only_the_deltas(tmp_path):
+def test_a_client_without_a_cached_version_fetches_the_anchor_and_deltas_and_others_only_deltas(tmp_path):
     stepped(tmp_path, *range(7), anchor_every=4, keep=9)
     (report,) = reports(tmp_path, 6)
     assert report.parent is None
@@ -79,7 +80,7 @@ def test_a_client_that_is_far_behind_takes_the_cheapest_route(tmp_path):
     sizes = [source.publish(tmp_path / f"model{version}", version).streams for version in range(5)]
     assert [list(streams) for streams in sizes[1:]] == [["delta"], ["delta"], ["full", "delta"], ["delta"]]
     assert sum(streams["delta"].size_bytes for streams in sizes[1:4]) > sizes[3]["full"].size_bytes
-    for cached_version, parent in ((0, None), (1, 1), (2, 2)):  # from 0 the anchor is cheaper
+    for cached_version, parent in ((0, None), (1, 1), (2, 2)):  # for a client with version 0 the anchor is cheaper
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
         _, report = reports(tmp_path, cached_version, 4)
         assert report.parent == parent
@@ -101,10 +102,10 @@ def test_a_chain_of_deltas_reads_and_writes_the_files_once(tmp_path):
     def act(url):
         newcomer = client(tmp_path / "new", url)
         read, written = counted(lambda: newcomer.fetch(5))
-        assert read < 2.3, "the server sends all bytes once, and the client reads them once"
-        assert written < 3.3, (
-            "the server sends all bytes once, and the client writes them twice: as received, as result"
-        )
+        # The server may send all bytes once, and the client may read them once.
+        assert read < 2.3, "the bytes of the version were read more than twice"
+        # The server may send all bytes once, and the client may write them twice: as received, and as the result.
+        assert written < 3.3, "the bytes of the version were written more than three times"
         assert contents(newcomer.cache.folder(5)) == contents(tmp_path / "model5")
         client(tmp_path / "behind", url).fetch(1)
         behind = client(tmp_path / "behind", url)
@@ -121,7 +122,7 @@ def test_a_process_verifies_an_unmodified_version_once(tmp_path, monkeypatch):
     def act(url):
         folder, manifest = client(tmp_path, url).fetch(7)
         with monkeypatch.context() as patch:
-            patch.setattr(StreamFiles, "match", lambda files, stream: pytest.fail("the files are read again"))
+            patch.setattr(StreamFiles, "match", lambda files, stream: pytest.fail("the files were read again"))
             assert client(tmp_path, url).fetch(7, digest=manifest.digest)[0] == folder
         (folder / "model.safetensors").touch()
         monkeypatch.setattr(StreamFiles, "match", lambda files, stream: read.append(stream) or True)
@@ -129,7 +130,7 @@ def test_a_process_verifies_an_unmodified_version_once(tmp_path, monkeypatch):
 
     read = []
     against(act, tmp_path / "origin")
-    assert len(read) == 1, "a modified file is verified again"
+    assert len(read) == 1, "the modified version was not verified again, or more than once"
 
 
 def test_a_delta_applies_to_a_version_that_only_the_cache_has(tmp_path):
@@ -179,7 +180,7 @@ def test_a_newcomer_waits_for_the_parent_of_the_newest_version_or_an_anchor(tmp_
     assert contents(folder) == contents(tmp_path / ("model2" if comes == "anchor" else "model1"))
 
 
-def test_the_wait_for_a_parent_has_a_limit(tmp_path):
+def test_a_client_waits_for_a_limited_time_for_a_parent(tmp_path):
     stepped(tmp_path, 0, 1).store.discard(0)
     started_s = time.monotonic()
     with pytest.raises(
@@ -191,8 +192,7 @@ def test_the_wait_for_a_parent_has_a_limit(tmp_path):
 
 @pytest.mark.parametrize("new_client", [True, False])
 def test_a_parent_that_was_damaged_in_the_cache_is_not_used(tmp_path, new_client):
-    """A new client notices the damage before it applies the delta. The client that verified the parent notices it only
-    afterwards."""
+    """The result of the delta does not match the manifest, so the client fetches version 1 without the cached parent."""
     stepped(tmp_path, 0, 1)
 
     def act(url):

@@ -22,7 +22,9 @@ from shoal.shardcast.server import app, serve
 from .raw import content, health, open_raw, request, whole
 from .support import PUBLIC_KEY, RUN, serving
 
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much a peer has acknowledged")
+linux_only = pytest.mark.skipif(
+    sys.platform != "linux", reason="only on Linux can a server see how many bytes its peer has acknowledged"
+)
 
 
 class Door:
@@ -55,15 +57,15 @@ def door() -> Iterator[Door]:
 # Too many connections
 
 
-def test_at_the_limit_the_oldest_connection_without_a_request_makes_room(door):
-    """Otherwise a few thousand idle clients would lock out every new node."""
+def test_at_the_limit_the_oldest_connection_without_a_request_is_reset(door):
+    """If idle connections were kept, a few thousand idle clients could lock out every new node."""
     member, oldest, other = (door.connect() for _ in range(3))
     door.listener.note_request(member.peer)
     with pytest.raises(ConnectionAbortedError):
         door.connect()
     with suppress(ConnectionResetError):
-        assert door.clients[1].recv(1) == b"", "it is reset"
-    assert oldest in door.listener.open.values(), "it counts until it is closed"
+        assert door.clients[1].recv(1) == b"", "the oldest connection without a request was not reset"
+    assert oldest in door.listener.open.values(), "a connection that was reset must count until it is closed"
     oldest.close()
     newest = door.connect()
     assert list(door.listener.open.values()) == [member, other, newest]
@@ -98,7 +100,7 @@ async def test_connections_per_address_and_in_total_are_bounded(tmp_path, bounds
     assert facts["connections"] == 1
 
 
-def test_a_client_is_an_ipv4_address_or_an_ipv6_network():
+def test_connections_are_counted_per_ipv4_address_or_ipv6_network():
     assert network("192.0.2.7") == network("::ffff:192.0.2.7") == "192.0.2.7"
     assert network("2001:db8:1:2::7") == network("2001:db8:1:2:ffff::") == "2001:db8:1:2::"
     assert network("fe80::1%eth0") == "fe80::"
@@ -114,13 +116,13 @@ async def test_a_frozen_server_does_not_blame_clients_for_its_own_delay():
     try:
         connection = door.connect()
         await asyncio.sleep(0)
-        time.sleep(1.0)  # noqa: ASYNC251 - meanwhile the server reads nothing
+        time.sleep(1.0)  # noqa: ASYNC251 - this blocks the event loop, so the server reads nothing
         await asyncio.sleep(0.1)
         assert connection in door.listener.open.values()
         async with asyncio.timeout(60):
             while connection in door.listener.open.values():
                 await asyncio.sleep(0.1)
-        assert door.listener.cut == 1, "the client's own time counts"
+        assert door.listener.cut == 1, "the client must be reset when its own time is over"
     finally:
         await anext(watching, None)
         door.close()
@@ -153,7 +155,7 @@ async def test_an_idle_connection_is_closed(tmp_path):
 @linux_only
 @pytest.mark.parametrize("shard", ["complete", "arriving"])
 async def test_a_client_that_reads_nothing_is_reset(tmp_path, caplog, shard):
-    store = whole(tmp_path, data=bytes(64 << 20), shard_bytes=64 << 20)  # more than the kernels buffer
+    store = whole(tmp_path, data=bytes(64 << 20), shard_bytes=64 << 20)  # larger than the kernel's buffers
     if shard == "arriving":
         store.shard_path(7, "full", 0).rename(temporary(store.shard_path(7, "full", 0)))
     async with serving(store, patience=Patience(stall_s=0.5)) as url:
@@ -167,7 +169,7 @@ async def test_a_client_that_reads_nothing_is_reset(tmp_path, caplog, shard):
                 await asyncio.sleep(0.05)
         assert facts["served_bytes"] == 0 and time.monotonic() - started_s > 0.3
         writer.transport.abort()
-        for _ in range(5):  # new sockets reuse the file descriptor of the one that was reset
+        for _ in range(5):  # new sockets reuse the file descriptor of the socket that was reset
             assert (await request(f"{url}/versions.json"))[0] == 200
     assert not caplog.records
 
@@ -189,7 +191,7 @@ def stalls_at(monkeypatch, taken_bytes, until_s: int = 10) -> int | None:
 def test_a_client_that_reads_too_slowly_or_stops_counts_as_stalled(monkeypatch):
     assert stalls_at(monkeypatch, lambda second: 900 * second) == 2
     assert stalls_at(monkeypatch, lambda second: 1_100 * second) is None
-    assert stalls_at(monkeypatch, lambda second: 9_000) == 3  # the peer reads only before the first check
+    assert stalls_at(monkeypatch, lambda second: 9_000) == 3  # the peer has read nothing since the first check
     assert stalls_at(monkeypatch, lambda second: None) is None  # the peer has read everything
     assert stalls_at(monkeypatch, lambda second: None if second < 5 else 9_000) == 7
 
@@ -263,7 +265,7 @@ async def test_many_idle_and_slow_readers_do_not_slow_a_normal_one(tmp_path):
 
 
 async def test_a_request_body_is_not_read(tmp_path):
-    """A relay that read bodies of 64 MiB to the end would serve its honest readers six times slower."""
+    """A relay that read such bodies (64 MiB) to the end would serve its honest readers six times slower."""
     async with serving(whole(tmp_path)) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port)
         writer.write(b"POST /versions.json HTTP/1.1\r\nhost: s\r\ncontent-length: 67108864\r\n\r\n")
@@ -278,7 +280,7 @@ async def test_a_request_body_is_not_read(tmp_path):
     "sent", [b"\x16\x03\x01" * 100, b"GET / HTTP/1.1\r\nx-a: " + bytes(100_000)], ids=["tls", "header"]
 )
 async def test_a_malformed_request_is_refused_and_not_logged(tmp_path, caplog, sent):
-    """If it were logged, strangers could fill the log, a hundred kilobytes at a time."""
+    """If such requests were logged, strangers could fill the log, a hundred kilobytes at a time."""
     async with serving(whole(tmp_path)) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port)
         writer.write(sent + b"\r\n\r\n")
@@ -296,7 +298,7 @@ def test_only_the_servers_own_errors_are_logged(caplog, error, logged):
 # Congestion control, open files
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system has no choice of congestion control")
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system has only one congestion control")
 async def test_accepted_connections_use_the_congestion_control_that_health_reports(tmp_path):
     runner, port = await serve(application := app(whole(tmp_path)))
     try:
@@ -338,13 +340,13 @@ def test_raise_limit_raises_the_file_limit_to_the_hard_limit(soft_limit):
     assert connections.raise_limit() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-async def test_more_idle_connections_than_open_files_cause_neither_tracebacks_nor_waits(tmp_path):
+async def test_with_more_idle_connections_than_open_files_the_server_answers_and_logs_no_error(tmp_path):
     (tmp_path / "versions.json").write_text('{"versions":[]}')
     server, port = start_server(tmp_path, 256)
     try:
         idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(300)]
         facts: dict[str, int] = {}
-        for _ in range(20):  # retry, as a client does
+        for _ in range(20):  # retry, because the server refuses connections while it has too many
             with suppress(aiohttp.ClientError, TimeoutError):
                 facts = await asyncio.wait_for(health(f"http://127.0.0.1:{port}"), 5)
                 break

@@ -1,4 +1,4 @@
-"""What is never published: private keys, hidden files, stray links, and the store itself."""
+"""What is never published: private keys, hidden files, links to files elsewhere, and the store itself."""
 
 import os
 import shutil
@@ -100,7 +100,7 @@ def test_hidden_files_and_folders_are_not_published(tmp_path):
 
 
 def hub_snapshot(cache) -> Path:
-    """A model as in Hugging Face's cache: links into a folder of blobs."""
+    """Write a model as in Hugging Face's cache, where its files are links into a folder of blobs."""
     snapshot = cache / "models--org--name" / "snapshots" / "0f1e"
     for number, file in enumerate(sorted(path for path in weights_folder(cache / "given").iterdir())):
         blob = cache / "models--org--name" / "blobs" / f"{number:040x}"
@@ -111,7 +111,7 @@ def hub_snapshot(cache) -> Path:
     return snapshot
 
 
-def test_a_snapshot_in_the_hubs_cache_is_published_and_the_next_version_is_its_delta(tmp_path):
+def test_a_snapshot_in_hugging_faces_cache_is_published_and_the_next_version_has_a_delta(tmp_path):
     snapshot, source = hub_snapshot(tmp_path / "hub"), origin(tmp_path, anchor_every=100)
     (tmp_path / "watched").mkdir()
     (tmp_path / "watched" / "v000000").symlink_to(snapshot)

@@ -78,8 +78,8 @@ def round_trip(old: Path, new: Path) -> bytes:
 
 @pytest.fixture
 def versions(tmp_path) -> tuple[Path, Path]:
-    """Two small versions with every kind of file and piece: some words of `a` change, the start of `b.weight` becomes
-    zeros, and the scalar does not change."""
+    """Write two small versions with every kind of file and piece. Some words of `a` change, the start of `b.weight`
+    becomes zeros, and the scalar does not change."""
     words = np.random.default_rng(1).integers(0, 1 << 16, 350 + 64 + 2, dtype=np.uint16)
     others = words.copy()
     others[:350:18] += 1
@@ -115,7 +115,8 @@ def test_any_words_of_any_dtype_are_reproduced_bit_for_bit(shapes, share, piece_
 @pytest.mark.parametrize("piece_words", [1, 1000, 1 << 20])
 @pytest.mark.parametrize(("numpy_dtype", "dtype"), [("<u2", torch.bfloat16), ("<u2", torch.float16)])
 def test_steps_of_every_kind_from_all_16_bit_words_are_reproduced(tmp_path, piece_words, numpy_dtype, dtype):
-    """All 65536 words (both zeros, infinities, every NaN) take steps in both directions, across zero and overflowing."""
+    """The words are all 65536 of 16 bits, with both zeros, infinities and every NaN. The steps go up and down, cross
+    zero and overflow."""
     words = np.arange(1 << 16, dtype=numpy_dtype)[:: 64 if piece_words == 1 else 1]
     steps = np.array([1, -1, 0x8000, 0x7FFF, 0, -300, 2, 0xFFFE], np.int64).astype(numpy_dtype)
     others = words + np.resize(steps, len(words))
@@ -134,7 +135,7 @@ def test_a_few_small_steps_need_few_bytes(tmp_path):
     for name, words in {"old": old_words, "new": new_words}.items():
         write_tensors(tmp_path / name / "m.safetensors", {"w": ("BF16", words.shape)}, words.astype("<u2").tobytes())
     delta_bytes = len(round_trip(tmp_path / "old", tmp_path / "new"))
-    # the entropy of the positions and directions of the steps
+    # A delta needs at least the entropy of the positions and directions of the steps.
     entropy_bytes = int((old_words != new_words).sum()) * (np.log2(100 * np.e) + 1) / 8
     assert delta_bytes < 1.2 * entropy_bytes
 
@@ -145,10 +146,11 @@ def test_words_that_compress_better_than_their_steps_are_sent_whole(tmp_path):
     assert len(round_trip(tmp_path / "old", tmp_path / "new")) < 100
 
 
-def test_equal_folders_make_an_empty_delta(versions):
+def test_a_delta_between_equal_folders_holds_no_words(versions):
     old, _ = versions
     delta_bytes = len(round_trip(old, old))
-    assert delta_bytes == len(MAGIC) + 3 + 32 + 3  # file kinds, hash of the header, a kind per tensor that has words
+    # The delta holds the kinds of three files, the hash of the header, and the kinds of the three tensors with words.
+    assert delta_bytes == len(MAGIC) + 3 + 32 + 3
 
 
 def test_files_may_be_added_removed_renamed_and_resized(tmp_path, versions):
@@ -244,7 +246,7 @@ def test_a_delta_truncated_anywhere_is_refused(tmp_path, versions):
             apply_one(old, tmp_path / "delta", tmp_path / "out", sizes(new))
 
 
-def test_any_flipped_bit_causes_an_error_or_files_of_the_right_sizes(tmp_path, versions):
+def test_a_flipped_bit_causes_an_error_or_files_of_the_right_sizes(tmp_path, versions):
     old, new = versions
     with pieces_of(200):
         write_delta(old, new, tmp_path / "delta")
@@ -354,7 +356,7 @@ def test_a_header_that_is_malformed_or_does_not_fit_its_file_has_no_layout(tmp_p
         read_layout(tmp_path / "m")
 
 
-def test_the_layout_is_the_one_that_safetensors_writes(tmp_path):
+def test_read_layout_reads_what_the_safetensors_library_writes(tmp_path):
     saved = {"x": torch.ones(2, 3), "y": torch.ones(4, dtype=torch.bfloat16), "z": torch.tensor(7)}
     save_file(saved, tmp_path / "m", metadata={"format": "pt"})
     tensors = {tensor.name: tensor for tensor in read_layout(tmp_path / "m").tensors}
@@ -433,7 +435,7 @@ def test_a_chain_is_split_where_one_pass_cannot_continue(tmp_path):
     assert contents(made) == contents(folders[-1])
 
 
-def test_encode_calls_on_read_with_every_byte_of_the_new_files_in_order(versions, tmp_path):
+def test_encode_passes_every_byte_of_the_new_files_to_on_read_in_order(versions, tmp_path):
     passed = bytearray()
     names = [name for name, _ in sizes(versions[1])]
     encode(*versions, names, lambda data: None, passed.extend)

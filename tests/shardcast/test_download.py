@@ -1,4 +1,5 @@
-"""`StreamDownload` fetches all shards of a stream, several at a time, from several servers. Time is virtual."""
+"""`StreamDownload` fetches all shards of a stream, several at a time, from several servers. The tests run in virtual
+time."""
 
 import asyncio
 
@@ -84,7 +85,7 @@ def test_a_download_without_progress_fails_and_names_the_servers():
 
 
 def slow_and_quick(*script) -> tuple[Stub, Stub]:
-    """A slow server, which is tried first because its standing is far better, and a quick one."""
+    """Return a slow server and a quick one. The slow one is tried first, because its standing is far better."""
     return Stub("http://slow", *script, standing=Known(1e12)), Stub("http://quick", standing=Known(1.0))
 
 
@@ -154,7 +155,8 @@ def test_a_relay_that_hangs_delays_few_downloads():
         run.sources = sources
         took_s.append(run.all(1))
     assert max(took_s) < 0.3
-    assert sum(seconds > 0.1 for seconds in took_s) <= 4, "after two failures it is used last for a while"
+    delayed = sum(seconds > 0.1 for seconds in took_s)
+    assert delayed <= 4, "after two failures, the relay that hangs must be used last for a while"
 
 
 def test_a_relay_that_hangs_delays_a_large_download_little():

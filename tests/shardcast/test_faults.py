@@ -1,4 +1,4 @@
-"""Despite flipped bits, lying relays, full disks or killed processes, a fetch returns the published files or fails."""
+"""If bits flip, relays lie, disks are full or processes are killed, a fetch returns the published files or fails."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture
 def two_versions(tmp_path, prepared):
-    """Version 0 in full and version 1 as a delta, each of several shards, in the stores `origin` and `bad`."""
+    """The stores `origin` and `bad` hold version 0 in full and version 1 as a delta, each cut into several shards."""
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     shutil.copytree(prepared / "origin", tmp_path / "bad")
 
@@ -76,7 +76,7 @@ def fetch_both(tmp_path, *urls, **options):
     return reader.progress
 
 
-# Bits
+# Flipped bits
 
 
 @pytest.mark.parametrize(("version", "part", "index"), EVERY_SHARD)
@@ -159,7 +159,7 @@ def test_a_damaged_cached_file_is_noticed_at_its_next_use(tmp_path, two_versions
 def test_a_damaged_manifest_or_layout_in_the_cache_does_no_harm(tmp_path, two_versions, name, text):
     fetched(tmp_path, 0)
     flip_bit(tmp_path / "bad/v000001/delta/00001.shard")
-    with pytest.raises(FetchError):  # leaves half a delta in the cache
+    with pytest.raises(FetchError):  # this fetch leaves half a delta in the cache
         fetched(tmp_path, 1, at=["bad"])
     assert (tmp_path / "cache" / name).exists()
     (tmp_path / "cache" / name).write_text(text)
@@ -183,7 +183,7 @@ def test_shards_of_another_version_under_a_genuine_manifest_are_refused(tmp_path
 
 @pytest.mark.parametrize("lie", ["older", "forged"])
 async def test_a_relay_does_not_accept_a_false_manifest(tmp_path, lie):
-    """The relay `bad` serves an older version's manifest as version 8, or one that it signed with its own key."""
+    """As the manifest of version 8, the relay `bad` serves that of version 7, or one signed with another key."""
     published(tmp_path, 7, 8)
     mirror_of(tmp_path, "bad")
     manifest = tmp_path / "bad/v000008/manifest.json"
@@ -201,7 +201,7 @@ async def test_a_relay_does_not_accept_a_false_manifest(tmp_path, lie):
             await until(lambda: mirror.status.versions == [8, 7])
 
 
-# Disks
+# Full disks
 
 
 async def test_a_relay_with_a_full_disk_continues_to_serve_what_it_has(tmp_path, monkeypatch):
@@ -249,11 +249,12 @@ async def test_a_relay_resumes_when_its_upstream_is_back(tmp_path):
         async with between(up, port=port) as second:
             folder, _ = await fetching
             assert contents(folder) == contents(tmp_path / "model7")
-        assert first.sent_bytes + second.sent_bytes < 37_612 + 8 * 1_000  # at most one piece per connection is lost
+        # At most one piece of 1,000 bytes per connection is lost and sent again.
+        assert first.sent_bytes + second.sent_bytes < 37_612 + 8 * 1_000
 
 
 class Process:
-    """A role in its own process (see process.py)."""
+    """An origin, relay or client in a process of its own (see process.py)."""
 
     def __init__(self, role: str, tmp_path: Path, **settings) -> None:
         arguments = [role, json.dumps({"tmp_path": str(tmp_path), **settings})]
@@ -281,7 +282,7 @@ def large(tmp_path) -> Path:
 
 @pytest.fixture
 def start(tmp_path):
-    """Start roles, and kill them at the end."""
+    """Return a function that starts a role in a process. Kill all these processes at the end of the test."""
     running: list[Process] = []
 
     def start_role(role: str, **settings) -> Process:
@@ -299,16 +300,16 @@ async def test_a_killed_client_resumes(tmp_path, large, start):
     async with serving(source.store) as up, between(up, hold_after_bytes=160_000) as slow:
         first = start("client", urls=[slow.url])
         await until(lambda: slow.sent_bytes >= 160_000, timeout_s=60)
-        await asyncio.sleep(0.3)  # until it has written the received bytes
+        await asyncio.sleep(0.3)  # in this time the client writes the received bytes
         first.kill()
         slow.hold_after_bytes = inf
-        await asyncio.sleep(0.1)  # until its last requests are counted
+        await asyncio.sleep(0.1)  # in this time the last requests of the killed client are counted
         before = len(slow.requests)
         second = start("client", urls=[slow.url])
         report = await second.next_line()
         reused_bytes, fetched_bytes = report["reused_bytes"], slow.requested_bytes(since=before)
     assert contents(tmp_path / "cache" / "v000007") == contents(large)
-    assert reused_bytes >= 80_000  # all shards except those in transfer
+    assert reused_bytes >= 80_000, "the second client must reuse all shards that were not in transfer"
     assert fetched_bytes <= LARGE_BYTES - 80_000
 
 
@@ -328,11 +329,11 @@ async def test_a_killed_relay_and_its_reader_resume(tmp_path, large, start):
         await until(lambda: stored_bytes(tmp_path / "relay") > 90_000, timeout_s=60)
         first.kill()
         slow.hold_after_bytes = inf
-        await asyncio.sleep(0.1)  # until its last requests are counted
+        await asyncio.sleep(0.1)  # in this time the last requests of the killed relay are counted
         before = len(slow.requests)
         (tmp_path / "another").mkdir()
         folder, _ = await asyncio.to_thread(client(tmp_path / "another", url, up).fetch, 7)
-        assert contents(folder) == contents(large)  # a reader that knows another server is not affected
+        assert contents(folder) == contents(large), "a reader that knows another server must not be affected"
         assert not fetching.done()
         start("relay", upstream=[slow.url], port=port)
         folder, _ = await fetching
@@ -355,4 +356,4 @@ async def test_relays_resume_after_their_origin_was_killed(tmp_path, large, star
             await until(lambda: mirror.status.versions == [7], timeout_s=60)
             folder, _ = await asyncio.to_thread(client(tmp_path, url).fetch, 7)
             assert contents(folder) == contents(large)
-            assert slow.sent_bytes <= LARGE_BYTES + 10_000  # nothing is fetched twice
+            assert slow.sent_bytes <= LARGE_BYTES + 10_000, "only the shards in transfer may be fetched twice"

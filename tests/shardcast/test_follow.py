@@ -1,4 +1,4 @@
-"""`Follower` and `fetch_published`, against a stub client."""
+"""`Follower` and `fetch_published`, tested with a stub client."""
 
 import threading
 import time
@@ -43,7 +43,7 @@ class Relays:
 def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, "did not happen in time"
+        assert time.monotonic() < deadline_s, "the condition did not become true in time"
         time.sleep(0.005)
 
 
@@ -63,7 +63,7 @@ def test_a_follower_fetches_each_newest_version_once_and_never_goes_back():
         relays.hold.clear()
         wanted = 5
         until(lambda: relays.requests == [0, 5])
-        assert held(follower) == 0, "the previous version is held until the next one is complete"
+        assert held(follower) == 0, "the previous version must be held until the next one is complete"
         relays.hold.set()
         until(lambda: held(follower) == 5)
         wanted = 3
@@ -93,7 +93,7 @@ def test_a_follower_reports_a_failure_and_tries_again(error, without_client):
         until(lambda: follower.last_error == "")
 
 
-def test_fetch_published_waits_for_the_version_up_to_a_limit():
+def test_fetch_published_waits_for_a_limited_time_for_the_version():
     relays = Relays()
     threading.Timer(0.05, lambda: relays.versions.add(3)).start()
     folder, manifest = fetch_published(relays, 3, digest="d", wait_s=5)

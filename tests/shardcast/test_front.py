@@ -1,4 +1,4 @@
-"""The documented nginx in front of an origin: it sends finished shards and forwards everything else."""
+"""nginx with the documented settings, in front of an origin: it sends finished shards and forwards other requests."""
 
 import asyncio
 import os
@@ -73,10 +73,11 @@ async def test_a_client_fetches_through_nginx_and_python_sends_no_shard(tmp_path
     async with behind_nginx(published(tmp_path, 7).store) as url:
         folder, _ = await asyncio.to_thread(client(tmp_path, url).fetch)
         assert contents(folder) == contents(tmp_path / "model7")
-        assert 0 < (await health(url))["served_bytes"] < 3_000, "only listings and manifests"
+        served_bytes = (await health(url))["served_bytes"]
+        assert 0 < served_bytes < 3_000, "the Python server must send only listings and manifests"
 
 
-async def test_an_arriving_shard_is_forwarded_as_it_arrives(tmp_path):
+async def test_a_shard_that_is_still_arriving_is_forwarded_as_it_grows(tmp_path):
     store = published(tmp_path, 7).store
     path = store.shard_path(7, "full", 0)
     whole = path.read_bytes()
@@ -92,7 +93,7 @@ async def test_an_arriving_shard_is_forwarded_as_it_arrives(tmp_path):
         assert first + await response.content.read() == whole
 
 
-async def test_ranges_are_answered_as_without_nginx(tmp_path):
+async def test_nginx_answers_range_requests_as_the_python_server_does(tmp_path):
     store = published(tmp_path, 7).store
     shard = store.shard_path(7, "full", 0).read_bytes()
     part = {"Range": "bytes=10-19"}
@@ -115,4 +116,4 @@ async def test_no_other_file_in_the_folder_is_served(tmp_path):
     paths = ["id", ".lock", "v000007/full/notes.txt", "v000007/full/", ".latest/v000007/config.json", "%2e%2e/x"]
     async with behind_nginx(store) as url:
         statuses = [(await request(f"{url}/{path}"))[0] for path in paths]
-    assert statuses == [*[404] * 5, 400], "nginx itself refuses the path that leaves the folder"
+    assert statuses == [*[404] * 5, 400]  # 400 is nginx's own answer to a path that leaves the folder

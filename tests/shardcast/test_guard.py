@@ -63,7 +63,7 @@ def test_a_pass_is_refused_by_any_other_server():
     assert reader_of(text, servers=(ELSEWHERE, HERE)) == ANN
 
 
-def test_a_pass_is_valid_for_pass_s():
+def test_a_pass_is_valid_up_to_pass_s_before_and_after_its_date():
     for now_s in (NOW_S - PASS_S - 1, NOW_S + PASS_S + 1):
         with pytest.raises(Refused, match="check the clock"):
             reader_of(a_pass(), now_s=now_s)
@@ -118,20 +118,20 @@ def test_a_grant_names_its_reader_by_a_key():
         issue(POOL, "ann", RUN, NOW_S)
 
 
-def test_a_reader_signs_a_pass_for_each_server_and_renews_it_in_time():
+def test_a_reader_signs_a_pass_for_each_server_and_renews_it_if_grant_or_time_change():
     now_s, grant = NOW_S, ""
     passes = Passes(ANN_KEY, lambda: grant, lambda: now_s)
-    assert passes(HERE) == "", "no grant yet"
+    assert passes(HERE) == "", "without a grant, the pass must be empty"
     grant = issue(POOL, ANN, RUN, NOW_S + 600)
     first = passes(HERE)
     assert reader_of(first) == ANN and passes(HERE) == first
     assert reader_of(passes(ELSEWHERE + "/"), servers=(ELSEWHERE,)) == ANN
     now_s = NOW_S + RENEW_S
     assert passes(HERE) != first and reader_of(passes(HERE), now_s=now_s) == ANN
-    now_s = NOW_S  # the clock was set back
+    now_s = NOW_S  # the clock is set back
     before = passes(HERE)
     assert reader_of(before) == ANN
-    grant = issue(POOL, ANN, RUN, NOW_S + 900)  # a new grant
+    grant = issue(POOL, ANN, RUN, NOW_S + 900)  # the pool sends a new grant
     assert passes(HERE) != before and reader_of(passes(HERE)) == ANN
 
 

@@ -109,7 +109,7 @@ class FairThreadPool:
 
 @asynccontextmanager
 async def read_body(slots: FairSemaphore, request: web.Request, caller: str, max_bytes: int) -> AsyncIterator[bytes]:
-    """Read a request's JSON body. A large body holds a slot until the `with` block ends. Raise HttpError or BusyError."""
+    """Read a request's JSON body. A large one holds a slot until the `with` block ends. Raise HttpError, BusyError."""
     size_bytes = request.content_length
     if size_bytes is not None and (size_bytes <= SMALL_BYTES or size_bytes > max_bytes):
         yield await json_body(request, max_bytes)  # the body is small, or `json_body` refuses it as too large

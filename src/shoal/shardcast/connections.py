@@ -2,11 +2,11 @@
 
 Invariant: every accepted connection counts until it is closed. A server accepts no more connections than its file limit
 allows. A connection over its address's limit, or over the total limit, is closed without being read. If the total limit
-is reached, the oldest connection that has sent no request is reset too, so idle clients cannot lock others out. A client
-is reset if it sends no request within `headers_s`. It is also reset if it stops reading the response, even during a
-`sendfile`. Time in which this process did not run does not count, so an overloaded or frozen server does not blame
-clients for its own delay. Malformed requests (answered with 400) and clients that disconnect early are not logged,
-because aiohttp would log a traceback and the whole request for each of them, up to hundreds of kilobytes.
+is reached, the oldest connection that has sent no request is reset too, so idle clients cannot lock others out. A
+client is reset if it sends no request within `headers_s`. It is also reset if it stops reading the response, even
+during a `sendfile`. Time in which this process did not run does not count, so an overloaded or frozen server does not
+blame clients for its own delay. Malformed requests (answered with 400) and clients that disconnect early are not
+logged, because aiohttp would log a traceback and the whole request for each of them, up to hundreds of kilobytes.
 Left out: limits across processes; slow-reader detection on systems other than Linux.
 Source: BBR, draft-ietf-ccwg-bbr; `struct tcp_info` of Linux, include/uapi/linux/tcp.h.
 """
@@ -59,7 +59,7 @@ def raise_limit() -> int:
 
 
 def affordable(wanted: int) -> int:
-    """Return how many of the `wanted` connections the open-file limit allows. Log a warning if it does not allow all."""
+    """Return how many of the `wanted` connections the open-file limit allows. Log a warning unless it allows all."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if soft == resource.RLIM_INFINITY else max(1, (soft - RESERVED) // 2)
     if allowed < wanted < sys.maxsize:
@@ -104,8 +104,8 @@ class ClientConnection(socket.socket):
         self.listener, self.peer = listener, peer
         self.requested = False  # the client sent a complete request
         self.reader: str | None = None  # the reader who sent the last request; None without a guard
-        # `moved_s` is the time of the last progress. `since_s` and `since_bytes` are the start of the period whose average
-        # speed is checked.
+        # `moved_s` is the time of the last progress. `since_s` and `since_bytes` are the start of the period whose
+        # average speed is checked.
         self.accepted_s = self.moved_s = self.since_s = time.monotonic()
         self.taken_bytes = self.since_bytes = 0
 

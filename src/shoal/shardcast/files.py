@@ -151,8 +151,8 @@ class StreamFiles:
 
 
 class Cutter:
-    """Hash the shards of a byte string that comes in pieces. If `create` is given, also write each shard to the file that
-    `create` returns for its index."""
+    """Hash the shards of a byte string that comes in pieces. If `create` is given, also write each shard to the file
+    that `create` returns for its index."""
 
     def __init__(self, shard_size_bytes: int, create: Callable[[int], NewFile] | None = None) -> None:
         self.shard_size_bytes = shard_size_bytes

@@ -145,7 +145,7 @@ class Manifest(_Record):
 
     @cached_property
     def digest(self) -> str:
-        """The version's name: a BLAKE3 hash (hex) of its contents. It does not depend on how the contents are fetched."""
+        """The version's name: a BLAKE3 hash (hex) of its contents. How they can be fetched does not change the hash."""
         excluded = {"anchor", "delta", "publication", "created_s"}
         return blake3(_canonical(self.model_dump(exclude=excluded))).hexdigest()
 
@@ -337,7 +337,7 @@ class SignedNewest(_Record):
 
 def latest(first: Newest | None, second: Newest | None, now_s: float) -> Newest | None:
     """Return the valid one of two statements. Between publications prefer a statement that is current by the reader's
-    clock, then the later one. So if an origin's clock was ahead, its statements from then lose once the clock is right."""
+    clock, then the later one. So if an origin's clock was ahead, its statements lose once the clock is corrected."""
     if first is None or second is None:
         return first or second
     if first.publication == second.publication:

@@ -378,7 +378,7 @@ class Origin:
         return shard_bytes(size_bytes, self.shard_size_bytes)
 
     def _open(self, version: int) -> Manifest | None:
-        """Return the stored manifest; None if it is missing or unreadable. Raise PublishError if another key signed it."""
+        """Return the stored manifest, or None if it cannot be read. Raise PublishError if another key signed it."""
         try:
             signed = self.store.signed(version)
         except ManifestError:

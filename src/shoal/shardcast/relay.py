@@ -61,7 +61,7 @@ class Place:
         self.behind: set[Source] = set()  # servers that are, or may be, downstream of this relay or this relay itself
 
     def find(self, listings: Mapping[Source, Listing]) -> tuple[str, ...]:
-        """Set parents and siblings from the paths in the listings. Return the first parent's path, or () if there is none."""
+        """Set parents and siblings from the paths in the listings. Return the first parent's path; () without parents."""
         self.behind = {source for source, listing in listings.items() if self.own in listing.path}
         paths = {source: listing.path for source, listing in listings.items() if source not in self.behind}
         others = {source: path for source, path in paths.items() if 0 < len(path) < MAX_HOPS}
@@ -75,8 +75,8 @@ class Place:
         return others[self.parents[0]]
 
     def order(self, shard: ShardEntry, usable: Sequence[Source]) -> list[Source]:
-        """Rank the sources for a shard. First comes the owner: the first healthy one in hash order. Then come the parents
-        in order of preference, then all others. If this relay is the owner, the parents come first."""
+        """Rank the sources for a shard. First comes the owner: the first healthy one in hash order. Then come the
+        parents in order of preference, then all others. If this relay is the owner, the parents come first."""
         best_Bps = max((sibling.standing.speed_Bps() or 0.0 for sibling in self.siblings.values()), default=0.0)
 
         def healthy(source: Source) -> bool:
@@ -100,8 +100,8 @@ def owners_of(shard: ShardEntry, ids: Sequence[str]) -> list[str]:
 
 
 def by_preference(own: str, sources: Sequence[Source]) -> list[Source]:
-    """Return the sources in this relay's order of preference. The share of all relays that prefer a source is proportional
-    to its expected throughput. The order changes only if throughputs change much."""
+    """Return the sources in this relay's order of preference. The share of all relays that prefer a source is
+    proportional to its expected throughput. The order changes only if throughputs change much."""
     # If no speed is known, the best speed is taken to be 1.0.
     best_Bps = max((source.standing.speed_Bps() or 0.0 for source in sources), default=0.0) or 1.0
 

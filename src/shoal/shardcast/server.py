@@ -7,8 +7,8 @@ A client can read from a relay that is still mirroring. A shard that is still ar
 arriving, the connection is closed, so the reader sees a truncated body. A request for a shard that has not started to
 arrive waits up to `wait_s` and then gets 503 with Retry-After.
 nginx can serve the same folder, except shards that are still arriving.
-Left out: HTTP/2; compression, because weights do not compress; access control, which is in guard.py; and connection limits,
-which are in connections.py.
+Left out: HTTP/2; compression, because weights do not compress; access control, which is in guard.py; and connection
+limits, which are in connections.py.
 Paper: INTELLECT-2, SHARDCAST: relays are plain HTTP servers, and serve shards before the version is whole.
 """
 
@@ -310,8 +310,8 @@ def _parse_range(request: web.BaseRequest) -> ByteRange:
 
 
 def _open(path: Path, byte_range: ByteRange, size_bytes: int) -> tuple[BinaryIO, int, dict[str, str]] | None:
-    """Open a shard's complete file, or its growing file once that has the first requested byte. Return the file, its final
-    size and its caching headers. Return None if there is nothing to send yet."""
+    """Open a shard's complete file, or its growing file once that has the first requested byte. Return the file, its
+    final size and its caching headers. Return None if there is nothing to send yet."""
     with suppress(FileNotFoundError):
         file = path.open("rb", buffering=0)
         return file, os.fstat(file.fileno()).st_size, FOREVER

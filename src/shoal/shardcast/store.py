@@ -7,8 +7,8 @@
 
 Invariant: a shard under its final name is complete and never changes. While it arrives it has a temporary name, under
 which the server can already read it. A manifest is replaced only by a later one, or by one that offers the same
-content in other shards. versions.json can be rebuilt after a crash, because it lists the newest MAX_VERSIONS folders that
-have a manifest. The writing process holds the store's lock.
+content in other shards. versions.json can be rebuilt after a crash, because it lists the newest MAX_VERSIONS folders
+that have a manifest. The writing process holds the store's lock.
 The origin or relay (its only writer) and the server (a reader) share one `ShardStore` in one process.
 Left out: object storage, and several writers of one store.
 Paper: INTELLECT-2, SHARDCAST (relays keep the last five versions).
@@ -44,15 +44,15 @@ from shoal.shardcast.manifest import (
 
 KEEP = 5  # newest versions to keep, as INTELLECT-2's relays do; the parents of their deltas are kept too
 FILE_MODE, FOLDER_MODE = 0o644, 0o755  # in a public store, so that another user's nginx can serve it
-# The locks, by process and store. The process is part of the key, because a forked child does not hold its parent's locks.
+# Held locks by process and store. The process id is needed, because a forked child does not hold its parent's locks.
 _LOCKS: dict[tuple[int, Path], FileLock] = {}
 
 
 class ShardStore:
     def __init__(self, path: Path, *, keep: int = KEEP, lease_s: float = 60.0, public: bool = True) -> None:
         """Keep the newest `keep` versions and the parents of their deltas. Also keep the newest `keep` of the older
-        versions that were read within `lease_s`, but no more, or readers could fill the disk. If `public`, every user of
-        this machine may read the store, whatever the umask."""
+        versions that were read within `lease_s`. They are limited, because readers could fill the disk otherwise. If
+        `public`, every user of this machine may read the store, whatever the umask."""
         self.path, self.file_mode = path, FILE_MODE if public else None
         self.keep, self.lease_s = keep, lease_s
         self._requested_s: dict[int, float] = {}
@@ -80,7 +80,7 @@ class ShardStore:
 
     @cached_property
     def id(self) -> str:
-        """The store's permanent random id. Relays find it in the paths of listings, and so know who fetches from whom."""
+        """The store's permanent random id. Relays learn from the ids in listings which server fetches from which."""
         path = self.path / "id"
         if not path.is_file():
             self._make_folder(self.path)
@@ -147,8 +147,8 @@ class ShardStore:
         self._list(self._on_disk())
 
     def retain(self, held: Mapping[int, Manifest]) -> None:
-        """Remove all versions except those that `wanted` returns. `held` has the manifests of all stored versions. Readers
-        can still read files that they have opened."""
+        """Remove all versions except those that `wanted` returns. `held` has the manifests of all stored versions.
+        Readers can still read files that they have opened."""
         wanted = self.wanted(held)
         self._list([version for version in sorted(held, reverse=True) if version in wanted])
         for version in self._on_disk():

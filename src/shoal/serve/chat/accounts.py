@@ -108,7 +108,7 @@ class Accounts:
     ) -> None:
         self.db, self.clock = db, clock
         self.hasher = hasher or PasswordHasher()
-        # A login with an unknown name is checked against this hash, so that the response takes as long as for a known one.
+        # A login with an unknown name is checked against this hash, so that the response takes as long as any other.
         self._dummy_hash = self.hasher.hash(secrets.token_hex(16))
         self.hashing = FairThreadPool("passwords", 2)  # each hash takes 64 MiB and 0.1 s of a core
         self._by_address = RateLimit(20, 600, monotonic)

@@ -122,7 +122,7 @@ class ChatRequest(CommonParams):
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     functions: None = None
     function_call: None = None
-    # Shoal's own fields, in order: use the run's system prompt and template, set a target length, include the reply file.
+    # Shoal's own fields. In order, they ask for the run's system prompt and template, a target length, the reply file.
     as_trained: bool = False
     target_length: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     proof: bool = False

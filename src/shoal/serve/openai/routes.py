@@ -96,7 +96,7 @@ Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the seed of choice `index`. Choice 0 has the request's seed; others have a hash of that seed and the index."""
+    """Return the seed of choice `index`. Choice 0 has the request's seed, others a hash of that seed and the index."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"shoal/serve\n{seed}\n{index}".encode()).digest()[:8], "big") >> 1

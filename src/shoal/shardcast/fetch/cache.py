@@ -62,7 +62,7 @@ class Partial:
         return PartialShard(self, shard)
 
     def _can_resume(self) -> bool:
-        """Return whether an earlier process created all these files. The layout shows this, because it is written last."""
+        """Return whether an earlier process created all these files. The layout, which is written last, shows this."""
         try:
             same = (self.folder / "layout").read_bytes() == self._description()
         except FileNotFoundError:

@@ -416,7 +416,7 @@ async def offered(
 def fetch_published(
     client: Client, version: int, *, digest: str | None = None, wait_s: float = 120
 ) -> tuple[Path, Manifest]:
-    """Fetch a version that is published but may not have reached a relay yet. Retry for `wait_s`, or raise FetchError."""
+    """Fetch a version that is published but may not have reached a relay yet. Raise FetchError after `wait_s`."""
     deadline_s = time.monotonic() + wait_s
     while True:
         try:

@@ -229,8 +229,8 @@ class Sources:
             if (rest_s := source.standing.rest_s()) >= deadline_s - loop_time():
                 break
             await asyncio.sleep(rest_s)
-            # Tolerate silence if there is no other server. A relay always tolerates it, because its siblings may still be
-            # receiving the shard.
+            # Tolerate silence if there is no other server. A relay always tolerates it, because its siblings may still
+            # be receiving the shard.
             others = any(other not in (source, *self.fallback) for other in candidates)
             silence_s = quiet_s if others and order is None else math.inf
             try:
@@ -309,7 +309,7 @@ class Sources:
         raise SourceError(source.url, f"{what} took longer than {limit_s:.1f} s", retry_after_s=rest_s)
 
     def _quiet_s(self) -> float:
-        """Return the silence after which another server is tried for a shard: at least twice the usual time of a shard."""
+        """Return the silence after which a shard's next server is tried: at least twice the usual time of a shard."""
         return max(self.hedge_s(), 2 * median(self._took_s) if self._took_s else 0.0)
 
     def _usual_s(self, source: Source, size_bytes: int) -> float:

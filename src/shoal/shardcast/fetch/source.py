@@ -245,7 +245,7 @@ class Source:
         self.received_bytes = 0
 
     async def listing(self) -> Listing:
-        """Return the versions that the server claims to have, newest first, and the servers between it and the origin."""
+        """Return the versions that the server claims to have, newest first, and its path from the origin."""
         body = await self._small("versions.json", MAX_LISTING_BYTES)
         try:
             listing = Listing.model_validate_json(body)
@@ -366,7 +366,7 @@ class Source:
 def _read_in_pieces(response: aiohttp.ClientResponse) -> Iterator[Callable[[int], None]]:
     """Let the kernel wake this process once per WAKE_BYTES of the body instead of once per packet.
 
-    On a slow link, most CPU time goes into waking up. Yield a function. Call it with the number of bytes still expected.
+    On a slow link, most CPU time goes into waking up. Yield a function to call with the number of bytes still expected.
     """
     connection = response.connection  # None if the whole body has arrived
     socket = connection and connection.transport and connection.transport.get_extra_info("socket")
