@@ -66,7 +66,7 @@ def site(tiny_folder: Path) -> Site:
     return Site(harness, validator, alice, mallory)
 
 
-def test_uploading_a_workers_rollouts_first_is_slashed_and_the_worker_is_accepted(site: Site) -> None:
+def test_whoever_uploads_a_workers_rollouts_first_is_slashed_and_the_worker_is_accepted(site: Site) -> None:
     """In this test Mallory even has the nonce, which she could not really know before Alice does."""
     alices, mallorys = site.harness.task(ALICE.public), site.harness.task(MALLORY.public)
     site.upload(site.mallory, mallorys, signed(site.mallory, mallorys, produced(site.alice, alices)))

@@ -78,7 +78,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
         lookup_s = time.monotonic()  # time of the last lookup
 
         def upstream() -> list[str]:
-            """Return the URLs of the origin and the live relays, in any order: the relay finds its parents among them."""
+            """Return the URLs of the origin and the live relays, in any order, because the relay itself picks its parents."""
             return origins + (node.answer.relays if node.answer else [])
 
         relay = Relay(upstream, store, node.access(publisher, config))
@@ -114,7 +114,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
 
 
 def _origins(node: Node) -> list[str]:
-    """Return the origin's URLs. The status may lag: an origin that just joined or moved may be missing."""
+    """Return the origin's URLs. The status may lag, so an origin that just joined or moved may be missing."""
     status = node.get("/v1/status", Status)
     return [member.url for member in status.nodes if member.role == "origin" and member.url]
 

@@ -55,7 +55,7 @@ class Config(Section):
 
     @property
     def reach(self) -> Literal["local", "private", "public"]:
-        """`relays.reach`. If that is auto: local if the coordinator listens on loopback, else public."""
+        """`relays.reach`. With auto, it is local if the coordinator listens on loopback, else public."""
         if self.relays.reach != "auto":
             return self.relays.reach
         return "local" if self.coordinator.host in LOOPBACK else "public"

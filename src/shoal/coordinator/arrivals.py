@@ -7,7 +7,8 @@
                 time becomes longer
     missed      its worker requests another task and will not upload this one, because the worker has newer weights, or
                 lost this task and it is older than `assignment.DEADLINE_S`, or lost the file that it announced
-    rest        after a miss, for the pool's median time * 2 ^ (tasks missed in a row - 1) * 2 ^ (8 * share missed)
+    rest        how long a worker gets no task after a miss: the pool's median time * 2 ^ (tasks missed in a row - 1)
+                * 2 ^ (8 * share missed), at most MAX_REST_S
     suspension  when the recent share of missed tasks reaches SUSPEND_SHARE
 
 The share of missed tasks is an exponential average over about 8 tasks. It starts at INITIAL_SHARE. So 4 missed tasks

@@ -173,10 +173,10 @@ class Assignments:
         More groups would only grow stale in the queue. Late tasks, and those of silent workers, do not count as in
         progress. While a worker with accepted work is live, half of the batch is reserved for such workers.
 
-        A task of the worker's usual size may be larger than the batch needs: the rest goes into the next batch. If the
-        next batch cannot use the rest, because the version will be too old or the run over, the task is no larger than
-        needed. If the learner has also not yet published version `step`, all groups count as useful, so that no group
-        is left over.
+        A task of the worker's usual size may be larger than the batch needs, because the rest goes into the next batch.
+        If the next batch cannot use the rest, because the version will be too old or the run will be over, the task is
+        no larger than needed. If the learner has also not yet published version `step`, all groups count as useful, so
+        that no group is left over.
         """
         section = self.config.coordinator
         fits_next_batch = version > step - section.async_level and step + 1 < self.config.run.steps

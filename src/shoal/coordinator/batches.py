@@ -53,7 +53,7 @@ class Batches:
             return self._fill()
 
     def of_step(self, step: int) -> Batch:
-        """Return the groups of a step's batch if it is full, else the number of groups waiting."""
+        """Return the groups of a step's batch if it is full, else the number of groups that wait for it."""
         need = self.config.coordinator.prompts_per_step
         groups = self.db.groups.of_batch(step)
         if len(groups) < need:

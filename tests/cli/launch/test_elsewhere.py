@@ -1,4 +1,4 @@
-"""A pool on three sites, started with the commands of docs/operate.md: TLS through a real nginx, and NAT."""
+"""A pool on three sites trains with the commands of docs/operate.md, through NAT and TLS (a real nginx)."""
 
 import json
 import sqlite3

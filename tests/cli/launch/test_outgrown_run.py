@@ -1,4 +1,4 @@
-"""A whole `shoal run` with PostgreSQL, a bucket and a chain, and its audit."""
+"""A whole `shoal run` with PostgreSQL, a bucket and a chain passes its audit."""
 
 import json
 import os

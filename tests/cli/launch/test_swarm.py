@@ -81,8 +81,8 @@ def test_a_swarm_trains_on_verified_rollouts(finished: tuple[Path, str]) -> None
 
 def test_the_bound_separates_runs_that_learn_from_others() -> None:
     honest = committed_gains("tiny-learning")
-    # A new run misses the bound with a probability under 1e-4, because Student's t with 9 degrees of freedom exceeds 6.02
-    # that rarely.
+    # A new run misses the bound with a probability under 1e-4: Student's t with 9 degrees of freedom exceeds 6.02 that
+    # rarely.
     assert len(honest) >= 10
     spread = statistics.stdev(honest) * (1 + 1 / len(honest)) ** 0.5
     assert (statistics.mean(honest) - MIN_GAIN) / spread >= 6.02

@@ -98,9 +98,8 @@ def _recompute(run: AuditedRun, state: AuditState, steps: int, proofs: int, rand
                 say(f"step {step + 1}: trained again; version {step + 1} is the same to the last bit")
             else:
                 differs = [name for name, value in result.here if value != getattr(result.learner, name)]
-                say(
-                    f"step {step + 1}: trained again, but not compared: this machine has a different {', '.join(differs)}"
-                )
+                why = f"because here these differ from the learner's: {', '.join(differs)}"
+                say(f"step {step + 1}: trained again, but not compared, {why}")
             of_version = [submission for submission in state.accepted.values() if submission.version == step]
             sample = random.sample(of_version, min(proofs, len(of_version)))
             judge_again(run, sample, result.before, result.learner.dtype)

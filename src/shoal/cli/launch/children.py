@@ -65,7 +65,7 @@ class Child:
         self.process.start()
 
     def exit_status(self) -> int | None:
-        """Return the exit status; negative for a signal; None if the child has not started or still runs."""
+        """Return the exit status (negative after a signal), or None if the child has not started or still runs."""
         return self.process.exitcode if self.process else None
 
     def last_line(self) -> str:

@@ -50,7 +50,7 @@ def begin(name: str, *, threads: int) -> threading.Event:
 
 
 class _Printable(logging.Formatter):
-    """Replace unprintable characters: a message or a traceback may quote another machine."""
+    """Replace unprintable characters, because a message or a traceback may quote another machine."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

@@ -242,11 +242,11 @@ class Swarm:
         return True
 
     def _wall_s(self) -> float:
-        """Return the run's time so far, over all legs."""
+        """Return the run's time so far, including that before it was resumed."""
         return all_legs(self.legs[:-1]).wall_s + time.monotonic() - self.started_s
 
     def _save_leg(self) -> None:
-        """Write the figures of this leg, so that they survive this process."""
+        """Write the figures since the start or the resume, so that they survive this process."""
         self.legs[-1] = Leg(
             wall_s=time.monotonic() - self.started_s,
             restarts=self.children.restarts(),

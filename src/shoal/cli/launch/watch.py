@@ -39,7 +39,7 @@ class Watch:
         self.status: Status | None = None  # the newest
         self._progress = (-1, -1)
         self._progress_s = clock()
-        # counts at the first look, which belong to an earlier leg of the run
+        # counts at the first look, which are from before the run was resumed
         self._graded_before = math.inf  # graded rollouts
         self._flat_before = math.inf  # groups in a row with equal rewards
 
@@ -73,7 +73,7 @@ class Watch:
         if words := self._grader_fails(self.status.grading):
             raise ShoalError(
                 f"{words}; grade completions of {self.folder / 'rollouts.jsonl'} by hand (docs/tasks.md). A run never "
-                "changes its tasks and rewards: fix them and start a new run"
+                "changes its tasks and rewards, so fix them and start a new run"
             )
 
     def _grader_fails(self, grading: Grading) -> str:

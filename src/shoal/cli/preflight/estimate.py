@@ -423,7 +423,7 @@ def expected_length(config: Config) -> int:
 
 
 def evaluation(config: Config, work: Work) -> Work:
-    """Return the work of one pass over the held-out tasks: groups of one completion."""
+    """Return the work of one pass over the held-out tasks, in groups of one completion."""
     n = config.evaluator.n
     return replace(work, generated=n, completions=1, at_once=min(EVALUATED_AT_ONCE, n))
 
