@@ -78,7 +78,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
         lookup_s = time.monotonic()  # time of the last lookup
 
         def upstream() -> list[str]:
-            """Return the URLs of the origin and the live relays, in any order, because the relay itself picks its parents."""
+            """Return the URLs of the origin and the live relays, in any order. The relay itself picks its parents."""
             return origins + (node.answer.relays if node.answer else [])
 
         relay = Relay(upstream, store, node.access(publisher, config))
