@@ -1,4 +1,4 @@
-"""Errors that users see; whether a restart may help; and a filter that makes text safe to print.
+"""The errors that users see, a rule for whether a restart may help, and a filter that makes text safe to print.
 
 `cli` prints a `ShoalError` or an `OSError` as one line. Any other exception is a bug and keeps its traceback.
 """
@@ -8,13 +8,13 @@ import os
 
 LASTING = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EADDRINUSE, errno.EADDRNOTAVAIL}
-)  # kinds of OSError that a restart does not fix: a full or read-only disk, a missing permission, an address in use
+)  # OSErrors that a restart does not fix: a full or read-only disk, no permission, an address in use or not available
 
 
 class ShoalError(Exception):
     """An error whose message names what failed and what to do next.
 
-    `restart_helps`: whether the same command may succeed later.
+    `restart_helps` says whether the same command may succeed later.
     """
 
     restart_helps: bool = False

@@ -7,8 +7,8 @@ of an e-value, in nats. It bets that:
     share        a figure within [0, 1] is larger on average than an honest bound
     allocation   among several places, those with high values get more events than their exposure explains
 
-`Process` is the capital of several bets on one worker's observations. Each bet stakes its money in parts: the part
-w_j = 1 / (j (j + 1)) at observation j. From then on, each observation multiplies that part by the bet's e-value. So n
+`Process` is the capital of several bets on one worker's observations. Each bet stakes its money in parts. At observation
+j it stakes the part w_j = 1 / (j (j + 1)). From then on, each observation multiplies that part by the bet's e-value. So n
 honest observations before a lie cost the bets a factor of only n (n + 1), about 2 ln n nats, however much the earlier
 parts have lost. The money not yet staked after n observations is 1 / (n + 1).
 
@@ -31,15 +31,15 @@ ALPHA = 1e-6  # maximum probability that the tests ever accuse an honest worker,
 REWARD_TILT = (
     2.0  # in a group, numerics may change one completion's tokens at most this many times as often as another's
 )
-TASK_TILT = 4.0  # likewise for the groups of a submission
-FLOOR = -700.0  # minimum of a stored logarithm; raising capital to e^-700 changes no sum
+TASK_TILT = 4.0  # in a submission, numerics may change one group's tokens at most this many times as often as another's
+FLOOR = -700.0  # lowest logarithm stored; capital below e^-700 is so small that it changes no sum
 
 
 def frequency(count: float, exposure: float, rate: float, theta: float) -> float:
     """Return ln of the e-value exp(theta * count - (e^theta - 1) * rate * exposure), theta > 0.
 
     Hypothesis: `count` is a sum of variables in [0, 1] whose conditional means sum to at most rate * exposure. For one
-    such variable x of mean m, E exp(theta x) <= 1 + m (e^theta - 1) <= exp(m (e^theta - 1)), as exp is convex.
+    such variable x of mean m, E exp(theta x) <= 1 + m (e^theta - 1) <= exp(m (e^theta - 1)), because exp is convex.
     """
     return theta * count - math.expm1(theta) * rate * exposure
 
@@ -58,7 +58,7 @@ def allocation(
     """Return ln of the e-value: the product over places of (1 + stake * (value - centre) / (centre - lowest)) ^ count.
 
     Hypothesis: at place i, `counts[i]` counts independent events whose probabilities sum to rate * d_i * exposures[i],
-    for any single rate and any d_i in [1, tilt]; values are fixed. `centre` is the largest mean of the values under
+    for any single rate and any d_i in [1, tilt]. The values are fixed. `centre` is the largest mean of the values under
     such weights, so the weighted mean of the factors is at most 1 for any rate and d. If all values are equal, the
     result is 0.
 
@@ -102,7 +102,7 @@ class Process:
     money: Mapping[str, float] = field(default_factory=dict)  # ln R_b by name of the bet
 
     def after(self, e_values: Mapping[str, float]) -> "Process":
-        """Return the state after one more observation. `e_values`: ln e by bet's name; a new name starts a bet."""
+        """Return the state after one more observation. `e_values` maps names of bets to ln e. A new name starts a bet."""
         n = self.observations + 1
         staked = -math.log(n) - math.log(n + 1)
         names = list(self.money) + [name for name in e_values if name not in self.money]
@@ -113,7 +113,7 @@ class Process:
 
     @property
     def evidence(self) -> float:
-        """ln of the capital, 0 at the start. For an honest worker, P(it ever exceeds -ln(alpha)) <= alpha."""
+        """The ln of the capital, which starts at 0. For an honest worker, P(it ever exceeds -ln(alpha)) <= alpha."""
         if not self.money:
             return 0.0
         unstaked = -math.log(self.observations + 1)

@@ -1,7 +1,8 @@
 """Atomic, durable files: a file gets its final name once it is complete, and a folder is removed in one step.
 
 Invariant: a file under its final name is complete. Until then it has a temporary name in the same folder, under which others
-may read it while it grows. After `fsync` a file survives a power cut; for a renamed or linked file, fsync its folder too.
+may read it while it grows. A file survives a power cut after `fsync`. If it was renamed or linked, the folder needs an
+`fsync`, too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class NewFile:
     """A file under a temporary name. `commit` gives it its final name. `close` removes it if it was not committed."""
 
     def __init__(self, path: Path, *, mode: int | None = None) -> None:
-        """`mode`: the exact permissions; None: as the umask allows."""
+        """`mode` gives the exact permissions. If it is None, the umask decides."""
         self.path, self.mode = path, mode
         self.temporary = temporary(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +126,10 @@ def commit_folder(temporary: Path, final: Path) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the BLAKE3 digest of each file in a folder, by name. One thread: several would hang in a forked process."""
+    """Return the BLAKE3 digest of each file in a folder, by name.
+
+    This uses only one thread, because several would hang in a forked process.
+    """
     return {path.name: blake3().update_mmap(path).hexdigest() for path in folder.iterdir()}
 
 
@@ -137,7 +141,7 @@ def copy_tree(source: Path, target: Path) -> None:
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # a file system without hard links
+    except OSError:  # the file system has no hard links
         shutil.copy2(source, target)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from shoal.engine.protocol import Completion
 from shoal.engine.scheduler import DecodeRequest
 
-# Groups of different sizes, prompts of different lengths, no two seeds alike.
+# The groups differ in size, the prompts differ in length, and no two seeds are equal.
 PROMPTS = [[5, 9, 33, 7], [12], list(range(2, 64)), [40, 41] * 33]
 SEEDS = [[101, 102, 103], [201], [301, 302], [401, 402, 403, 404]]
 Groups = list[list[Completion]]

@@ -52,7 +52,7 @@ def test_decoding_has_the_bits_of_one_prefill(architecture: str, dtype: DtypeNam
     assert_replayed(engine.model, PROMPTS, groups, SOME_END.temperature)
 
 
-def test_an_environments_tokens_change_no_bit(tmp_path: Path) -> None:
+def test_with_an_environments_replies_decoding_still_has_the_bits_of_a_prefill(tmp_path: Path) -> None:
     engine = engine_for("grouped heads", tmp_path, "float32")
 
     def respond(group: int, number: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
@@ -96,7 +96,10 @@ print(fingerprint(engine.model), digest.hexdigest())
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_cores_and_load_change_no_bit_of_a_process(tiny_folder: Path, dtype: DtypeName) -> None:
-    """Compare two threads without load with one thread under load, bound to one core or free to move."""
+    """Compare a process with two threads on an idle machine, and two with one thread on a busy machine.
+
+    Of the latter two, one is bound to a core and one is not.
+    """
     skip_unless_exact(dtype)
 
     def computed(threads: int, cores: str) -> str:
@@ -114,7 +117,7 @@ def test_threads_cores_and_load_change_no_bit_of_a_process(tiny_folder: Path, dt
 
 
 @pytest.mark.parametrize("mutant", ["another tile", "keys backwards"])
-def test_decoding_that_sums_in_another_order_is_noticed(
+def test_the_comparison_with_a_prefill_fails_if_decoding_sums_in_another_order(
     mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_for("wide", tmp_path, "float32")

@@ -1,4 +1,4 @@
-"""The self-test passes if results do not depend on shapes; otherwise it names the shapes that differ."""
+"""The self-test passes only if results do not depend on the shapes of tensors."""
 
 import shutil
 import threading
@@ -28,7 +28,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def depend_on_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make attention's result depend on the number of rows, as another order of summation does."""
+    """Make attention's result depend on the number of rows, as it does where the order of summation depends on it."""
     attention = exact.attention
 
     def by_shape(query: Any, key: Any, value: Any, mask: Any, *more: Any) -> Any:
@@ -46,23 +46,23 @@ def test_exact_numerics_pass_and_arithmetic_that_depends_on_shapes_fails(
     assert selftest.disagreements(model, "float32", "cpu") and not selftest.passes(model, "float32", "cpu")
 
 
-def test_the_cached_result_is_valid_for_the_same_model_environment_and_library_only(
+def test_a_cached_result_is_used_only_for_the_same_model_and_environment_and_library(
     model: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = load_model(shutil.copytree(tiny_folder, tmp_path / "elsewhere"), "float32", "cpu", "exact")
     assert selftest.passes(model, "float32", "cpu")
     monkeypatch.setattr(selftest, "disagreements", lambda *_: ["measured again"])
-    assert selftest.passes(model, "float32", "cpu"), "the result is read from disk"
-    assert selftest.passes(elsewhere, "float32", "cpu"), "each role loads the model from a folder of its own"
+    assert selftest.passes(model, "float32", "cpu"), "the recorded result must be used"
+    assert selftest.passes(elsewhere, "float32", "cpu"), "the same model in another folder must not be measured again"
     elsewhere.config.num_attention_heads += 1
-    assert not selftest.passes(elsewhere, "float32", "cpu"), "another model"
+    assert not selftest.passes(elsewhere, "float32", "cpu"), "another model's result was used"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert selftest.passes(model, "float32", "cpu"), "thread counts do not matter"
+    assert selftest.passes(model, "float32", "cpu"), "a new number of threads must not cause a measurement"
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert not selftest.passes(model, "float32", "cpu"), "other kernels"
+    assert not selftest.passes(model, "float32", "cpu"), "a result of other kernels was used"
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     monkeypatch.setattr(torch, "__version__", "9.9")
-    assert not selftest.passes(model, "float32", "cpu"), "an updated library"
+    assert not selftest.passes(model, "float32", "cpu"), "a result of an older library was used"
 
 
 def test_a_fingerprint_changes_with_dtype_order_and_library(
@@ -70,10 +70,14 @@ def test_a_fingerprint_changes_with_dtype_order_and_library(
 ) -> None:
     before = fingerprint(model)
     assert before == fingerprint(load_model(tiny_folder, "float32", "cpu", "exact"))
-    assert before != fingerprint(load_model(tiny_folder, "bfloat16", "cpu", "exact")), "another dtype"
-    assert before != fingerprint(load_model(tiny_folder, "float32", "cpu", "fast")), "another order of sums"
+    assert before != fingerprint(load_model(tiny_folder, "bfloat16", "cpu", "exact")), (
+        "the fingerprint must depend on the dtype"
+    )
+    assert before != fingerprint(load_model(tiny_folder, "float32", "cpu", "fast")), (
+        "the fingerprint must depend on the order of sums"
+    )
     depend_on_shape(monkeypatch)
-    assert before != fingerprint(model), "a changed library"
+    assert before != fingerprint(model), "the fingerprint must depend on the library's arithmetic"
 
 
 def test_processes_that_start_together_measure_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +96,7 @@ def test_processes_that_start_together_measure_once(model: Any, monkeypatch: pyt
     assert len(measuring) == 1
 
 
-def test_the_fixed_tokens_are_fixed_and_within_the_vocabulary() -> None:
+def test_fixed_tokens_depend_only_on_the_arguments_and_are_in_the_vocabulary() -> None:
     assert fixed_tokens("prompt", 5, 64) == fixed_tokens("prompt", 5, 64)
     assert fixed_tokens("prompt", 64, 50) != fixed_tokens("branch 0", 64, 50)
     assert all(0 <= token < 50 for token in fixed_tokens("prompt", 500, 50))

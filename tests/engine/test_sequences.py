@@ -1,6 +1,6 @@
-"""Random submissions and cancellations: each completion equals that of a plain loop, and the limits hold at every step.
+"""Whatever is submitted and cancelled, each completion equals that of a plain loop, and every step keeps the limits.
 
-The model is a fake: its cached keys are the tokens, and a hidden state is a hash of all tokens in the cache so far.
+The model is a fake. Its cached keys are the tokens plus 1, and a hidden state is a hash of all tokens in the cache.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ class Fake:
         text = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=1, head_dim=1)
         self.config = SimpleNamespace(_attn_implementation=attention.NAME, get_text_config=lambda decoder: text)
         self.base_model = self.body
-        self.prefilled = 0  # tokens
+        self.prefilled = 0  # number of prompt tokens computed so far
 
     def get_decoder(self) -> Any:
         return self.base_model
@@ -85,20 +85,20 @@ def models() -> Iterator[list[Any]]:
         yield [Fake(0), Fake(1)]
 
 
-def test_buffers_of_short_rows_have_little_room_to_spare() -> None:
+def test_the_spare_room_in_buffers_is_small_for_short_rows_and_bounded_for_long_ones() -> None:
     rows = CachedRows(Fake(0))
     rows.join([[token] * 40 for token in range(8)])
     assert rows.positions == rows.buffers[0, 0].shape[2] <= 64
     rows.lengths_B += 4056  # tokens
     rows.step(torch.zeros(8, dtype=torch.long))
-    assert rows.positions <= 4097 + rows_module.GROW_BY + rows_module.KEYS, "the spare room of a long row is bounded"
+    assert rows.positions <= 4097 + rows_module.GROW_BY + rows_module.KEYS, "a long row got too much spare room"
 
 
 def test_buffers_shrink_when_half_of_the_rows_or_positions_is_not_needed() -> None:
     rows = CachedRows(Fake(0))
     rows.join([[2 * row, 2 * row + 1] for row in range(8)])
     rows.keep([7, 1, 2, 3, 4])
-    assert rows.rows == 8, "more than half is used"
+    assert rows.rows == 8, "the buffers shrank although more than half of the rows was in use"
     rows.keep([3, 1, 2])
     assert rows.rows == len(rows.buffers[0, 0]) == 3
     keys = rows.buffers[0, 0][:, 0, :2, 0] - 1  # the fake's keys are tokens + 1
@@ -115,7 +115,7 @@ def test_prompts_that_were_packed_into_one_row_are_split_again() -> None:
 
 
 def alone(seq: Recorder) -> tuple[list[int], list[float], list[int]]:
-    """Generate this completion by itself. Return its tokens, their logprobs and the hash before each token."""
+    """Generate this completion in a plain loop. Return its tokens, their logprobs and the hash before each token."""
     request, weight = seq.request, seq.model.head.weight.detach()
     tokens, logprobs, hashes = list[int](), list[float](), list[int]()
     while len(tokens) < request.max_tokens and not (tokens and tokens[-1] in seq.ends):
@@ -144,14 +144,16 @@ def decode(limits: SchedulerLimits, arrivals: list[tuple[int, Scheduled]]) -> in
         for seq in sequences:
             returned, got = seq in touched, len(seq.tokens) - had[id(seq)]
             seq.dropped += returned and seq.cancelled
-            assert got == (returned and not seq.cancelled), "a step returns those that got a token, or were dropped"
+            assert got == (returned and not seq.cancelled), (
+                "a step must return exactly the completions that got a token or were dropped"
+            )
         decoded = [seq for batch in scheduler.batches for seq in batch.live]
         assert len(decoded) <= limits.rows
         buffers = [buffer for batch in scheduler.batches for buffer in batch.rows.buffers.values()]
         held = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
         assert held <= limits.cache_bytes or (len(decoded) == 1 and held <= cache_bytes(decoded[0].model, decoded))
         began = [bool(seq.tokens) for seq in sequences if not seq.cancelled]
-        assert began == sorted(began, reverse=True), "first come, first served"
+        assert began == sorted(began, reverse=True), "a later completion began before an earlier one"
         step += 1
         assert step < 1000
     assert not scheduler.unfinished() and not scheduler.batches
@@ -205,8 +207,8 @@ LONG, SHORT, BRIEF = (
 LESS = replace(SHORT, max_tokens=SHORT.max_tokens - 2)
 
 
-# arrivals: (step, model, request) of each completion; positions: the cache's size. 300 positions hold two long or six short
-# rows.
+# `arrivals` holds (step, model, request) of each completion. `positions` is the cache's size; 300 positions hold two long
+# or six short rows.
 @pytest.mark.parametrize(
     ("arrivals", "positions", "steps"),
     [
@@ -216,7 +218,7 @@ LESS = replace(SHORT, max_tokens=SHORT.max_tokens - 2)
         # Four of nine rows end, too few to shrink the buffers. Three rows of the other model fit; the fourth waits.
         ([*[(0, 0, SHORT)] * 5, *[(0, 0, LESS)] * 4, *[(LESS.max_tokens, 1, SHORT)] * 4], 9 * 48, 60),
     ],
-    ids=["many after a long one", "a long one after many", "another model's after a long one", "half_empty buffers"],
+    ids=["many after a long one", "a long one after many", "another model's after a long one", "half-empty buffers"],
 )
 def test_memory_of_finished_rows_is_freed_for_waiting_rows(
     models: list[Any], arrivals: list[tuple[int, int, DecodeRequest]], positions: int, steps: int

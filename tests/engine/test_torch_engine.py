@@ -1,4 +1,4 @@
-"""Completions of one and of several turns equal those of plain forward passes and of loops without a cache."""
+"""Completions of one or several turns equal those of a loop without a cache, and their logprobs those of a forward."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,7 +103,9 @@ def test_greedy_tokens_equal_transformers_own_generate_whatever_the_seed(engine:
 
 
 def test_a_completion_ends_at_its_first_end_token_or_the_limit(engine: TorchEngine, groups: Groups) -> None:
-    assert len({len(c.tokens) for group in groups for c in group}) >= 5, "rows end at many different times"
+    assert len({len(c.tokens) for group in groups for c in group}) >= 5, (
+        "the completions must have at least five different lengths"
+    )
     for _, completion in with_prompts(groups):
         *body, last = completion.tokens
         assert not set(body) & set(ENDS)
@@ -115,7 +117,9 @@ def test_a_completion_ends_at_its_first_end_token_or_the_limit(engine: TorchEngi
 
 
 def test_turns_equal_a_loop_of_single_turns(engine: TorchEngine, conversations: Groups) -> None:
-    assert {len(c.turns) for group in conversations for c in group} > {6}, "some have three replies, some fewer"
+    assert {len(c.turns) for group in conversations for c in group} > {6}, (
+        "some completions must have three replies and some fewer"
+    )
     for g, group in enumerate(conversations):
         for number, completion in enumerate(group):
             assert (completion.tokens, completion.turns) == naive_turns(engine.model, g, number)
@@ -156,7 +160,7 @@ def test_a_reply_that_leaves_room_for_one_token_is_used_and_a_longer_one_is_refu
         engine.generate(PROMPTS, SEEDS, TURNS, lambda g, n, tokens, turns: [4] * (60 - len(tokens)))
 
 
-def test_generating_before_loading_says_what_to_do() -> None:
+def test_the_error_for_generating_before_loading_says_what_to_do() -> None:
     with pytest.raises(RuntimeError, match=r"call load\(\) first"):
         TorchEngine("float32").generate([[1]], [[1]], ENDLESS)
 
@@ -177,7 +181,7 @@ rows_and_finished = st.integers(1, 30).flatmap(lambda n: st.tuples(st.just(n), s
 
 @given(rows_and_finished)
 def test_closing_gaps_keeps_the_live_rows_and_moves_only_those_from_the_end_forward(case: tuple[int, set[int]]) -> None:
-    """Copying in order therefore never overwrites a row that is still to be read."""
+    """So if rows are copied in order, no copy overwrites a row that is still to be read."""
     n_rows, finished = case
     staying = [row for row in range(n_rows) if row not in finished]
     kept = close_gaps(n_rows, staying)

@@ -1,4 +1,4 @@
-"""Whole evaluations with a fake lm_eval: runs, resuming, comparing two models, and refused settings."""
+"""Whole evaluations with a fake lm_eval can be resumed, compare two models, and refuse changed settings."""
 
 import json
 import subprocess
@@ -73,7 +73,7 @@ def test_a_finished_run_is_not_repeated_but_a_failed_run_is(tmp_path: Path) -> N
     assert [call["model"] for call in calls(out)] == ["right-4", "broken"]
     first = run(out, "right-4")
     assert run(out, "right-4") == first
-    assert len(calls(out)) == 2, "a finished run is kept"
+    assert len(calls(out)) == 2, "a finished run was repeated"
     with pytest.raises(ShoalError, match="lm_eval failed"):
         run(out, "broken")
     assert len(calls(out)) == 3
@@ -86,7 +86,7 @@ def test_each_run_has_its_own_seed_and_the_score_is_the_mean_of_the_runs(tmp_pat
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux's kernel ends the children of a killed process")
-def test_kill_9_leaves_no_child_behind(tmp_path: Path) -> None:
+def test_a_child_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from shoal.evals import harness\n"
         "with harness._child([sys.executable, '-c', 'import time; time.sleep(60)'], Path(sys.argv[1])) as child:\n"
@@ -111,7 +111,9 @@ def test_kill_9_leaves_no_child_behind(tmp_path: Path) -> None:
         ({"n": 3}, "n of Sums"),
     ],
 )
-def test_changed_settings_are_refused_by_name(tmp_path: Path, changed: dict[str, object], named: str) -> None:
+def test_the_error_for_changed_settings_names_the_changed_one(
+    tmp_path: Path, changed: dict[str, object], named: str
+) -> None:
     run(tmp_path / "out", "right-4")
     with pytest.raises(UserError, match=f"made with {named} = .*another --out"):
         run(tmp_path / "out", "right-4", **changed)  # type: ignore[arg-type]
@@ -125,7 +127,7 @@ def test_a_model_may_be_added_but_not_changed(tmp_path: Path) -> None:
     assert set(json.loads((tmp_path / "out" / CONFIG).read_text())["models"]) == {"right-4", "right-5"}
 
 
-def test_equal_greedy_completions_are_refused(tmp_path: Path) -> None:
+def test_several_greedy_completions_of_a_task_are_refused_because_they_would_be_equal(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--temperature"):
         run(tmp_path / "out", "right-4", suite=replace(SUMS, k=2))
     assert not (tmp_path / "out").exists()
@@ -183,7 +185,7 @@ def test_our_sandbox_runs_the_programs_of_a_code_suite(name: str, row: dict[str,
 
 
 def test_a_program_that_cannot_be_graded_ends_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise it would count as wrong, and the model would look worse than it is."""
+    """If the program counted as wrong instead, the model would look worse than it is."""
     failed = Grade(0.0, "grader_error", "no sandbox here")
     monkeypatch.setattr("shoal.evals.evaluate.grade", lambda suite, tasks, completions: [failed for _ in tasks])
     with pytest.raises(ShoalError, match="1 programs of MBPP cannot be graded; the first is for .*: no sandbox here"):

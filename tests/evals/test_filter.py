@@ -1,4 +1,4 @@
-"""The offline filter: its files have the same bytes after kill -9, and the manifest lists the tasks within the band."""
+"""A filter that is killed and repeated writes the same files, and its manifest lists the tasks within the band."""
 
 import errno
 import json
@@ -44,7 +44,7 @@ def _two_tasks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(folder: Path, **sections: Any) -> Config:
-    """Return a config of sums for a character tokenizer, with completions of at most six tokens."""
+    """Return a config whose tasks are sums, for a tokenizer of characters. Completions have at most six tokens."""
     base: dict[str, Any] = {
         "model": {"name": str(folder), "dtype": "float32"},
         "tasks": {"heldout": 16, "prompt": "{question}="},
@@ -149,9 +149,9 @@ def test_another_number_of_tasks_reuses_the_results(tiny_folder: Path, tmp_path:
     many = rates(tiny_folder, tmp_path)
     engine = scripted(tiny_folder, many, at=4)
     assert [result.score // MILLION for result in measure(many, engine)] == RIGHT
-    assert engine.calls == 2, "two tasks at a time"
+    assert engine.calls == 2, "the four new tasks must take two calls, of two tasks each"
     assert [result.score // MILLION for result in measure(rates(tiny_folder, tmp_path, 3), None)] == RIGHT[:3]
-    assert len((tmp_path / RESULTS).read_text().splitlines()) == 8, "nothing is discarded"
+    assert len((tmp_path / RESULTS).read_text().splitlines()) == 8, "results of a larger measurement were discarded"
 
 
 KILL = """
@@ -195,7 +195,7 @@ def test_a_filter_that_was_killed_and_repeated_writes_the_same_files(
         done = subprocess.run([sys.executable, "-c", KILL, "", *command], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "kept 9 of 9 tasks" in done.stdout and str(killed / MANIFEST) in done.stdout
-        assert "tasks: 4 of 9" in done.stderr and "tasks: 9 of 9" in done.stderr, "progress"
+        assert "tasks: 4 of 9" in done.stderr and "tasks: 9 of 9" in done.stderr, "the progress was not printed"
     for out in (whole,) if where == "generate" else (whole, killed):
         measured = rates(tiny_folder, out, 9)
         write_filter(out, measure(measured, TorchEngine("float32")), Band.parse("0:1"), measured.settings)
@@ -243,7 +243,9 @@ def test_changed_settings_are_refused(tiny_folder: Path, tmp_path: Path, changed
         measure(rates(tiny_folder, tmp_path, **changed), None)
 
 
-def test_a_band_without_tasks_is_refused_with_the_distribution(tiny_folder: Path, tmp_path: Path) -> None:
+def test_the_error_for_a_band_without_tasks_states_the_distribution_of_pass_rates(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     measured = rates(tiny_folder, tmp_path)
     results = measure(measured, scripted(tiny_folder, measured))
     write_filter(tmp_path, results, BAND, measured.settings)
@@ -253,7 +255,7 @@ def test_a_band_without_tasks_is_refused_with_the_distribution(tiny_folder: Path
     )
     with pytest.raises(ShoalError, match=message):
         write_filter(tmp_path, results, Band.parse("0.3:0.4"), measured.settings)
-    assert not (tmp_path / MANIFEST).exists(), "a config must not use the manifest of another band"
+    assert not (tmp_path / MANIFEST).exists(), "the manifest of another band was left, where a config could use it"
 
 
 @pytest.mark.parametrize("text", ["0.5", "0.5:0.1", "-0.1:0.5", "0:1.5", "a:b", "0:0.5:1", "1/0:1", "nan:1", ":"])
@@ -265,7 +267,7 @@ def test_an_invalid_band_is_refused(text: str) -> None:
 def test_the_bounds_of_a_band_are_exact() -> None:
     assert Band.parse("1/8:0.5") == Band(Fraction(1, 8), Fraction(1, 2))
     result = PassRate("t", "s", n=10, score=MILLION, tokens=1, graded=10, wrong_format=0, grader_error=0)
-    assert Band.parse("0.1:0.1").contains(result), "1 of 10 is exactly 0.1"
+    assert Band.parse("0.1:0.1").contains(result), "a pass rate of 1 in 10 must equal the bound 0.1"
 
 
 def test_a_failing_grader_stops_the_filter_with_its_message(
@@ -342,7 +344,7 @@ def test_an_environment_answers_and_the_last_turn_is_graded(tiny_folder: Path, t
     )
     results = measure(measured, CallsCalculator(tiny_folder, [], []))
     assert [result.score for result in results] == [4 * MILLION] * 4
-    assert {result.tokens for result in results} == {4 * (10 + 3)}, "the calculator's tokens are not counted"
+    assert {result.tokens for result in results} == {4 * (10 + 3)}, "only the model's own tokens must be counted"
 
 
 def test_a_histogram_of_many_completions_has_ten_bins() -> None:

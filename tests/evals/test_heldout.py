@@ -130,7 +130,7 @@ def test_an_environment_answers_and_the_last_turn_is_graded(tiny_folder: Path) -
     engine: Any = Caller(load_tokenizer(tiny_folder))
     evaluation = Evaluator(node, settings, lambda: engine, Path(), "").evaluate(0, tiny_folder, final=False)
     assert (evaluation.greedy, evaluation.sampled, evaluation.n) == (1.0, 1.0, 8)
-    assert 0 < node.tokens < 2 * 8 * 40, "only the model's tokens are counted"
+    assert 0 < node.tokens < 2 * 8 * 40, "the calculator's tokens were counted, too"
 
 
 class RecordsPrompts:
@@ -147,7 +147,7 @@ class RecordsPrompts:
         return [[Completion([EOS], [-1.0], torch.zeros(1, 1))] for _ in prompts]
 
 
-def test_held_out_prompts_state_the_target_lengths_of_training_in_turn(
+def test_held_out_prompts_cycle_through_the_target_lengths_of_training(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node: Any = Counting()
@@ -157,7 +157,9 @@ def test_held_out_prompts_state_the_target_lengths_of_training_in_turn(
         0, tiny_folder, False
     )
     lengths = ["for 8" if "for 8" in prompt else "for 16" if "for 16" in prompt else "" for prompt in engine.prompts]
-    assert lengths == ["for 8", "for 16", "for 8", "for 16", "for 8"] * 2, "greedy, then sampled"
+    assert lengths == ["for 8", "for 16", "for 8", "for 16", "for 8"] * 2, (
+        "the greedy and the sampled pass must both cycle through the lengths"
+    )
 
 
 @dataclass

@@ -1,6 +1,7 @@
-"""Send damaged requests (see `requests`) to a coordinator on loopback.
+"""Sends damaged requests (see `requests`) to a coordinator on loopback.
 
-The outcome of a case is its status; see `damage`. The coordinator promises a status below 500, or 507, within DEADLINE_S.
+The outcome of a case (see `damage`) is the answer's HTTP status. The coordinator promises one below 500, or 507, within
+DEADLINE_S.
 Only an incomplete request may get no answer. This module uses only routes and messages, not the coordinator's internals.
 """
 
@@ -23,7 +24,7 @@ from .damage import CRASH, Note
 from .requests import DEADLINE_S, RUN, Site
 
 IDLE_S = 0.02  # how long to wait for an answer before ending a request that may be incomplete
-CASES_PER_POOL = 2_000  # cases per coordinator: valid requests may end or fill its run
+CASES_PER_POOL = 2_000  # no more cases per coordinator, because valid requests may end its run or fill it
 CONFIG = parse(
     {
         "coordinator": {"prompts_per_step": 4},
@@ -58,7 +59,8 @@ async def _fuzz(random: Random, cases: int, note: Note, folder: Path, config: Co
             request, complete, by_role = await site.case()
             outcome = await _send(site.port, request, complete)
             if outcome == "500" and "surrogates not allowed" in log.last and b"expect:" in request.lower():
-                outcome = "500 by aiohttp, for an Expect header that is not text"  # aiohttp 3.14, before our routes
+                # aiohttp 3.14 answers this before it calls a route.
+                outcome = "500 by aiohttp, for an Expect header that is not text"
             elif outcome.startswith(("5", CRASH)) and outcome != "507":
                 outcome = f"{CRASH} {outcome} {log.last} from {request!r:.700}"
             prefix = "" if outcome.startswith(CRASH) else "signed by its role: " if by_role else "request: "

@@ -1,11 +1,12 @@
 """Ways to damage the input of code that reads untrusted bytes, shared by all fuzzers.
 
     proofs       TOPLOC proofs          files        rollout files
-    requests     HTTP requests          coordinator  sends them to a coordinator
+    requests     HTTP requests          coordinator  sends the HTTP requests to a coordinator
 
 Each case reports its outcome to `note` in a few words. Invariant: the outcome starts with `CRASH` if and only if the fuzzed
 code breaks a promise of its docstrings (raises another exception, accepts a forged proof, returns a NaN).
-test_fuzz.py (a few thousand cases) and benchmarks/trust/fuzz.py (a million) use these fuzzers. Randomness is an argument.
+test_fuzz.py (a few thousand cases) and benchmarks/trust/fuzz.py (a million) use these fuzzers. The source of randomness
+is an argument.
 """
 
 from collections.abc import Callable, Sequence

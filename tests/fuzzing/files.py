@@ -1,7 +1,9 @@
-"""Damaged rollout files: flipped, cut, spliced, with huge counts, or signed again with another header or other columns.
+"""Damages rollout files: flips, cuts or splices their bytes, or inserts huge counts. Some files are signed again with
+another header or other columns.
 
-Each file is read in quarantine, as the validator reads it; see `damage` for outcomes. A damaged file that was not signed
-again must never yield changed rows. Left out: files of accepted work, which trusted validators sign and the same code reads.
+Each file is read in quarantine, as the validator reads it. Outcomes are described in `damage`. A damaged file that was
+not signed again must never yield changed rows.
+Left out: files of accepted work, because trusted validators sign them and the same code reads them.
 """
 
 import io
@@ -84,7 +86,7 @@ def _file(random: Random, **layout: Any) -> _File:
     written = pq.ParquetFile(io.BytesIO(write_submission(HEADER, rows, ME)))
     table, header_json = written.read(), written.metadata.metadata[b"shoal.header"]
     data = with_header(table, header_json, **layout)
-    rows = read_submission(data, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS).rows  # rounded to float32
+    rows = read_submission(data, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS).rows  # now rounded to float32
     return _File(data, rows, table, json.loads(header_json), len(data) - 8 - int.from_bytes(data[-8:-4], "little"))
 
 
@@ -96,7 +98,7 @@ def _with_header(random: Random, file: _File) -> bytes:
 
 
 def _with_table(random: Random, file: _File) -> bytes:
-    """Return a validly signed file with other types, lengths and encodings. Its digest is right if the table has one."""
+    """Return a validly signed file with other types, lengths or encodings. If its rows have a digest, it is right."""
     table, n = file.table, file.table.num_rows
     name = random.choice(SUBMISSION.names)
     at = table.schema.get_field_index(name)
@@ -150,7 +152,7 @@ def _with_number(random: Random, file: _File) -> bytes:
 
 
 def _read(quarantine: Quarantine, data: bytes, rows: list[Rollout] | None) -> str:
-    """Read a file and return the outcome. `rows`: the only rows that the file may yield; None if it was signed again."""
+    """Read a file and return the outcome. It may yield only `rows`, or any rows if these are None (signed again)."""
     try:
         result = quarantine.read(data).rows
     except BadSignatureError:

@@ -1,4 +1,4 @@
-"""Damaged TOPLOC proofs, well-formed or malformed; see `damage`."""
+"""Damages TOPLOC proofs. The damaged proofs are well-formed or malformed. Outcomes are described in `damage`."""
 
 import struct
 from collections.abc import Sequence
@@ -19,13 +19,17 @@ BATCH = 256  # well-formed proofs verified in one call
 
 
 def fuzz_proofs(random: Random, cases: int, note: Note) -> None:
-    """Parse proofs one by one, verify well-formed ones, parse texts, and pass wrong numbers and types of proofs."""
+    """Parse damaged proofs one by one and verify the well-formed ones. Parse damaged texts. Also call `verify` with
+    wrong numbers and types of proofs."""
     generator = torch.Generator().manual_seed(random.getrandbits(32))
     shapes = [(32, 64), (32, 64), (32, 64), (5, 192), (1, 128), (32, 2304)]  # the last shape has indices beyond PRIME
     hiddens = [torch.randn(*shape, generator=generator).exp() for shape in shapes]
     hiddens[1] = hiddens[1].half()
     honest = [build(hidden_TH)[0] for hidden_TH in hiddens]
-    batches: dict[bool, list[tuple[int, bytes]]] = {False: [], True: []}  # True: float16
+    batches: dict[bool, list[tuple[int, bytes]]] = {
+        False: [],
+        True: [],
+    }  # the key says whether the hidden states are float16
     for _ in range(cases):
         which = random.choices(range(len(hiddens)), weights=[12, 6, 6, 6, 6, 1])[0]
         kind = random.randrange(16)

@@ -1,4 +1,4 @@
-"""Make requests to the coordinator: bytes that are not HTTP, garbage on every route, correctly signed garbage from each
+"""Makes requests to the coordinator: bytes that are not HTTP, garbage on every route, correctly signed garbage from each
 role, and honest requests that advance the run.
 
 This module uses only the coordinator's routes and messages, not its internals.
@@ -46,7 +46,7 @@ METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", 
 
 @dataclass
 class Site:
-    """Make requests from registered nodes and from what they know about the run."""
+    """Makes requests with the keys of registered nodes and with what these nodes know about the run."""
 
     random: Random
     port: int
@@ -81,7 +81,7 @@ class Site:
         return json.loads(text) if b" 200 " in head.splitlines()[0] else None
 
     async def advance(self) -> None:
-        """Get a task, then upload, claim and judge a submission, as far as the coordinator allows."""
+        """Request a task. Then upload, claim and judge a submission, but stop at a random stage."""
         answer = await self.honest("worker", "POST", "/v1/heartbeat", {"policy_version": 0, "wants_task": True})
         if answer and answer["assignment"]:
             self.ids = [*self.ids[-8:], answer["assignment"]["id"]]

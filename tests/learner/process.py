@@ -1,4 +1,4 @@
-"""Run a learner in its own process, for tests that kill it or start several ranks.
+"""Runs a learner in its own process, for tests that kill it or start several ranks.
 
     python -m tests.learner.process JOBS.json
     python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.process JOBS.json

@@ -1,1 +1,1 @@
-"""Evaluation: score a policy on held-out tasks and public benchmarks; measure tasks' pass rates under a model."""
+"""Evaluation: scores a policy on held-out tasks and public benchmarks, and measures a model's pass rate on each task."""

@@ -36,12 +36,12 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Score:
-    """One model on one suite."""
+    """The results of one model on one suite."""
 
     model: str
     suite: str
     k: int
-    avg: Estimate  # mean over tasks of the mean over k completions
+    avg: Estimate  # avg@k: the mean over tasks of each task's mean score over k completions
     pass_at: Mapping[int, Estimate]  # k -> pass@k
     values: Mapping[str, float]  # task -> mean score
 
@@ -61,7 +61,7 @@ def evaluate(
 ) -> tuple[list[Score], list[Difference]]:
     """Return the scores, ordered by suite and then by model, and the differences from the first model.
 
-    `n`: tasks per suite; 0: all. Raise ShoalError.
+    `n` is the number of tasks per suite; 0 means all. Raise ShoalError.
     """
     for suite in suites:
         if suite.k > 1 and suite.temperature == 0:
@@ -178,7 +178,7 @@ def write_results(path: Path, results: Sequence[Score], differences: Sequence[Di
     shown = [
         {name: value for name, value in asdict(result).items() if name != "values"} | {"tasks": len(result.values)}
         for result in results
-    ]
+    ]  # without the scores of single tasks
     contents = {"command": command, "results": shown, "differences": [asdict(difference) for difference in differences]}
     write_file(path, (json.dumps(contents, indent=2, allow_nan=False) + "\n").encode())
 

@@ -1,4 +1,4 @@
-"""Generate answers to tasks and grade them, for the evaluator and the offline filter.
+"""Generates answers to tasks and grades them, for the evaluator and the offline filter.
 
 Invariant: prompts, conversations and rewards are the same as in training.
 """
@@ -21,7 +21,7 @@ class Examiner:
     """Answers and grades tasks with one model. Use as a context manager, or call `close`."""
 
     def __init__(self, config: Config, files: Mapping[str, bytes]) -> None:
-        """`files`: user code by file name, from the task set."""
+        """`files` maps each file name of the task set's user code to its contents."""
         self.config = config
         self.graders = Graders(config.tasks, files=files)
         self.environments = environments_of(config, files)
@@ -53,7 +53,7 @@ class Examiner:
     ) -> tuple[list[list[Completion]], list[list[Grade]]]:
         """Return each task's completions, one per seed, and their grades.
 
-        `first`: the index of the first task. The indices determine the target lengths.
+        `first` is the index of the batch's first task. A task's index determines its target length.
         """
         prompts = [self.prompt(task, number) for number, task in enumerate(batch, start=first)]
         sampling = Sampling(temperature, self.config.sampling.max_tokens, self.ends)

@@ -1,4 +1,4 @@
-"""The offline filter: measure pass rates of training tasks under one model, and keep the tasks within a band.
+"""The offline filter: it measures a model's pass rates on training tasks, and keeps the tasks within a band.
 
     results.jsonl       k graded completions per task: one line per task, in the order of the task set
     manifest.json       the tasks without a grader error whose pass rate lies in the band, bounds included
@@ -38,8 +38,8 @@ from shoal.model.turns import model_tokens
 from shoal.protocol.messages import MILLION
 
 RESULTS, SETTINGS = "results.jsonl", "settings.json"
-MIN_GRADED = 64  # completions needed before the grader's error rate is checked
-ROWS = 128  # completions decoded together; many, because each decoding step reads all weights once for all of them
+MIN_GRADED = 64  # the grader's error rate is checked once there are this many completions
+ROWS = 128  # completions decoded together; more are faster, because each step reads all weights once for all of them
 FORMAT = "shoal-filter-1"
 MANIFEST = "manifest.json"
 MAX_BINS = 16
@@ -52,15 +52,15 @@ class PassRate:
     task: str
     source: str
     n: int  # completions
-    score: int  # sum, in millionths
-    tokens: int
+    score: int  # sum of the scores, in millionths
+    tokens: int  # sampled tokens; the next three are numbers of completions, by outcome
     graded: int
     wrong_format: int
     grader_error: int
 
 
 class PassRates:
-    """Measures the first `n` training tasks (None: all) of `config` with the model in `folder`; results go to `out`."""
+    """Measures training tasks of `config` (the first `n`, or all) with the model in `folder`. Results go to `out`."""
 
     def __init__(self, config: Config, folder: Path, out: Path, k: int, n: int | None = None) -> None:
         check_max_tokens(folder, config.sampling.max_tokens)
@@ -75,8 +75,8 @@ class PassRates:
     def measure(self, engine: Engine, stop: threading.Event, say: Callable[[int], None]) -> list[PassRate] | None:
         """Return every task's result, or None if `stop` was set before the end.
 
-        `say` is called with the number of tasks done, at the start and after each batch. Raise ShoalError if `out` has
-        results with other settings, the grader fails, or the disk is full.
+        `say` is called with the number of tasks done, at the start and after each batch. Raise ShoalError if the results
+        in `out` were made with other settings, the grader fails, or the disk is full.
         """
         try:
             with self._lock_results() as file:

@@ -1,6 +1,6 @@
-"""Run lm-evaluation-harness as a child process against an OpenAI-compatible endpoint.
+"""Runs lm-evaluation-harness as a child process against an OpenAI-compatible endpoint.
 
-Invariant: a run's folder gets its final name only if the run succeeded. The repetition of a killed or failed run uses
+Invariant: a run's folder gets its final name only if the run succeeded. If a killed or failed run is repeated, it uses
 the completions in lm_eval's cache.
 Left out: suites that need logprobs of given continuations, because chat routes do not return these.
 """
@@ -26,9 +26,9 @@ from shoal.errors import ShoalError, UserError
 from shoal.evals.suites import Suite
 from shoal.sandbox import kernel
 
-START_S = 900.0  # for the server to load the model
-END_S = 10.0  # for a child process to end
-LOG_CHARACTERS = 600  # quoted from a log in an error
+START_S = 900.0  # time that the server has to load the model
+END_S = 10.0  # time that a child process has to end
+LOG_CHARACTERS = 600  # an error quotes this much of the end of a log
 KEY_VARIABLE = "OPENAI_API_KEY"
 CONCURRENCY = 8  # concurrent requests
 
@@ -64,7 +64,7 @@ def serving(what: str, model: str, folder: Path, threads: int) -> Iterator[Endpo
 def _child(
     command: list[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> "Iterator[subprocess.Popen[bytes]]":
-    """Run a process that writes to `log`. It ends with the block, or when this process dies."""
+    """Run a child process that writes to `log`. The child ends with the block, or when its parent dies."""
     with log.open("wb") as out:
         child = subprocess.Popen(command, stdout=out, stderr=out, env=environment, preexec_fn=_end_with_parent)
     try:
@@ -102,8 +102,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """Return the samples of one run of a suite, as lm_eval writes them, ordered by document. Raise ShoalError.
 
-    `out`: the run's folder; if it exists, the run is not repeated. `n`: number of documents; 0: all. `tasks`: a folder
-    of extra lm_eval tasks.
+    `out` is the run's folder; if it exists, the run is not repeated. `n` is the number of documents; 0 means all.
+    `tasks` is a folder of extra lm_eval tasks.
     """
     if not out.is_dir():
         part = out.with_name(f"{out.name}.part")

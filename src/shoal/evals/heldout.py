@@ -1,9 +1,10 @@
 """The evaluator: measures the held-out accuracy of policy versions, greedy and sampled, during the run.
 
 It is an ordinary pool member that receives versions through SHARDCAST, so it measures the weights that workers use.
-Invariant: the first and the last version are evaluated on the same tasks with the same noise. The first version is
+Invariant: the first and the last version are evaluated on the same tasks with the same seeds. The first version is
 skipped only if relays no longer have it when this node joins. The evaluator fetches it at once, but evaluates it only
-after the second version is published, because an earlier evaluation would slow down the first batch on one machine.
+after the second version is published. If all nodes run on one machine, an earlier evaluation would slow down the first
+batch.
 Left out: pass@k and named benchmark suites (`shoal eval`).
 """
 
@@ -27,7 +28,7 @@ from shoal.shardcast.fetch.client import fetch_published
 from shoal.shardcast.store import KEEP
 from shoal.tasks import TaskSet
 
-MAX_INTERMEDIATE = 64  # held-out tasks in an evaluation between the first and the last
+MAX_INTERMEDIATE = 64  # most held-out tasks in an evaluation of any version between the first and the last
 IDLE_S = 0.3
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Evaluator:
         publisher: str,
         task_set: TaskSet | None = None,
     ) -> None:
-        """`task_set`: the pool's task set; None: load it from the config's sources."""
+        """`task_set` is the pool's task set. If it is None, load it from the config's sources."""
         self.node = node
         self.config = config
         self.new_engine = new_engine
@@ -77,7 +78,7 @@ class Evaluator:
                 folder = self.fetch(version)
             except FetchError as error:
                 if version > (answer.newest_version or 0) - KEEP:
-                    raise  # relays should have it, so they are down
+                    raise  # the relays must be down, because they keep so new a version
                 log.warning("version %d is not evaluated, because relays no longer have it: %s", version, error)
                 done.add(due)
                 continue
@@ -123,8 +124,8 @@ class Evaluator:
         return self.fetched[1]
 
     def evaluate(self, version: int, folder: Path, final: bool) -> Evaluation:
-        """Return one version's held-out accuracy. All versions but the first and the last are given fewer tasks."""
-        self.examiner.load(self.new_engine(), folder)  # a new engine each time, to free its memory afterwards
+        """Return one version's held-out accuracy. Only the first and the last version are given all held-out tasks."""
+        self.examiner.load(self.new_engine(), folder)  # it is a new engine, so that its memory can be freed afterwards
         self.node.policy_version = version
         self.node.doing(f"evaluating version {version}")
         n = self.config.evaluator.n

@@ -3,9 +3,9 @@
 lm_eval runs programs without a sandbox. So for code suites it only generates completions, from a task definition
 written here. Shoal runs their programs in its own sandbox. Rows become tasks as in training
 (`tasks/sources/schemas.py`).
-Sampling: temperature 0.6 and 32,768 tokens, as for DeepSeek-R1 (arXiv 2501.12948, section 3), but without its top-p of
-0.95, because engines here sample from the full distribution. Suites whose greedy accuracy is usually reported use
-temperature 0 and k = 1.
+Most suites sample up to 32,768 tokens at temperature 0.6, as for DeepSeek-R1 (arXiv 2501.12948, section 3), but without
+its top-p of 0.95, because engines here sample from the full distribution. Suites whose greedy accuracy is usually
+reported use temperature 0 and k = 1.
 """
 
 import hashlib
@@ -22,14 +22,15 @@ from shoal.tasks.compiling import content_id
 from shoal.tasks.sources.reading import SourceReader
 
 LONG, FLEXIBLE = 32_768, "flexible-extract"
-# openai/simple-evals, `humaneval_eval.py`.
+# This prompt is from openai/simple-evals, `humaneval_eval.py`.
 FUNCTION = (
     "Read the following function signature and docstring, and fully implement the function described. Your response should "
     "only contain the code for this function.\n{question}"
 )
-# Austin et al. 2021 (arXiv 2108.07732), section 3, without its few-shot examples. The question includes the tests.
+# This prompt is from Austin et al. 2021 (arXiv 2108.07732), section 3, without the few-shot examples. The question
+# includes the tests.
 TESTED = "You are an expert Python programmer, and here is your task: {question}\nAnswer with the code alone."
-# LiveCodeBench, `lcb_runner/prompts/code_generation.py`. The question includes any starter code.
+# This prompt follows LiveCodeBench's `lcb_runner/prompts/code_generation.py`. The question includes any starter code.
 PROGRAM = (
     "You will be given a question (problem specification) and will generate a correct Python program that matches the "
     "specification and passes all tests.\n\nQuestion: {question}\n\nWithout starter code, read the inputs from stdin, solve "
@@ -52,11 +53,11 @@ class Suite:
     temperature: float = 0.0
     max_tokens: int = 2_048
     metric: str = "exact_match"
-    filter: str = ""  # "": the suite's only filter
-    prompt: str = ""  # with {question}
+    filter: str = ""  # "" if the suite has only one filter
+    prompt: str = ""  # contains {question}
     hub: str = ""  # org/name or org/name/config
     splits: str = "test"  # separated by spaces
-    path: str = ""  # local rows instead of the hub's
+    path: str = ""  # a local file or folder whose rows replace the hub's
 
 
 TABLE = [
@@ -121,7 +122,7 @@ def find(names: str) -> list[Suite]:
 
 
 def _sources(suite: Suite) -> list[tuple[SourceSection, str]]:
-    """Return each source with its split. A single file is the whole suite, whatever its split."""
+    """Return each source with its split. If `path` is a file, it is the whole suite, whatever the suite's splits."""
     if not suite.path:
         return [(SourceSection(name=suite.name, hub=suite.hub, reward="code"), split) for split in suite.splits.split()]
     splits = ["train"] if Path(suite.path).expanduser().is_file() else suite.splits.split()
@@ -131,7 +132,7 @@ def _sources(suite: Suite) -> list[tuple[SourceSection, str]]:
 def read_tasks(suite: Suite, n: int) -> list[Task]:
     """Return a code suite's tasks, ordered by content hash, so that the first `n` are an unbiased sample.
 
-    `n` = 0: all. Duplicates count once. Raise TasksNotFoundError or UserError.
+    If `n` is 0, return all. Duplicates count once. Raise TasksNotFoundError or UserError.
     """
     tasks: dict[str, Task] = {}
     for source, split in _sources(suite):

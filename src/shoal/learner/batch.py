@@ -1,8 +1,9 @@
-"""Turn groups into rows of training data. Rows are planned from lengths alone. Each row is packed when it is computed.
+"""Turns groups into rows of training data. Rows are planned from lengths alone. Each row is packed when it is computed.
 
 Invariant: every token that the model wrote is a target exactly once, for any row length. Environment tokens go through
 the forward pass but are never targets, so they have no loss.
-Advantages: GRPO (arXiv 2402.03300), or Dr. GRPO (arXiv 2503.20783), which does not divide by the rewards' std.
+The advantages are those of GRPO (arXiv 2402.03300), or of Dr. GRPO (arXiv 2503.20783), which does not divide by the
+rewards' std.
 """
 
 import math
@@ -41,8 +42,8 @@ class MicroBatch:
     """One packed row with N trained tokens."""
 
     pack: Pack
-    behaviour_N: Tensor
-    advantage_N: Tensor
+    behaviour_N: Tensor  # logprobs under the sampling version
+    advantage_N: Tensor  # the advantage of each token's rollout
     rollout_N: Tensor  # int64: index of each token's rollout in the row
 
 

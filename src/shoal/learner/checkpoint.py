@@ -1,4 +1,4 @@
-"""Save and restore the learner: fp32 masters, optimizer state, counters, random state, and the submissions trained on.
+"""Saves and restores the learner: fp32 masters, optimizer state, counters, random state, and the submissions trained on.
 
 torch.distributed.checkpoint (DCP) writes safetensors files in the background. Each rank writes its own shards.
 DCP reads the live tensors, not copies. While it writes, the learner may wait for a batch and compute gradients, but its
@@ -38,7 +38,7 @@ FILES = "files.json"  # BLAKE3 of every other file
 RNG = "rng_state"  # state of torch's CPU generator
 STEP = "step"  # the key of AdamW's update count in a master's optimizer state
 STEPS = "steps"  # the update counts of all masters; updates without a gradient do not count
-FILE_BYTES = 24 << 20  # largest file. DCP writes each file from a copy in memory. The memory of small copies is reused
+FILE_BYTES = 24 << 20  # most bytes per file; DCP writes a file from a copy in memory, and reuses memory of small copies
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
@@ -101,7 +101,7 @@ class Checkpoints:
         if self.ranks.leads:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-        self.ranks.broadcast(b"")  # barrier: the folder exists
+        self.ranks.broadcast(b"")  # wait until the leader has created the folder
         tensors = self._tensors()
         future = async_save(
             tensors,
@@ -166,7 +166,7 @@ class Checkpoints:
         return progress
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return masters and optimizer state by name: live tensors, except for RNG and STEPS."""
+        """Return masters and optimizer state by name. All tensors are live, except for RNG and STEPS."""
         tensors: dict[str, Tensor] = {RNG: torch.get_rng_state()}
         for name, master in self.policy.masters.items():
             tensors[f"model.{name}"] = master.detach()
@@ -213,7 +213,7 @@ def _name(step: int) -> str:
 
 
 def _files(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Return the number (from 1) of the file that each tensor is written to."""
+    """Return, by tensor name, the number (from 1) of the file to which the tensor is written."""
     numbers, number, used_bytes = {}, 1, 0
     for name, tensor in tensors.items():
         size_bytes = tensor.numel() * tensor.element_size()

@@ -1,8 +1,8 @@
-"""Fetch and verify the groups of one step, and share them among the ranks. The learner trusts no other process.
+"""Fetches and verifies the groups of one step, and shares them among the ranks. The learner trusts no other process.
 
 The leader (rank 0) has each group's tokens and logprobs, as arrays from the file. The other ranks have its outline
 (lengths and rewards), which is enough to plan the rows. Tokens go only to the rank that computes them (`updates`).
-While one step trains, the leader prefetches the files of the next step as soon as the next batch is full.
+While one step trains, the leader prefetches the next step's files as soon as the next step's batch is full.
 Invariant: every group is signed by a registered validator, is within the async level, and has plausible values. All
 ranks have the same groups in the same order. A file that breaks the schema is moved to quarantine. A group is left out
 and counted if it is in such a file, belongs to another run, is too old, or has implausible values.
@@ -54,8 +54,8 @@ class Outline:
     prompt_tokens: int
     lengths: list[int]  # tokens of each completion
     rewards: list[float]
-    turns: list[list[int]] = field(default_factory=list)  # each completion's turns (`model/turns`); []: all single-turn
-    checked: bool = True  # false: the behaviour logprobs are the worker's own and are not used
+    turns: list[list[int]] = field(default_factory=list)  # turns of each completion (`model/turns`); [] if each has one
+    checked: bool = True  # if false, the behaviour logprobs are the worker's own and are not used
 
     @cached_property
     def trained(self) -> list[int]:
@@ -151,7 +151,7 @@ class Fetched:
     contents: dict[str, str] = field(default_factory=dict)  # digest of the accepted file's rows, by submission
     refused: int = 0  # groups older than the async level allows
     quarantined: int = 0  # groups in files that break the schema
-    foreign: int = 0  # groups not signed by a current validator, of another run or a future version, or incomplete
+    foreign: int = 0  # groups that no current validator signed, of another run or a future version, or incomplete
     implausible: int = 0  # groups with an impossible logprob or reward
 
     @property
@@ -172,7 +172,7 @@ class Gathering:
         self.run = run
         self.config = config
         self.quarantine = quarantine
-        self._files: dict[str, AcceptedFile | None] = {}  # None: the file breaks the schema
+        self._files: dict[str, AcceptedFile | None] = {}  # None if the file breaks the schema
 
     def fetch(self, batch: Batch) -> None:
         """Read the batch's files. Raise NodeError if a download fails."""
@@ -182,7 +182,10 @@ class Gathering:
                 self._files[submission] = _parsed(data, submission, self.config, self.quarantine)
 
     def gather(self, batch: Batch, validators: set[str]) -> Fetched:
-        """Verify a full batch. `validators`: keys that may sign accepted files. Raise NodeError if a download fails."""
+        """Verify a full batch. `validators` are the keys that may sign accepted files.
+
+        Raise NodeError if a download fails.
+        """
         self.fetch(batch)
         judged = [self._judge(batch.step, member.submission, member.group, validators) for member in batch.groups]
         files = {member.submission: self._files[member.submission] for member in batch.groups}
@@ -235,7 +238,7 @@ def implausible_value(group: Group) -> str:
         if len(logprobs) != trained:
             return f"there are {len(logprobs)} logprobs for {trained} sampled tokens"
         values = np.asarray(logprobs)
-        wrong = values[~((values >= LOWEST_LOGPROB) & (values <= HIGHEST_LOGPROB))]  # also NaN
+        wrong = values[~((values >= LOWEST_LOGPROB) & (values <= HIGHEST_LOGPROB))]  # includes NaN
         if group.checked and len(wrong):
             return f"a logprob of {wrong[0]:g} is outside [{LOWEST_LOGPROB:g}, 0]"
     for value in group.rewards:
@@ -246,7 +249,7 @@ def implausible_value(group: Group) -> str:
 
 def _parsed(data: bytes, submission: str, config: Config, quarantine: Path) -> AcceptedFile | None:
     max_rows = max_rollouts(config)
-    longest = max(config.sampling.max_tokens, LONGEST_PROMPT)  # length of a prompt or a completion
+    longest = max(config.sampling.max_tokens, LONGEST_PROMPT)  # bound on the length of a prompt or a completion
     try:
         return AcceptedFile(*accepted_columns(data, max_rows=max_rows, max_tokens=longest))
     except RolloutFileError as error:

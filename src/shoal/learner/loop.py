@@ -33,7 +33,7 @@ from shoal.protocol.node import Node
 from shoal.shardcast.manifest import version_name
 
 MODEL = "model"  # folder of the trained model, written when the run finishes
-MAX_SKIPS = 3  # consecutive skipped steps; one more ends the run
+MAX_SKIPS = 3  # so many steps in a row may be skipped; one more ends the run
 ADAPTER = "adapter"  # folder of the adapters alone, for peft
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Learner:
         return "finished"
 
     def compute(self, progress: LearnerProgress, groups: Sequence[AnyGroup], fetched: Fetched) -> dict[str, float]:
-        """Train on the step's groups; skip the step if there are none."""
+        """Train on the step's groups, or skip the step if there are none. Return metrics."""
         if not groups:
             return self.skip(progress, fetched)
         progress.skipped_in_row = 0
@@ -155,7 +155,7 @@ class Learner:
         busy_s: float,
         waiting_s: float,
     ) -> None:
-        """Report the step that just ended. `before`: digest of the weights that it started with."""
+        """Report the step that just ended. `before` is the digest of the weights with which it started."""
         if self.node is None:
             return
         step = progress.step - 1

@@ -5,7 +5,7 @@
 
 J_t is the surrogate of `loss.kind`. D counts the whole global batch (`denominator`), so the losses of micro-batches and
 ranks add up. w_t is 1, or 1 / length of the rollout for gspo, which averages over rollouts instead of tokens.
-KL is the k3 estimator exp(d) - d - 1 with d = reference - logp, with gradient (Schulman 2020).
+KL is the k3 estimator exp(d) - d - 1 with d = reference - logp (Schulman 2020). It is differentiated, too.
 
 Invariant: for finite logprobs, however far apart, loss and gradient contain no NaN, and the reported sums are finite.
 Left out: a proximal policy. The ratio compares the current policy directly with the sampling policy.
@@ -19,17 +19,18 @@ from torch import Tensor
 
 from shoal.config.recipe import LossKind, LossSection
 
-# Far beyond the log of any delta. In float32, exp(89) is inf, and its gradient is NaN even where J is clipped.
+# Log ratios are cut here, far beyond the log of any delta, because exp must not overflow. In float32, exp(89) is inf, and
+# its gradient is NaN even where J is clipped.
 MAX_LOG_RATIO = 80.0
-MAX_LOG_REFERENCE = 8.0  # k3 is linear beyond this. The slope times the default beta is 3, which is less than delta
+MAX_LOG_REFERENCE = 8.0  # k3 is linear beyond this; its slope there times the default beta is 3, less than delta
 
 
 class Surrogate(NamedTuple):
-    """Per token: the objective to maximise, and whether each bound applies (bool)."""
+    """For each token, the objective to maximise, and bools that say which bounds apply."""
 
     objective_N: Tensor
-    low_N: Tensor  # A < 0 and the probability fell far enough: no gradient
-    high_N: Tensor  # A > 0 and the probability rose far enough: no gradient
+    low_N: Tensor  # there is no gradient, because A < 0 and the probability fell far enough
+    high_N: Tensor  # there is no gradient, because A > 0 and the probability rose far enough
     bounded_N: Tensor  # the ratio reached its upper bound (delta)
 
 
@@ -40,7 +41,7 @@ class LossTerms:
     loss: Tensor
     clip_low: float  # tokens without gradient because of the kind's lower clip or mask (A < 0)
     clip_high: float  # tokens without gradient because of the kind's upper clip or mask (A > 0)
-    clip_delta: float  # tokens whose ratio is cut at delta (grpo, dr_grpo, gspo: where A < 0)
+    clip_delta: float  # tokens whose ratio is cut at delta; for grpo, dr_grpo and gspo, only those with A < 0
     mismatch_kl: float  # k3 estimate of KL(behaviour policy, current policy)
     entropy: float  # exact if it was computed; otherwise the unbiased estimate -logp of the sampled tokens
     kl: float
@@ -81,11 +82,11 @@ def policy_loss(
 ) -> LossTerms:
     """Compute the loss of N completion tokens of one micro-batch.
 
-    logp_N: the policy's logprobs, with gradient. behaviour_N: logprobs under the sampling version. advantage_N: the
-    advantage of each token's rollout. denominator: `denominator()` of the *global* batch. rollout_N, needed by gspo:
-    int64, each token's rollout; a rollout's tokens are contiguous. reference_N is needed if settings.beta > 0, and
-    entropy_N is needed if settings.entropy > 0. All but rollout_N are float32. Logprobs are in nats. Raise ValueError if
-    an input is missing.
+    logp_N are the policy's logprobs, with gradient, and behaviour_N those under the sampling version. advantage_N holds
+    the advantage of each token's rollout. `denominator` is the result of `denominator()` for the *global* batch. gspo
+    needs rollout_N (int64), the rollout of each token; a rollout's tokens are contiguous. reference_N is needed if
+    settings.beta > 0, and entropy_N is needed if settings.entropy > 0. All but rollout_N are float32. Logprobs are in
+    nats. Raise ValueError if an input is missing.
     """
     weight_N = torch.ones_like(logp_N)
     match settings.kind:
@@ -143,8 +144,8 @@ def gspo(
 ) -> Surrogate:
     """J = min( min(s, delta) * A, clip(s, 1-epsilon, 1+epsilon_high) * A ), s = exp(mean over the rollout of log r).
 
-    Source: GSPO (arXiv 2507.18071, equations 5 to 7). Every token of a rollout has the rollout's J. delta is not in the
-    paper. It bounds the same case as in `grpo` (A < 0, large s). s reaches delta only if a whole rollout got likelier.
+    Source: GSPO (arXiv 2507.18071, equations 5 to 7). Every token of a rollout has the rollout's J. The paper has no
+    delta. It bounds the same case as in `grpo` (A < 0, large s). s reaches delta only if a whole rollout got likelier.
     """
     index_N, length_R = _rollouts(rollout_N)
     drift_N = logp_N - behaviour_N
@@ -166,14 +167,14 @@ def cispo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: Lo
 
 
 def dppo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: LossSection) -> Surrogate:
-    """J = M * detached(min(r, delta)) * A * logp; pi, mu: the token's probability now and at sampling.
+    """J = M * detached(min(r, delta)) * A * logp, with a mask M.
 
-    M = 0 if A > 0 and pi - mu > epsilon, or A < 0 and pi - mu < -epsilon; otherwise 1. So a token is dropped once it
-    has moved far enough in the direction of its advantage. |pi - mu| is the total variation between the two policies if
-    all other tokens are merged into one ("binary TV"). M lets a rare token change by a large factor, and a common token
-    only by a small factor. Source: DPPO (arXiv 2602.04879, equations 11 to 13). The paper's J = M * r * A has the same
-    gradient as long as r < delta.
-    The mask leaves a large r with A < 0 unbounded, as PPO's clip does; delta bounds it, as in the authors' code.
+    The token's probability is pi now and was mu at sampling. M = 0 if A > 0 and pi - mu > epsilon, or A < 0 and
+    pi - mu < -epsilon; otherwise 1. So a token is dropped once it has moved far enough in the direction of its advantage.
+    |pi - mu| is the total variation between the two policies if all other tokens are merged into one ("binary TV"). M
+    lets a rare token change by a large factor, and a common token only by a small factor. Source: DPPO (arXiv
+    2602.04879, equations 11 to 13). The paper's J = M * r * A has the same gradient as long as r < delta.
+    Like PPO's clip, the mask does not bound J for A < 0 and a large r. delta bounds it, as in the authors' code.
     """
     ratio_N = _ratio(logp_N.detach() - behaviour_N)
     moved_N = torch.exp(logp_N.detach()) - torch.exp(behaviour_N)

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 def in_shards(folder: Path, device: str, numerics: Numerics, ranks: Ranks) -> Sharded | None:
-    """Return a sharded loader; None with one rank, or if every rank must load the whole model."""
+    """Return a sharded loader, or None if there is one rank or every rank must load the whole model."""
     if ranks.size == 1:
         return None
     result = open_sharded(folder, device, numerics, ranks.shard)
@@ -54,7 +54,7 @@ def prepare(
 ) -> dict[str, Tensor]:
     """Shard the model, copy its trained weights as masters, and round the model to bf16 values in the compute dtype.
 
-    Frozen weights stay in bf16. `stored`: names of the tensors in a published version. Return the masters by name.
+    Frozen weights stay in bf16. `stored` names the tensors in a published version. Return the masters by name.
     """
     shards = ranks.size > 1
     for parameter in scorer.model.parameters() if shards else ():
@@ -144,7 +144,7 @@ def merge_adapters(version: Path, folder: Path) -> None:
 
 
 def write_adapter(version: Path, folder: Path, base: str) -> None:
-    """Write a published version's adapters in peft's format. `base`: the config's `model.name`."""
+    """Write a published version's adapters in peft's format. `base` is the config's `model.name`."""
     section = json.loads((version / "config.json").read_text())[FIELD]
     folder.mkdir(parents=True)
     with safe_open(version / WEIGHTS, framework="pt") as file:

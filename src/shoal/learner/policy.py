@@ -57,7 +57,10 @@ class Policy:
         betas: tuple[float, float] = BETAS,
         weight_decay: float = 0.0,
     ) -> None:
-        """`seed`: initialise random weights instead of loading from `folder`. `betas`, `weight_decay`: for AdamW."""
+        """If `seed` is set, initialise random weights with it, instead of loading the weights from `folder`.
+
+        `betas` and `weight_decay` are AdamW's.
+        """
         self.config = config
         self.device = torch.device(device)
         self.compute = getattr(torch, dtype)
@@ -99,7 +102,7 @@ class Policy:
         return prepare(scorer, self.ranks, self.sharded, self.compute, self.stored)
 
     def update(self, own: Iterable[MicroBatch | None], denominator: float) -> dict[str, float]:
-        """Make one optimizer step of the RL loss. `own`: this rank's micro-batches; None while it idles.
+        """Make one optimizer step of the RL loss. `own` yields this rank's micro-batches, and None while the rank idles.
 
         Return and raise as `apply` does.
         """
@@ -209,7 +212,7 @@ class Policy:
     def write(self, final: Path, *, replace: bool = False) -> None:
         """Write the published model as a Hugging Face folder, atomically. All ranks must call it.
 
-        `replace`: replace an existing folder.
+        If `replace` is set, replace an existing folder.
         """
         tensors = self.published()
         if self.ranks.leads:
@@ -292,7 +295,7 @@ IDLE = pack([Tree([0], [[0]])])
 
 
 class OutOfMemoryError(ShoalError):
-    """This machine or device has too little memory for a row. The message says what to lower."""
+    """This machine or device has too little memory for a row. The message says which setting to lower."""
 
     restart_helps = True  # another process may have used the memory
 

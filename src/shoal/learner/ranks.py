@@ -43,7 +43,8 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, checkpoint_group: Any = None, waiting_group: Any = None) -> None:
         self.rank = rank
         self.size = size
-        self.checkpoint_group = checkpoint_group  # its own, because checkpoints are written while gradients are reduced
+        # Checkpoints have a group of their own, because they are written while gradients are reduced.
+        self.checkpoint_group = checkpoint_group
         self.waiting_group = waiting_group  # for the leader's messages, which other ranks may await for days
 
     @classmethod
@@ -134,7 +135,7 @@ class Ranks:
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         settings: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy}
         if not any(parameter.requires_grad for parameter in root.parameters()):
-            # otherwise weights outside the blocks stay gathered for a backward pass that never comes
+            # Otherwise, weights outside the blocks would stay gathered for a backward pass that never comes.
             settings["reshard_after_forward"] = True
         for module in (*blocks(root.model), root):
             fully_shard(module, **settings)
@@ -148,7 +149,7 @@ class Ranks:
             root.reshard()
 
     def gathered(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the full tensor in `dtype` on the leader's CPU; None on other ranks. All ranks must call it."""
+        """Return the full tensor in `dtype` on the leader's CPU, and None on other ranks. All ranks must call it."""
         if not isinstance(tensor, DTensor):
             return tensor.detach().to("cpu", dtype) if self.leads else None
         own = local(tensor.detach()).to(dtype)

@@ -1,20 +1,22 @@
-"""Report each step: metrics, and a signed record of the groups that it trained on. Also sign checkpoints.
+"""Reports each step: its metrics, and a signed record of the groups that it trained on. Also signs checkpoints.
 
 Invariant: a metric that is unknown or not finite is left out. docs/pages.md lists the names. The coordinator adds
 `reward/mean` and `reward/zero_std_frac`, because only the coordinator knows the groups that were not trained on. The record
 identifies files and weights by digest. So an auditor with the accepted files can check what a step trained on, and a
 machine that computes the same bits can reproduce the weights.
 
-FLOPs of training on one group (a prompt of P tokens, completions of L_1..L_G), with the prompt counted once:
+Training on one group (a prompt of P tokens, completions of L_1..L_G, N trained tokens) takes these FLOPs. The prompt
+counts once:
 
     tokens    S = P + sum(L)                               positions that go through the body
     pairs     K = P(P+1)/2 + sum( L*P + L(L+1)/2 )         query-key pairs that attention computes
-    forward   2*body*S + 2*head*N + 4*layers*width*K       N: trained tokens; 2: multiply and add; attention: QK^T, AV
+    forward   2*body*S + 2*head*N + 4*layers*width*K       a factor 2 for multiply and add; another 2 for QK^T and AV
     training  3 * forward                                  the backward pass computes twice as many products
 
-Source: PaLM (arXiv 2204.02311, appendix B): 6N + 12LHQT per token; here the tree's pairs replace T. As in PaLM, MFU
-does not count recomputation or padding. Left out: embedding look-ups, norms, activations, softmax and the optimizer
-(together under 1 % at these sizes); mixtures of experts, where a token uses only some of the weights.
+The source is PaLM (arXiv 2204.02311, appendix B), whose formula is 6N + 12LHQT per token. Here the tree's pairs replace
+T. As in PaLM, MFU does not count recomputation or padding.
+Left out: embedding look-ups, norms, activations, softmax and the optimizer (together under 1 % at these sizes), and
+mixtures of experts, where a token uses only some of the weights.
 """
 
 import logging
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from shoal.learner.policy import Policy
 
 PER_TOKEN = "policy/"  # prefix of the sums that become means per token
-LAST = "optim/lr"  # taken from a step's last update, not averaged
+LAST = "optim/lr"  # this metric is taken from a step's last update, not averaged
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ def shape_of(model: Any) -> Shape:
 def forward_flops(shape: Shape, prompt: int, completions: Sequence[int], trained: int | None = None) -> float:
     """Return the floating-point operations of one forward pass over a tree of these token lengths (formula above).
 
-    `trained`: how many completion tokens are trained on; None: all.
+    `trained` is the number of completion tokens that are trained on; None means all.
     """
     length = sum(completions)
     trained = length if trained is None else trained
@@ -80,7 +82,7 @@ def forward_flops(shape: Shape, prompt: int, completions: Sequence[int], trained
 def training_flops(shape: Shape, groups: Sequence[Group], *, extra_forwards: int) -> float:
     """Return the floating-point operations of training on these groups.
 
-    `extra_forwards`: forward passes without gradient per training pass, such as 1 for a reference model.
+    `extra_forwards` is the number of forward passes without gradient per training pass, such as 1 for a reference model.
     """
     forward = sum(forward_flops(shape, len(g.prompt), [len(c) for c in g.completions], g.n_tokens) for g in groups)
     return (3 + extra_forwards) * forward
@@ -117,7 +119,7 @@ def batch_metrics(fetched: Fetched, step: int, *, max_tokens: int) -> dict[str, 
 
 
 def update_metrics(updates: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Combine the metrics of a step's updates. Each update: (trained tokens, result of `Policy.update`).
+    """Combine the metrics of a step's updates, each given as (trained tokens, result of `Policy.update`).
 
     `policy/...` are sums over tokens and become means per token, or are left out if no token was trained. `optim/lr` is
     taken from the last update. Everything else becomes the mean over the updates.
@@ -137,9 +139,10 @@ def update_metrics(updates: Sequence[tuple[int, Mapping[str, float]]]) -> dict[s
 def speed_metrics(
     *, n_tokens: int, flops: float, train_s: float, busy_s: float, waiting_s: float, peak_gflops: float
 ) -> dict[str, float]:
-    """Return the step's speed. `train_s`: the part of `busy_s` in updates. `peak_gflops`: speed of a matrix product.
+    """Return the step's speed. `train_s` is the part of `busy_s` that updates took.
 
-    Tokens per second count the whole step, waiting included. MFU counts `train_s` only.
+    Tokens per second count the whole step, waiting included. MFU counts only `train_s`, and compares the speed with
+    `peak_gflops`, that of a matrix product.
     """
     return {
         "perf/tokens": float(n_tokens),
@@ -151,7 +154,7 @@ def speed_metrics(
 
 
 def memory_metrics(device: str) -> dict[str, float]:
-    """Return the peak memory of this process; on CUDA also the peak memory of tensors on `device`."""
+    """Return the peak memory of this process, and on CUDA also the peak memory of tensors on `device`."""
     unit_bytes = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts bytes on macOS, and KiB on Linux
     metrics = {"memory/rss_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes)}
     if device.startswith("cuda"):
@@ -181,7 +184,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def signed_record(node: Node, step: int, fetched: Fetched, before: str, after: str, policy: "Policy") -> str:
-    """Sign one step's StepRecord. Return it as JSON. `before`, `after`: digests of the weights."""
+    """Return one step's StepRecord, signed, as JSON. `before` and `after` are digests of the weights."""
     used = dict.fromkeys(group.submission for group in fetched.groups)
     record = StepRecord(
         run=node.invite.run,
@@ -203,7 +206,10 @@ def sign_folder(node: Node, folder: Path, step: int, files: dict[str, str]) -> N
 
 
 def computed(policy: "Policy") -> Computed:
-    """Describe how this process computes. Equal descriptions mean equal bits. The converse is not true."""
+    """Describe how this process computes. Processes with equal descriptions compute equal bits.
+
+    Processes with different descriptions may compute equal bits, too.
+    """
     return Computed(
         dtype="bfloat16" if policy.compute is torch.bfloat16 else "float32",
         threads=torch.get_num_threads(),

@@ -2,7 +2,7 @@
 that averages the sites' results (`diloco/meeting`). Each site trains on its share of the step's batch. Then one outer
 step over all sites makes the next policy version, which is bitwise equal at all sites.
 
-    deal    the meeting names the n sites that share the batch: group i goes to site i mod n
+    deal    the meeting names the n sites that share the batch, and group i goes to site i mod n
     train   `learner.optimizer_steps_per_step` updates on this site's share
     meet    send this site's pseudo-gradient, and continue from the agreed state
 
@@ -57,15 +57,15 @@ class PolicySite:
     """A policy trained at one of several sites. Every rank of the site must call the same methods."""
 
     def __init__(self, name: str, policy: Policy, terms: Terms, link: Remote | None) -> None:
-        """`link`: the connection to the meeting; None on ranks other than the leader."""
+        """`link` is the connection to the meeting, and None on ranks other than the leader."""
         self.name, self.policy, self.ranks = name, policy, policy.ranks
         masters = self._gathered()
         self.leader = Participant(name, terms, link, masters) if link else None
         self.spent = self.leader.spent if self.leader else Figures()
 
     def enter(self, about: dict[str, str], why: str, *, placed: bool = True) -> tuple[int, int]:
-        """Join or rejoin, and adopt the agreed state: see `Participant.enter`. Raise MeetingError."""
-        self.policy.before_update()  # a checkpoint in progress reads the masters
+        """Join or rejoin, and adopt the agreed state, as `Participant.enter` describes. Raise MeetingError."""
+        self.policy.before_update()  # wait for a checkpoint in progress, which reads the masters
         masters = self._gathered()
         round, accepted = self.agree(lambda leader: leader.enter(masters, about, why, placed=placed))
         self._spread(masters)
@@ -138,7 +138,7 @@ class SiteLearner(Learner):
     def __init__(
         self, node: Node | None, config: Config, policy: Policy, folder: Path, name: str, link: Remote | None
     ) -> None:
-        """`name`: the site's name. `link`: the leader's connection to the meeting; like `node`, None on other ranks."""
+        """`name` is the site's. `link` is the leader's connection to the meeting; like `node`, it is None elsewhere."""
         super().__init__(node, config, policy, folder)
         settings, terms = config.sites, learner_terms(config, policy)
         self.place = PolicySite(name, policy, terms, link)
@@ -222,7 +222,7 @@ class SiteLearner(Learner):
 
 
 class Publisher:
-    """Write the agreed state as policy versions, for the origin. The meeting calls this after every round."""
+    """Writes the agreed state as policy versions, for the origin. The meeting calls this after every round."""
 
     def __init__(self, policy: Policy, shapes: Shapes, versions: Path, keep: int) -> None:
         self.policy, self.shapes, self.versions, self.keep = policy, shapes, versions, keep

@@ -75,7 +75,7 @@ class Training(ABC):
         self.checkpoints.finish()
 
     def write_model(self, final: Path) -> None:
-        """Write the model as a Hugging Face folder; replace an existing one."""
+        """Write the model as a Hugging Face folder, which replaces any existing one."""
         self.policy.write(final, replace=True)
 
     def stops(self, stop: threading.Event) -> bool:
@@ -93,7 +93,7 @@ class Training(ABC):
                 file.write(json.dumps({"step": self.step} | figures) + "\n")
 
     def log(self, text: str, *, often: bool = False) -> None:
-        """Log on the leader. `often`: at most once per LOG_EVERY_S."""
+        """Log on the leader. If `often` is set, log at most once per LOG_EVERY_S."""
         if self.leads and not (often and time.monotonic() - self._logged_s <= LOG_EVERY_S):
             self._logged_s = time.monotonic() if often else self._logged_s
             log.info("step %d of %d: %s", self.step, self.steps, text)
@@ -110,7 +110,7 @@ def plain_policy(
     memory_hint: str,
     **options: Any,
 ) -> Policy:
-    """Load the model in `folder` with an optimizer for next-token training. `memory_hint`, `options`: see `Policy`."""
+    """Load the model in `folder` with an optimizer for next-token training. `options` are arguments of `Policy`."""
     loss = LossSection(beta=0.0, entropy=0.0)
     changes = {"lr": lr, "warmup_steps": warmup_steps, "grad_clip": GRAD_CLIP, "lora": None, "loss": loss}
     section = config.learner.model_copy(update=changes)

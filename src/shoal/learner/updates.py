@@ -1,10 +1,10 @@
-"""The optimizer updates of one step: split the groups into updates, and deal each update's rows to the ranks.
+"""The optimizer updates of one step. The groups are split into updates, and each update's rows are dealt to the ranks.
 
     share      of n updates, update i trains on groups i, i + n, ...
     rows       planned from lengths alone, so every rank plans the same rows
-    deal       FSDP gathers each block for all ranks at once. So in each turn every rank computes one row. A turn lasts
-               as long as its costliest row. Rows are dealt costliest first (a single rank keeps their order). Only the
-               leader has tokens and logprobs. It sends each rank the contents of its own rows, 8 bytes per token
+    deal       FSDP gathers each block for all ranks at once, so in each turn every rank computes one row. A turn lasts
+               as long as its costliest row, so rows are dealt costliest first (a single rank keeps their order). Only
+               the leader has tokens and logprobs, so it sends each rank the contents of its rows (8 bytes per token)
     behaviour  logprobs that no validator checked are recomputed by the policy before the step's first update
     update     a rank packs and computes one row at a time; the denominator counts the tokens of all ranks
 
@@ -29,12 +29,12 @@ from shoal.learner.report import Shape, forward_flops, update_metrics
 class OwnRow:
     """This rank's row in one turn, in which every rank computes one row."""
 
-    row: Row | None  # None: the rank idles
-    contents: Contents | None  # None: this rank has the groups, so `row` can make its contents
+    row: Row | None  # None if the rank idles
+    contents: Contents | None  # None if this rank has the groups, because `row` can then make its contents
     checked: bool  # whether a validator checked the behaviour logprobs of all ranks' rows in this turn
 
     def packed(self, *, normalize_std: bool) -> MicroBatch | None:
-        """Pack the row; return None if this rank idles."""
+        """Return the packed row, or None if this rank idles."""
         if self.row is None:
             return None
         return self.row.packed(self.contents or self.row.contents(), normalize_std=normalize_std)
@@ -59,7 +59,7 @@ def train(policy: Policy, groups: Sequence[AnyGroup], config: Config) -> dict[st
         fix_behaviour(policy, share)
     figures = []
     for share in shares:
-        rows = (own.packed(normalize_std=settings.loss.normalize_std) for own in share.own)  # one at a time
+        rows = (own.packed(normalize_std=settings.loss.normalize_std) for own in share.own)  # packed one at a time
         idle = {"perf/ranks_idle": idle_frac(share.costs, policy.ranks.size)}
         figures.append((share.n_trained, policy.update(rows, share.denominator) | idle))
     return update_metrics(figures)
@@ -107,7 +107,7 @@ def dealing_order(costs: Sequence[float], ranks: int) -> list[int]:
 
 
 def idle_frac(costs: Sequence[float], ranks: int) -> float:
-    """Return the fraction of time that ranks wait for the costliest row of a turn. `costs`: in dealing order."""
+    """Return the fraction of time that ranks wait for the costliest row of a turn. `costs` are in dealing order."""
     turns = [costs[at : at + ranks] for at in range(0, len(costs), ranks)]
     total = ranks * sum(max(turn) for turn in turns)
     return 1 - sum(costs) / total if total else 0.0
@@ -124,7 +124,7 @@ def deal(rows: Sequence[Row], ranks: Ranks) -> list[OwnRow]:
             messages = [encode([row.contents() for row in rows[rank :: ranks.size]]) for rank in range(ranks.size)]
         computed = [row for row in own if row is not None]
         size_bytes = 4 * sum(row.n_tokens + row.n_trained for row in computed)
-        # a rank can be idle only in the last turn
+        # A rank idles only in the last turn, so only its last contents can be missing.
         contents[: len(computed)] = decode(ranks.deal(messages, size_bytes), computed)
     return [OwnRow(*each) for each in zip(own, contents, checked, strict=True)]
 

@@ -1,5 +1,5 @@
-"""A missing, unfit, silent or dead child process is reported. Nothing hangs, no
-process or file of the child remains, and nothing from it is signed.
+"""A missing, unfit, silent or dead child process is reported. No call hangs, no process or file of the child remains,
+and no completion with a fault is returned.
 
 In these tests the child is a few lines of Python.
 """
@@ -39,7 +39,7 @@ SEND_ENVIRONMENT = f"""
 
 
 def child(tmp_path: Path, *frames: dict[str, object] | bytes, then: str = "") -> str:
-    """Write a program that takes any arguments, sends these frames, or bytes, on the socket and runs `then`."""
+    """Write a program that sends these frames or bytes on the socket and then runs `then`."""
     path = tmp_path / "python"
     path.write_text(
         dedent(f"""\
@@ -79,13 +79,13 @@ def done(number: int, tokens: list[int]) -> bytes:
 
 
 @pytest.mark.parametrize("python", ["", "/nowhere/python"])
-def test_a_missing_environment_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, python: str) -> None:
+def test_the_error_for_a_missing_environment_names_it(monkeypatch: pytest.MonkeyPatch, python: str) -> None:
     monkeypatch.setenv(client.PYTHON, python)
     with pytest.raises(ShoalError, match=f"SHOAL_VLLM_PYTHON names {python or 'nothing'}: set it"):
         VllmEngine("float32")
 
 
-def test_an_environment_without_vllm_is_refused_by_name() -> None:
+def test_the_error_for_an_environment_without_vllm_names_the_version_needed() -> None:
     with pytest.raises(ShoalError, match=r"has no vLLM, but Shoal needs vLLM 0\.32\.0: install"):
         VllmEngine("float32", python=sys.executable)
 
@@ -97,7 +97,7 @@ def test_a_failure_to_load_is_reported_and_ends_the_child(tmp_path: Path) -> Non
     assert engine.process.returncode is not None and not Path(engine.folder.name).exists()
 
 
-def test_a_child_that_dies_at_once_or_has_no_weights_yet_is_reported(tmp_path: Path) -> None:
+def test_a_child_that_dies_at_once_or_has_no_weights_yet_causes_an_error(tmp_path: Path) -> None:
     with pytest.raises(VllmError, match=r"exit status 3\): the other end closed"):
         VllmEngine("float32", python=child(tmp_path, then="to.close(); sys.exit(3)"))
     engine = started(tmp_path)
@@ -170,11 +170,13 @@ def test_the_first_version_may_be_deleted_while_vllm_starts(tmp_path: Path) -> N
         {UNTIL_CLOSED}"""
     engine = started(tmp_path, then=then)
     engine.load(version)
-    assert not (Path(engine.folder.name) / "first").exists(), "the copy is not kept"
+    assert not (Path(engine.folder.name) / "first").exists(), "the copy was not removed"
     engine.close()
 
 
-def test_weights_of_another_user_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_another_user_are_copied_because_they_cannot_be_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def forbidden(*_: Any) -> None:
         raise PermissionError(1, "Operation not permitted")  # as with fs.protected_hardlinks
 
@@ -187,7 +189,7 @@ def test_weights_of_another_user_are_copied(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_calls_of_several_threads_share_the_child(tmp_path: Path) -> None:
-    """A frame reaches the call to which it belongs, whichever thread reads it."""
+    """Each frame reaches the call to which it belongs, even if the other call's thread reads it."""
     frames = done(1, [3, 1]) + done(0, [1])
     engine = loaded(tmp_path, then=f"{UNTIL_TWO_REQUESTS}to.sendall({frames!r}); to.recv(1)")
     with ThreadPoolExecutor(2) as threads:
@@ -202,7 +204,7 @@ def test_calls_of_several_threads_share_the_child(tmp_path: Path) -> None:
 
 
 def test_an_error_ends_the_calls_of_all_threads(tmp_path: Path) -> None:
-    """One thread reads for both; the other one must not wait forever."""
+    """One thread reads for both. The other thread must not wait forever when that one gets the error."""
     engine = loaded(tmp_path, then=UNTIL_TWO_REQUESTS + "os._exit(4)")
     with ThreadPoolExecutor(2) as threads:
         for call in [threads.submit(generate, engine) for _ in range(2)]:
@@ -228,7 +230,7 @@ def test_only_its_own_user_may_write_where_the_child_works(tmp_path: Path) -> No
     folder = Path(engine.versions["TMPDIR"])
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.getuid()
     assert engine.versions["PYTHONPATH"] == str(folder) == engine.folder.name
-    assert engine.versions["GLOO_SOCKET_IFNAME"].startswith("lo"), "PyTorch's listeners are not on the network"
+    assert engine.versions["GLOO_SOCKET_IFNAME"].startswith("lo"), "PyTorch listens on the network"
     engine.close()
     assert not folder.exists()
 

@@ -1,4 +1,7 @@
-"""vLLM samples the tokens that Shoal's seeds determine, with their logprobs and hidden states. Slow; needs vLLM."""
+"""vLLM samples the tokens that Shoal's seeds determine, with the right logprobs and hidden states.
+
+These tests are slow and need vLLM.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -75,7 +78,9 @@ def test_tokens_follow_from_seeds_and_come_with_their_logprobs_and_states(
             assert_sampled(model, prompt, seed, completion)
             assert 1 not in completion.tokens[:-1]
             assert completion.tokens[-1] == 1 or len(completion.tokens) == SAMPLING.max_tokens
-    assert len({tuple(completion.tokens) for group in groups for completion in group}) > len(PROMPTS), "seeds differ"
+    assert len({tuple(completion.tokens) for group in groups for completion in group}) > len(PROMPTS), (
+        "the completions of a prompt do not depend on their seeds"
+    )
 
 
 def test_more_requests_than_fit_wait_their_turn(engine: VllmEngine) -> None:
@@ -95,7 +100,7 @@ def test_greedy_tokens_equal_those_of_the_torch_engine(engine: VllmEngine, tiny:
 
 
 def test_a_turn_follows_an_environments_reply(engine: VllmEngine, model: Any) -> None:
-    ends = Sampling(1.0, 24, tuple(range(20)))  # many end tokens
+    ends = Sampling(1.0, 24, tuple(range(20)))  # with many end tokens, so that turns end early
 
     def respond(group: int, number: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
         return [30, 31] if not turns and len(tokens) < 20 else None

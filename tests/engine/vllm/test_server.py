@@ -1,4 +1,7 @@
-"""Frames arrive as they were sent, nothing else is read, and the server ends with its socket and reports its progress."""
+"""A frame arrives as it was sent, and anything else is an error. The server ends when its socket closes.
+
+While it samples tokens, the server reports that it works.
+"""
 
 import json
 import queue
@@ -56,7 +59,7 @@ def test_bytes_that_are_no_frame_are_refused(sent: bytes) -> None:
         receive(there)
 
 
-def test_a_frame_that_claims_to_be_large_takes_no_memory_and_is_read_until_its_deadline() -> None:
+def test_a_frame_that_claims_to_be_large_takes_no_memory_and_times_out_at_its_deadline() -> None:
     here, there = socket.socketpair()
     here.sendall(LENGTHS.pack(2, MAX_TENSOR_BYTES) + b"{}" + bytes(100))
     tracemalloc.start()

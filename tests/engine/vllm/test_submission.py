@@ -1,4 +1,7 @@
-"""A validator that runs plain torch accepts honest vLLM workers and rejects cheating ones. Slow; needs vLLM."""
+"""A validator that runs plain torch accepts honest vLLM workers and rejects cheating ones.
+
+These tests are slow and need vLLM.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +53,7 @@ def judged(judge: Judge, engine: VllmEngine, kind: type[Producer], number: int) 
 
 @pytest.mark.parametrize("number", range(3))
 def test_honest_work_is_accepted(judge: Judge, engine: VllmEngine, number: int) -> None:
-    """The worker computes in bf16, the validator in float32: the widest pair of dtypes."""
+    """The worker computes in bfloat16 and the validator in float32. No other pair of dtypes differs as much."""
     examined = judged(judge, engine, Producer, number)
     assert examined.finding is None, examined.finding
     assert len(examined.case.rows) == 8 * CONFIG.sampling.group_size

@@ -1,4 +1,4 @@
-"""Several pretraining sites in one process: rounds, healing, and positions in the data."""
+"""Several pretraining sites in one process agree after every round. A site that was killed or late resumes correctly."""
 
 import json
 import threading
@@ -26,7 +26,7 @@ SHAPES = {"layers.0.w": (30, 3), "layers.1.w": (30, 3), "embed": (40, 2)}
 
 
 class Shared(Direct):
-    """Call the meeting from only one thread at a time, as its server does."""
+    """Calls the meeting from only one thread at a time, as the meeting's server does."""
 
     def __getattribute__(self, name: str) -> Any:
         result = super().__getattribute__(name)
@@ -178,7 +178,7 @@ def test_a_site_that_missed_rounds_is_healed_and_records_it(rounds, tmp_path):
     assert [(each["round"], each["quorum"]) for each in b.records] == [(rounds, None)]
 
 
-def test_the_config_has_the_best_measured_outer_step():
+def test_the_config_has_the_outer_step_that_was_measured_as_best():
     root = Path(__file__).parents[3]
     sites = load(root / "configs" / "pretrain.toml").sites
     measured: dict[tuple[float, float, int], list[float]] = {}

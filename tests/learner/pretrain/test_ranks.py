@@ -63,9 +63,9 @@ def test_two_ranks_train_as_one_does_and_one_rank_resumes_their_run(config, alon
     assert figures(alone, "heldout_loss") == pytest.approx(figures(out, "heldout_loss"), abs=1e-3)
     shutil.rmtree(out / "checkpoints" / f"step-{STEPS:06d}")
     shutil.rmtree(out / "model")
-    assert main(command(config, out)) == DONE  # from the checkpoint of two ranks
+    assert main(command(config, out)) == DONE  # it continues from the checkpoint that two ranks wrote
     check_close(alone, out, MOVED)
-    # with one micro-batch per step, one rank idles
+    # A step has only one micro-batch, so one rank idles.
     assert on_two_ranks(command(config, tmp_path / "idle", "pretrain.micro_batch=4")) == [DONE, DONE]
     check_close(alone, tmp_path / "idle", MOVED)
 

@@ -1,4 +1,4 @@
-"""`shoal pool meet` and its sites, as real processes that the tests kill, stop, restart or refuse."""
+"""`shoal pool meet` and its sites are real processes here. The tests kill, stop and restart them."""
 
 import json
 import signal
@@ -31,7 +31,7 @@ def run(tmp_path, tiny_folder) -> Iterator[Run]:
 
 
 def test_all_sites_have_the_same_bits_after_every_round_even_if_processes_die(run):
-    # more steps than the test waits for
+    # The run has more steps than the test waits for.
     run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 100_000_000"))
     sites = ["site-0", "site-1", "site-2"]
     for name in ("meet", *sites):
@@ -47,7 +47,7 @@ def test_all_sites_have_the_same_bits_after_every_round_even_if_processes_die(ru
     run.start("meet")
     run.until_together(*sites)
     since = len(run.rounds())
-    for name in ("site-0", "site-1"):  # most of the sites
+    for name in ("site-0", "site-1"):  # two of the three sites
         run.signal(name, signal.SIGKILL)
     run.until_round(lambda each: each["kept"] == ["site-2"], "of site-2 alone", since)
     for name in ("site-0", "site-1"):

@@ -45,7 +45,9 @@ def test_every_format_gives_the_same_documents(name, tmp_path):
     assert Corpus(str(write(tmp_path / "more", name))).fingerprint() == corpus.fingerprint()
     assert Corpus(str(write(tmp_path / "more", name, TEXTS[1:]))).fingerprint() != corpus.fingerprint()
     write(tmp_path, "z.jsonl", ["three"])
-    assert texts(Corpus(f"{tmp_path}/[az]*.*")) == [*TEXTS, "three"] or name.startswith("c4"), "files are read by name"
+    assert texts(Corpus(f"{tmp_path}/[az]*.*")) == [*TEXTS, "three"] or name.startswith("c4"), (
+        "files must be read in the order of their names"
+    )
 
 
 def test_a_text_file_is_the_concatenation_of_its_pieces(tmp_path):

@@ -1,4 +1,4 @@
-"""Pretraining at one site: bitwise resumption, the learning rate, and errors."""
+"""Pretraining at one site resumes bit for bit, follows its learning rate, and reports each error in one line."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Conversations are read from files and encoded as tokens; only the assistant's tokens are trained on."""
+"""Conversations are read from files and encoded as tokens. Only the assistant's tokens are trained on."""
 
 import json
 from pathlib import Path
@@ -156,7 +156,7 @@ def test_eos_is_added_after_the_last_turn_if_the_template_writes_no_end_tokens()
 
 
 def test_generation_tags_in_a_template_mark_the_trained_text(tiny_folder):
-    forgets = (  # shortens earlier answers, so the whole conversation does not begin with a prefix's tokens
+    forgets = (  # this template shortens earlier answers, so the whole conversation does not begin with a prefix's tokens
         "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}"
         "{{ m['content'] if loop.last else m['content'][-1:] }}<eos>{% endgeneration %}{% else %}{{ m['content'] }}<eos>"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -170,8 +170,8 @@ def test_generation_tags_in_a_template_mark_the_trained_text(tiny_folder):
         other_template(tiny_folder, unmarked).example(turns)
 
 
-def test_an_undeclared_end_token_is_collected(tiny_folder):
-    # <user>, a special token, serves as the end of a turn
+def test_an_end_token_that_the_model_does_not_declare_is_collected(tiny_folder):
+    # The special token <user> serves as the end of a turn.
     template = other_template(tiny_folder, "{% for m in messages %}{{ m['content'] }}<user>\n{% endfor %}")
     assert trained_text(template.tokenizer, template.example(conversation(("user", "a"), ("assistant", "b")))) == [
         "b<user>"

@@ -55,7 +55,7 @@ def test_two_ranks_train_as_one_does_and_one_rank_resumes_their_run(tiny_folder,
         assert metrics(tmp_path / "one", name) == pytest.approx(metrics(tmp_path / "two", name), abs=1e-3)
     shutil.rmtree(tmp_path / "two" / "model")
     shutil.rmtree(max((tmp_path / "two" / "checkpoints").glob("step-*")))
-    assert main(two) == DONE  # from the checkpoint of two ranks
+    assert main(two) == DONE  # it continues from the checkpoint that two ranks wrote
     check_close(tmp_path / "one", tmp_path / "two")
 
 

@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: packing, data, resuming, and the written model."""
+"""Fine-tuning on conversations packs them without changing the loss, resumes bit for bit, and writes the model."""
 
 import json
 import logging
@@ -62,7 +62,7 @@ def test_packing_does_not_change_the_loss(tiny_folder, rows, tmp_path):
     with torch.no_grad():
         packed = [float(loss(micro)) for micro in micro_batches(examples, row_tokens=256)]
         alone = [float(loss(micro)) for e in examples for micro in micro_batches([e], row_tokens=64)]
-        nats = 0.0  # computed by transformers, one conversation at a time
+        nats = 0.0  # the total loss as transformers computes it, one conversation at a time
         for example in examples:
             logits_TV = sft.policy.model(torch.tensor([list(example.tokens)])).logits[0]
             for start, stop in example.spans:
@@ -115,7 +115,7 @@ def test_a_folder_of_another_run_is_refused(tiny_folder, rows, tmp_path, changed
         make(tiny_folder, tmp_path / "out", config(rows, **changed)).run(NEVER)
 
 
-def test_each_epoch_trains_on_everything_once_in_a_new_order():
+def test_each_epoch_trains_on_every_conversation_once_in_a_new_order():
     updates = plan(10, SftSection(epochs=3, batch=4), seed=1)
     assert [len(batch) for _, batch in updates] == [4, 4, 2] * 3
     orders = [[i for epoch, batch in updates if epoch == e for i in batch] for e in range(3)]

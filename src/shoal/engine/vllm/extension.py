@@ -2,8 +2,8 @@
 
 vLLM is extended at three public points: `LogitsProcessor` (sampling), `worker_extension_cls` (`Extension`, called by
 `collective_rpc`), and a forward pre-hook on the model's logits module. The hook receives exactly the final hidden states
-that a step samples from, in the order of the rows that the logits processor sees. Prefix caching does no harm: vLLM always
-computes a prompt's last token.
+that a step samples from, in the order of the rows that the logits processor sees. Prefix caching does no harm, because
+vLLM never takes a prompt's last token from the cache.
 
     hook: hidden_BH -> vLLM: logits_BV -> SeededSampler: tokens_B, logprobs_B, by the seed -> vLLM takes the argmax
 
@@ -34,12 +34,12 @@ class SeededRequest:
 
     id: str
     seed: int
-    first: int  # position of the request's first token in its completion; vLLM's prompt holds the tokens before it
+    first: int  # position in the completion of the first token to sample; the tokens before it are in vLLM's prompt
     temperature: float
 
 
 class Sampled(NamedTuple):
-    """A token, its logprob, and the hidden state it was sampled from: bfloat16, on the CPU."""
+    """A token, its logprob, and the hidden state from which it was sampled. The state is bfloat16 and on the CPU."""
 
     token: int
     logprob: float
@@ -48,20 +48,20 @@ class Sampled(NamedTuple):
 
 @dataclass
 class SampleRecord:
-    """The sampled tokens. Global, because vLLM creates both the sampler and the extension, and does not connect them."""
+    """The sampled tokens. It is a global, because vLLM creates the sampler and the extension without connecting them."""
 
     hidden_BH: Tensor | None = None  # from which the current step's logits are computed
-    # By request and position. Each chunk of a prompt also samples a token. vLLM discards that token, and the next token
-    # replaces it here.
+    # Keyed by request and position. Each chunk of a long prompt samples a token, too. vLLM discards that token, and here
+    # the next one replaces it.
     sampled: dict[str, dict[int, Sampled]] = field(default_factory=dict)
     count: int = 0  # tokens sampled so far, over all requests
 
     def take_hidden(self, rows: int) -> Tensor:
-        """Return the current step's hidden states, once. Raise RuntimeError unless there is one for each row of logits."""
+        """Return and forget the step's hidden states. Raise RuntimeError unless there is one for each row of logits."""
         hidden_BH, self.hidden_BH = self.hidden_BH, None
         if hidden_BH is None or len(hidden_BH) != rows:
             count = 0 if hidden_BH is None else len(hidden_BH)
-            raise RuntimeError(f"{rows} rows of logits, but {count} hidden states: this model is not supported")
+            raise RuntimeError(f"vLLM does not support this model: {rows} rows of logits have {count} hidden states")
         return hidden_BH
 
 
@@ -75,7 +75,7 @@ class SeededSampler(LogitsProcessor):  # type: ignore[misc]
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        # By row: the request and its tokens so far, a list that vLLM appends to.
+        # Maps each row to its request and to the request's tokens so far, in a list to which vLLM appends.
         self.requests: dict[int, tuple[SeededRequest, list[int]]] = {}
 
     @classmethod
@@ -93,7 +93,7 @@ class SeededSampler(LogitsProcessor):  # type: ignore[misc]
         process_dict_updates(self.requests, batch_update, new)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Sample and record a token for each row. logits (B, V): those of sampled tokens become infinite."""
+        """Sample and record a token for each row of `logits` (B, V). The logits of the sampled tokens become infinite."""
         batch = [self.requests[row] for row in range(len(logits))]
         hidden_BH = RECORD.take_hidden(len(logits)).to("cpu", torch.bfloat16)
         for temperature in {request.temperature for request, _ in batch}:
@@ -150,5 +150,6 @@ class Extension:
 
         self.reload_weights(weights_iterator=weights(), is_checkpoint_format=True)  # type: ignore[attr-defined]
         head = self.model_runner.get_model().lm_head
-        if "lm_head.weight" not in names:  # tied: vLLM's CPU build keeps a packed copy of it, which is now outdated
+        # The head may be tied to the embedding. Then vLLM's CPU build keeps a packed copy of it, which is now outdated.
+        if "lm_head.weight" not in names:
             head.quant_method.process_weights_after_loading(head)

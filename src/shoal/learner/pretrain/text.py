@@ -1,6 +1,6 @@
-"""Stream text for pretraining: read numbered documents, tokenise them, concatenate them, and cut them into sequences.
+"""Streams text for pretraining: reads numbered documents, tokenises and concatenates them, and cuts out sequences.
 
-    data/c4-train.*.json.gz    JSON Lines with a field "text", like C4; also .json, .jsonl and .jsonl.gz
+    data/c4-train.*.json.gz    JSON Lines with a field "text", as in C4 (or .json, .jsonl, .jsonl.gz)
     data/part-*.parquet        a column "text"
     notes.txt                  split at line ends into pieces of about 16 KiB
     allenai/c4:en/c4-train.0000*.json.gz    files of a Hugging Face data set, downloaded before reading starts
@@ -38,7 +38,7 @@ SUFFIXES = (*JSON, ".parquet", ".txt")
 
 
 class EndError(Exception):
-    """There is no document with this number. `count`: the number of documents."""
+    """There is no document with this number. `count` is the number of documents."""
 
     def __init__(self, count: int) -> None:
         super().__init__(f"{count} documents")
@@ -62,7 +62,7 @@ def find(source: str) -> list[Path]:
 @dataclass(frozen=True)
 class Document:
     text: str
-    ends: bool  # false: more pieces of the file follow
+    ends: bool  # false if more pieces of the same file follow
 
 
 class Corpus:
@@ -95,7 +95,7 @@ class Corpus:
         return item
 
     def fingerprint(self) -> str:
-        """Hash the files' sizes and first bytes: equal for sites with the same data."""
+        """Hash the files' sizes and first bytes. Sites with the same data get the same hash."""
         result = sha256(self.field.encode())
         for path in self.files:
             with path.open("rb") as file:
@@ -145,17 +145,20 @@ class TokenStream:
     def __init__(
         self, corpus: Corpus, tokenizer: Any, *, first: int, share: int = SHARE, take: Callable[[], int] | None = None
     ) -> None:
-        """`first`: the first document to train on. `share`: documents per share. Without `take`, read every share."""
+        """`first` is the number of the first document to train on, and `share` the number of documents per share.
+
+        Without `take`, read every share.
+        """
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no end token, which separates documents; set eos_token in its config")
         self.corpus, self.tokenizer, self.take = corpus, tokenizer, take or self._following
         self.first, self.share = first, share
-        self.place: TextPlace | None = None  # None: before the first token of the next share
+        self.place: TextPlace | None = None  # None until the first share is taken
         self.shares: int | None = None  # number of shares per epoch; None until the end of an epoch is reached
         self._tokens: list[int] | None = None  # tokens of the document at `place`
 
     def sequences(self, count: int, length: int) -> Tensor:
-        """Return the next tokens, (count, length)."""
+        """Return the next tokens as a tensor of shape (count, length)."""
         result: list[int] = []
         while len(result) < count * length:
             result += self._read(count * length - len(result))
@@ -182,7 +185,7 @@ class TokenStream:
         return result
 
     def _document(self, place: TextPlace) -> list[int] | None:
-        """Return the document's tokens; None after the last document of an epoch."""
+        """Return the document's tokens, or None after the last document of an epoch."""
         try:
             document = self.corpus.document(self._number(place))
         except EndError as end:
@@ -210,7 +213,7 @@ def encoded(tokenizer: Any, text: str, *, ends: bool) -> list[int]:
 
 
 def heldout(corpus: Corpus, tokenizer: Any, count: int, length: int) -> Tensor:
-    """Return the first `count` documents as full sequences, (sequences, length). Drop the remainder."""
+    """Return the first `count` documents as a tensor of shape (sequences, length). Drop the incomplete last sequence."""
     tokens: list[int] = []
     for number in range(count):
         try:

@@ -39,7 +39,7 @@ from shoal.learner.training import METRICS, Training, drop_after, plain_policy
 from shoal.model.dtype import DtypeName
 from shoal.model.tree import Pack, Tree, pack
 
-OWN = {  # fields that may differ between sites, or when a run is resumed
+OWN = {  # fields that may differ between sites and may be changed when a run is resumed
     "pretrain": {"data", "micro_batch", "checkpoint_every"},
     "sites": {"wait_s", "quorum", "sites", "listen", "url"},
 }
@@ -57,7 +57,7 @@ class Pretraining(Training):
         about: dict[str, str],
         site: "TextSite | None" = None,
     ) -> None:
-        """`about`: settings that determine the result, by name. `about` and `stream` are used on the leader alone."""
+        """`about` holds the settings that determine the result, by name. Only the leader uses `about` and `stream`."""
         self.stream, self.heldout_ST, self.about, self.site = stream, heldout_ST, about, site
         self.settings: PretrainSection = config.pretrain
         self.kept = 0  # the step of the newest checkpoint
@@ -76,7 +76,7 @@ class Pretraining(Training):
             drop_after(self.folder / METRICS, self.step)
             self.stream.move(TextPlace(**progress.place) if progress.place else None)
         if self.step:
-            self.log("resuming after it")
+            self.log("restored from a checkpoint; training continues with the next step")
         self.evaluate()
 
     def train(self) -> None:

@@ -1,11 +1,11 @@
-"""Read conversations for supervised fine-tuning and encode them. Only tokens that the assistant wrote are trained on.
+"""Reads and encodes conversations for supervised fine-tuning. Only tokens that the assistant wrote are trained on.
 
     examples/chat.jsonl, ./data/chat.parquet   a local .jsonl, .jsonl.gz or .parquet file
     org/name                                   files of a hub data set with "train" in their names
     org/name:data/train-*.parquet              files of a hub data set that match the pattern
 
-A row holds `messages`, a list of {"role", "content"}, or `prompt` and `completion`: one user message and one assistant
-message. An optional `tools` is passed to the chat template. Other columns are ignored.
+A row holds `messages`, a list of {"role", "content"}, or it holds `prompt` and `completion`, which are the texts of a
+user message and an assistant message. An optional `tools` is passed to the chat template. Other columns are ignored.
 
 The trained span of an assistant's turn runs from the first token after the generation prompt to the token that ends the
 turn. To locate the spans, the model's chat template is applied to prefixes of the conversation:
@@ -16,8 +16,8 @@ turn. To locate the spans, the model's chat template is applied to prefixes of t
 
 Invariant: every row gives a conversation, or an error that names its file and row. The tokens before a trained token are
 the tokens that generation would see. If the template marks the assistant's text with {% generation %}, the marks give
-the spans. Otherwise it is an error if the whole conversation does not begin with the tokens of each prefix: then the
-template rewrites earlier turns, or tokens merge across the boundary.
+the spans. Otherwise it is an error if the whole conversation does not begin with the tokens of each prefix, because then
+the template rewrites earlier turns, or tokens merge across the boundary.
 Left out: images and audio; other field names ("from", "value"); text without a chat template; per-message weights.
 """
 
@@ -89,7 +89,7 @@ def _from_hub(name: str, pattern: str = "") -> list[Path]:
 def _training_files(name: str, files: list[str]) -> list[str]:
     readable = [file for file in files if file.endswith(SUFFIXES)]
     chosen = [file for file in readable if "train" in PurePosixPath(file).name]
-    if len({PurePosixPath(file).parent for file in chosen}) != 1:  # several data sets in one repository, or none
+    if len({PurePosixPath(file).parent for file in chosen}) != 1:  # the repository has several data sets, or none
         raise UserError(
             f"data set {name!r}: choose the files to train on with {name}:PATTERN; it has {', '.join(readable[:12])}"
         )
@@ -118,7 +118,7 @@ def _conversation(where: str, row: dict[str, Any]) -> Dialogue:
 def _message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise UserError(f"{where}: not an object with `role` and `content`")
-    # Parquet stores absent fields as null
+    # Parquet stores absent fields as null.
     fields = {str(name): value for name, value in message.items() if value is not None}
     if fields.get("role") not in ROLES:
         raise UserError(f"{where}: `role` is {fields.get('role')!r}, not one of {', '.join(ROLES)}")
@@ -151,7 +151,7 @@ class Example:
         return Tree(self.tokens[:first], [self.tokens[first:]])
 
     def trained_N(self) -> Tensor:
-        """Return a bool per token of the tree's completion: whether it is trained."""
+        """Return, for each token of the tree's completion, whether it is trained."""
         first = self.spans[0][0]
         trained = torch.zeros(len(self.tokens) - first, dtype=torch.bool)
         for start, stop in self.spans:
@@ -163,7 +163,7 @@ class ChatTemplate:
     """A tokenizer's chat template. `ends` collects the tokens that end an assistant's turn."""
 
     def __init__(self, tokenizer: Any, eos: Collection[int]) -> None:
-        """`eos`: the model's end-of-sequence tokens."""
+        """`eos` are the model's end-of-sequence tokens."""
         if not tokenizer.chat_template:
             raise UserError(
                 "the model's tokenizer has no chat template; choose a model that has one (often named `-Instruct`)"

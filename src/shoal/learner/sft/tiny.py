@@ -31,7 +31,7 @@ TINY_TASKS = TaskSection(
     heldout=512,
 )
 BATCH, LR = 128, 1e-3
-UNTIL_LOSS, MAX_STEPS = 0.55, 600  # smoothed, in nats per token; gives about 40 % greedy accuracy
+UNTIL_LOSS, MAX_STEPS = 0.55, 600  # smoothed loss in nats per token, at which the greedy accuracy is about 40 %
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,10 @@ def tiny() -> Path:
 
 
 def train(policy: Policy, section: TaskSection, *, batch: int, until_loss: float, max_steps: int) -> None:
-    """Train on `batch` random training tasks at a time until the smoothed loss is below `until_loss`."""
+    """Train on `batch` random training tasks per step, until the smoothed loss is below `until_loss`.
+
+    End after `max_steps` in any case.
+    """
     task_set = tasks.load(section)
     draw = random.Random(0)
     smoothed = None

@@ -71,7 +71,7 @@ class Data:
 
 
 def load_data(tokenizer: Any, folder: Path, config: Config) -> Data:
-    """Read, encode and split the conversations of `sft.data`. `folder`: the model's folder. Raise UserError."""
+    """Read, encode and split the conversations of `sft.data`. The model is in `folder`. Raise UserError."""
     settings = config.sft
     if not settings.data:
         raise ConfigError(
@@ -152,7 +152,7 @@ class Sft(Training):
         if self.leads:
             drop_after(self.folder / METRICS, self.step)
         if self.step:
-            self.log("resuming after it")
+            self.log("restored from a checkpoint; training continues with the next step")
         else:
             self.evaluate()
 
