@@ -218,7 +218,7 @@ LESS = replace(SHORT, max_tokens=SHORT.max_tokens - 2)
         # Four of nine rows end, too few to shrink the buffers. Three rows of the other model fit; the fourth waits.
         ([*[(0, 0, SHORT)] * 5, *[(0, 0, LESS)] * 4, *[(LESS.max_tokens, 1, SHORT)] * 4], 9 * 48, 60),
     ],
-    ids=["many after a long one", "a long one after many", "another model's after a long one", "half-empty buffers"],
+    ids=["many after a long one", "a long one after many", "another model's after a long one", "half_empty buffers"],
 )
 def test_memory_of_finished_rows_is_freed_for_waiting_rows(
     models: list[Any], arrivals: list[tuple[int, int, DecodeRequest]], positions: int, steps: int

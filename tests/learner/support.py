@@ -1,4 +1,4 @@
-"""Policies, groups, accepted files and stubs of the pool, shared by the learner's tests."""
+"""Makes policies, groups, accepted files and stubs of the pool for the learner's tests."""
 
 import threading
 from pathlib import Path
@@ -40,7 +40,8 @@ def make_policy(
     numerics: Numerics = "fast",
     **changed: Any,
 ) -> Policy:
-    """Make a policy with the weights in `folder`: learning rate 1e-3 without warm-up, no KL, no entropy bonus."""
+    """Make a policy with the weights in `folder`. By default it has a learning rate of 1e-3 without warm-up, and neither
+    a KL penalty nor an entropy bonus."""
     settings = {"lr": 1e-3, "warmup_steps": 0, "grad_clip": 1.0} | changed
     section = LearnerSection(**settings, loss=LossSection(**{"beta": 0.0, "entropy": 0.0} | (loss or {})))
     return Policy(folder, section, dtype, device, temperature, ranks, numerics=numerics)
@@ -161,7 +162,7 @@ SETTINGS = {
     "lr": 1e-3,
     "warmup_steps": 2,
     "grad_clip": 1.0,
-    "row_tokens": 40,  # one group per row: five rows
+    "row_tokens": 40,  # a row holds one group, so a step has five rows
     "optimizer_steps_per_step": 1,
     "keep_versions": 99,
     "keep_last": 99,

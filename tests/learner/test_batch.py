@@ -25,7 +25,7 @@ def group(first: int, lengths: list[int], rewards: list[float]) -> Group:
 
 GROUPS = [
     group(100, [4, 5, 6, 7], [0.0, 1.0, 1.0, 0.0]),
-    group(200, [12, 1, 12, 12], [1.0, 0.0, 0.0, 0.0]),  # 40 tokens: more than a row
+    group(200, [12, 1, 12, 12], [1.0, 0.0, 0.0, 0.0]),  # 40 tokens, which is more than a row holds
     group(300, [0, 2], [0.0, 1.0]),
     group(400, [3, 3], [0.25, 0.75]),
 ]
@@ -54,7 +54,7 @@ def test_every_token_is_packed_once_with_its_logprob_and_advantage(row_tokens):
 
 
 def test_a_row_is_as_long_as_its_longest_sequence_needs():
-    """A prompt of 3 tokens and a completion of 12 do not fit a row of 8."""
+    """A prompt of 3 tokens and a completion of 12 do not fit a row of 8, so they get a row of 15."""
     assert max(len(micro.pack.tokens_T) for micro in packed(row_tokens=8)) == 15
     assert sum(len(micro.advantage_N) for micro in packed(row_tokens=8)) == sum(group.n_tokens for group in GROUPS)
 
@@ -130,13 +130,15 @@ def test_environment_tokens_change_the_logprobs_of_later_tokens_only(tiny_model)
 REWARDS = torch.tensor([1.0, 0.0, 0.25, 0.9, 0.0])
 
 
-def test_advantages_are_rewards_minus_the_mean_optionally_over_the_sample_std():
+def test_advantages_are_rewards_minus_the_mean_optionally_divided_by_the_sample_std():
     expected = torch.tensor([0.57, -0.43, -0.18, 0.47, -0.43])
     torch.testing.assert_close(group_advantages(REWARDS, normalize_std=False), expected)
     assert float(group_advantages(REWARDS, normalize_std=True).std(correction=1)) == pytest.approx(1, abs=1e-4)
     (micro,) = packed(row_tokens=512, normalize_std=True)
     result = dict(zip(micro.pack.target_N.tolist(), micro.advantage_N.tolist(), strict=True))
-    size = len(GROUPS[0].completions)  # half of the rewards are 1, so each advantage is 1 / 2 over the sample std
+    size = len(
+        GROUPS[0].completions
+    )  # half of the rewards are 1, so each advantage is 1/2 or -1/2, divided by the sample std
     for token in GROUPS[0].completions[0]:
         assert abs(result[token]) == pytest.approx(math.sqrt((size - 1) / size), abs=1e-4)
     for dtype in (torch.float64, torch.int64, torch.bool):

@@ -1,4 +1,4 @@
-"""For each loss.kind, an update's loss equals the loss without packing, and uses the right behaviour logprobs."""
+"""For each loss.kind, an update's loss equals the loss without packing. An update uses the right behaviour logprobs."""
 
 from dataclasses import replace
 from typing import Any
@@ -68,7 +68,7 @@ def test_only_unchecked_logprobs_are_recomputed(tiny_folder, tmp_path, row_token
         )
         for claim in (lambda group: group.behaviour, lambda group: [[-49.0] * len(own) for own in group.behaviour])
     ]
-    assert figures[0]["loss"] == figures[1]["loss"], "neither claim is used"
+    assert figures[0]["loss"] == figures[1]["loss"], "the loss depends on the worker's claim"
     assert 0.0 < figures[0]["policy/mismatch_kl"] < learner.train(make_groups())["policy/mismatch_kl"]
 
 
@@ -86,7 +86,7 @@ def test_recomputed_logprobs_are_those_at_the_start_of_the_step(tiny_folder, tmp
     learner = alone(tiny_folder, tmp_path, row_tokens=512, optimizer_steps_per_step=3)
     figures = learner.train(unchecked())
     assert learner.policy.updates == 3
-    assert figures["policy/mismatch_kl"] > 0  # 0 only in the first update
+    assert figures["policy/mismatch_kl"] > 0  # the later updates differ from the start of the step
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 4}}], ids=["weights", "adapters"])

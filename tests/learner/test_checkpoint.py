@@ -69,7 +69,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tiny_folder, tmp
     assert resumed.updates == straight.updates == 4
 
 
-EMPTY = -1  # in `train`: an update without any gradient
+EMPTY = -1  # makes `train` do an update without any gradient
 
 
 @pytest.mark.parametrize("plan", [[0, EMPTY, 1, 2], [EMPTY, 0, EMPTY, 1]], ids=["later updates", "the first update"])
@@ -143,7 +143,7 @@ def test_an_incomplete_checkpoint_is_skipped_with_a_warning_and_written_again(ti
     policy = fresh(tiny_folder)
     train(policy, 0)
     save(policy, 1, tmp_path)
-    # as if the learner was killed while it wrote the next checkpoint
+    # These files look as if the learner was killed while it wrote the next checkpoint.
     shutil.copytree(tmp_path / "step-000001", tmp_path / ".step-000002")
     next((tmp_path / ".step-000002").glob("*.safetensors")).write_bytes(b"half")
     with caplog.at_level(logging.WARNING, logger="shoal"):
@@ -177,7 +177,7 @@ def test_a_checkpoint_with_a_flipped_bit_is_refused(tiny_folder, tmp_path):
     assert Checkpoints(tmp_path, fresh(tiny_folder)).restore().step == 1
 
 
-def test_the_newest_checkpoints_are_kept(tiny_folder, tmp_path):
+def test_only_the_newest_checkpoints_are_kept(tiny_folder, tmp_path):
     policy = fresh(tiny_folder, keep_last=2)
     for step in (0, 4, 8, 12, 16):
         save(policy, step, tmp_path)
@@ -209,7 +209,7 @@ def test_the_optimizer_waits_for_the_checkpoint_being_written(tiny_folder, tmp_p
 
     monkeypatch.setattr(hf_storage.HuggingFaceStorageWriter, "write_data", slow)
     checkpoints = Checkpoints(tmp_path, policy)
-    checkpoints.begin(LearnerProgress(step=1))  # returns before anything is written
+    checkpoints.begin(LearnerProgress(step=1))  # this returns before anything is written
     assert steps(tmp_path) == [".step-000001"]
     wait = policy.before_update
     monkeypatch.setattr(policy, "before_update", lambda: (is_moving.set(), wait()))

@@ -41,7 +41,7 @@ def fetched(store: Store, quarantine: Path, *members: tuple[int, int], step: int
 
 
 def changed(data: bytes) -> bytes:
-    """Change the nonce in the header."""
+    """Change the nonce in the header, so that the signature no longer matches."""
     return data.replace(b"0" * 32 + b'"', b"1" * 32 + b'"')
 
 
@@ -87,8 +87,10 @@ def test_groups_are_in_the_order_of_the_batch_and_each_file_is_read_once(quarant
         *("no completion", "no prompt"),
     ],
 )
-def test_a_file_of_another_origin_or_with_incomplete_groups_is_left_out(data, message, quarantine, caplog):
-    """Such a file must not stop the learner, because a restarted learner gets the same batch again."""
+def test_a_group_by_another_signer_or_of_another_run_or_version_or_incomplete_is_left_out(
+    data, message, quarantine, caplog
+):
+    """Such a group must not stop the learner, because a restarted learner gets the same batch again."""
     result = fetched(Store(data, accepted()), quarantine, (0, 2), (1, 0))
     assert ([group.submission for group in result.groups], result.foreign) == ([submission(1)], 1)
     assert re.search(message, caplog.text)
@@ -191,7 +193,7 @@ def test_outlines_are_encoded_exactly():
 
 
 def test_a_groups_arrays_are_views_of_its_file(quarantine):
-    """Views take no memory beyond the file's 8 bytes per token."""
+    """A view uses no memory beyond that of the file, which holds 8 bytes per token (an int32 and a float32)."""
     [group] = fetched(Store(accepted()), quarantine, (0, 1)).groups
     assert [(array.dtype, array.base is not None) for array in (group.prompt, *group.completions)] == [
         (np.int32, True)

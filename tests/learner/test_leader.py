@@ -83,12 +83,12 @@ def test_the_next_steps_files_are_prefetched_once(tmp_path):
     pool, config = Slow(*files()), run_config(2, {})
     incoming = IncomingBatches(pool, Ranks(), config, tmp_path)  # type: ignore[arg-type]
     incoming.prefetch(1)
-    assert pool.fetched.wait(60), "the file is fetched before anyone waits for it"
+    assert pool.fetched.wait(60), "the file was not fetched before the wait for its batch"
     actual = incoming.wait(1, threading.Event())
     assert actual is not None
     assert [group.submission for group in actual.fetched.groups] == [submission(1)] * 5
     assert pool.requests == [f"/v1/accepted/{submission(1)}"]
-    assert pool.activities == ["the batch of step 2", "training step 2"], "activities count steps from 1"
+    assert pool.activities == ["the batch of step 2", "training step 2"], "activities must count steps from 1"
 
 
 def test_an_error_in_the_prefetch_ends_the_wait_on_all_ranks(tmp_path):
@@ -120,7 +120,7 @@ def on_rank(rank: Any, read: Callable[[], int]) -> int:
 
 
 def never(*_: Any) -> Any:
-    raise AssertionError("only the leader reads")
+    raise AssertionError("this function must not be called")
 
 
 def refuse() -> int:

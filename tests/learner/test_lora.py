@@ -1,4 +1,4 @@
-"""Training, publishing, merging and saving with LoRA."""
+"""With LoRA, only adapters are trained. They are published, merged and saved so that the model computes the same."""
 
 import json
 from pathlib import Path
@@ -87,7 +87,7 @@ def gain(micro: MicroBatch, logp_N: torch.Tensor) -> float:
     return float((logp_N.detach() * micro.advantage_N).double().sum())
 
 
-def test_with_exact_numerics_on_policy_logprobs_are_equal(tiny_folder, tmp_path):
+def test_with_exact_numerics_the_learner_and_a_loaded_version_compute_equal_logprobs(tiny_folder, tmp_path):
     skip_unless_exact("bfloat16")
     policy = adapted(tiny_folder, dtype="bfloat16", numerics="exact")
     policy.update(batches(), N_TOKENS)

@@ -20,7 +20,7 @@ D = 200.0
 
 
 def section(kind: LossKind = "grpo", **changed: Any) -> LossSection:
-    """Return settings without KL and entropy bonus. gspo's clip range is widened, but random rollouts leave it."""
+    """Return settings without KL and entropy bonus. gspo's clip range is wide here, but random rollouts still leave it."""
     wide = {"epsilon": 0.15} if kind == "gspo" else {}
     return LossSection(**{"kind": kind, "beta": 0.0, "entropy": 0.0} | wide | changed)
 
@@ -35,7 +35,7 @@ def case(seed: int = 0) -> dict[str, Tensor]:
     behaviour_N = -normal().abs() - 0.1
     drift_N = 6 * torch.rand(N, generator=generator, dtype=torch.float64) - 3
     rollout_N = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    # whole rollouts drift, too
+    # Whole rollouts drift, too, so that gspo's ratios vary.
     shift_R = 2.5 * torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)
     return {
         "logp_N": (behaviour_N + 0.5 * drift_N + 0.5 * shift_R[rollout_N]).clamp(max=-1e-3),
@@ -122,7 +122,7 @@ def test_the_random_data_reaches_every_bound(kind):
 
 
 def test_two_sided_clipping_is_dual_clip_ppo_with_c_equal_to_delta():
-    """arXiv 1912.09729, equation 5: max(min(r A, clip(r) A), c A) where A < 0."""
+    """The formula is equation 5 of arXiv 1912.09729: max(min(r A, clip(r) A), c A) where A < 0."""
     data = case()
     ratio_N, a_N = torch.exp(data["logp_N"] - data["behaviour_N"]), data["advantage_N"]
     ppo_N = torch.minimum(ratio_N * a_N, ratio_N.clamp(0.8, 1.2) * a_N)
@@ -159,7 +159,7 @@ def test_dppo_masks_a_token_that_moved_far_in_the_direction_of_its_advantage(now
     gradient_N = gradient(token(math.log(now), math.log(then), advantage), section("dppo"))
     assert (float(gradient_N) != 0) == moves
     kept_N = gradient(token(math.log(0.1), math.log(0.001), advantage), section("dppo"))
-    assert float(kept_N) == pytest.approx(-20.0 * advantage / D), "the weight of kept tokens is bounded"
+    assert float(kept_N) == pytest.approx(-20.0 * advantage / D), "the weight of a kept token must be cut at delta"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,7 +172,7 @@ def test_every_kind_equals_the_policy_gradient_if_on_policy_and_all_rollouts_hav
     terms = policy_loss(**data | {"logp_N": logp_N}, denominator=of_batch, settings=settings)
     (gradient_N,) = torch.autograd.grad(terms.loss, logp_N)
     expected_N = data["advantage_N"]
-    if kind == "gspo":  # gspo averages over the rollout; this data has an advantage per token
+    if kind == "gspo":  # gspo averages over a rollout, but in this data each token has its own advantage
         expected_N = expected_N.view(3, 100).mean(1).repeat_interleave(100)
     torch.testing.assert_close(gradient_N, -expected_N / 300)
 
@@ -232,7 +232,7 @@ def test_every_reported_sum_is_finite_for_impossible_logprobs(kind):
     data["logp_N"].requires_grad_()
     terms = policy_loss(**data, denominator=float(n), settings=section(kind, beta=0.001))
     assert {name for name, value in vars(terms).items() if isinstance(value, Tensor)} == {"loss"}, (
-        "the reported sums are plain floats"
+        "the reported sums must be plain floats"
     )
     assert all(math.isfinite(float(torch.as_tensor(value).detach())) for value in vars(terms).values())
 
@@ -248,7 +248,8 @@ def test_a_ratio_too_large_for_float32_gives_no_gradient_if_ratios_are_clipped(k
 
 @pytest.mark.parametrize("d", [-30.0, -1.0, 0.5, 7.9, 8.1, 15.0, 300.0])
 def test_the_gradient_of_k3_points_towards_the_reference_and_is_bounded(d):
-    """Without a bound, a token at d = 15 would outweigh three million others. A constant bound has no gradient."""
+    """Without a bound, a token at d = 15 would outweigh three million others. If k3 were constant beyond the bound, it
+    would have no gradient there."""
     logp = torch.tensor(-400.0, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(k3(logp, torch.tensor(d - 400.0, dtype=torch.float64)), logp)
     assert float(slope) == pytest.approx(1 - math.exp(min(d, 8.0)))
@@ -280,7 +281,7 @@ CLIPPED = {"clip_low": 1, "clip_high": 2, "clip_delta": 2}
         ("grpo", CLIPPED),
         ("gspo", CLIPPED),
         ("cispo", {"clip_low": 0, "clip_high": 0, "clip_delta": 3}),
-        # probabilities: 0.15 at sampling; 0.075, 0.195, 0.75 now
+        # All tokens had a probability of 0.15 at sampling. Now it is 0.075, 0.135, 0.15, 0.195 or 0.75.
         ("dppo", {"clip_low": 1, "clip_high": 1, "clip_delta": 2}),
     ],
 )
@@ -358,5 +359,5 @@ def test_unset_bounds_default_to_those_of_the_kind(values, bounds):
 
 
 @pytest.mark.parametrize("kind", ["gspo", "cispo", "dppo"])
-def test_a_small_delta_is_accepted_if_the_kind_does_not_clip_with_it(kind):
+def test_a_delta_of_1_1_is_accepted_if_the_kinds_clip_range_does_not_reach_it(kind):
     assert LossSection(kind=kind, delta=1.1).delta == 1.1

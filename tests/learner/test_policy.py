@@ -1,4 +1,4 @@
-"""One update: the weights that it changes, how its batch is split, and errors when memory runs out."""
+"""An update changes the right weights, however its batch is split. If memory runs out, the error says what to change."""
 
 from dataclasses import replace
 from typing import get_args
@@ -67,7 +67,7 @@ def test_a_diverged_update_does_not_affect_the_next_update(tiny_folder, bad):
 
 
 def assert_same_gradients(one: Policy, other: Policy) -> None:
-    """Compare Adam's averaged gradients, because its first step is only lr * sign(gradient)."""
+    """Compare Adam's averaged gradients, because its first step, lr * sign(gradient), does not show the gradient's size."""
     for a, b in zip(one.optimizer.state.values(), other.optimizer.state.values(), strict=True):
         torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-3, atol=1e-7)
 
@@ -101,14 +101,14 @@ def test_gradients_move_to_the_masters_as_soon_as_they_are_complete(tiny_folder)
 
 
 def flat() -> list[MicroBatch]:
-    """Return rows with advantages of 0: only KL and entropy have a gradient."""
+    """Return rows with advantages of 0, so that only KL and entropy have a gradient."""
     return [replace(micro, advantage_N=torch.zeros_like(micro.advantage_N)) for micro in batches()]
 
 
 def test_beta_and_entropy_have_a_gradient_and_only_beta_needs_a_reference(tiny_folder):
     free, held = make_policy(tiny_folder), make_policy(tiny_folder, loss={"beta": 0.5})
     assert free.reference is None and free.update(flat(), N_TOKENS)["optim/grad_norm"] == 0
-    # the policy still equals the reference
+    # The KL is 0 here, because the policy still equals the reference.
     assert held.update(batches(), N_TOKENS)["policy/kl"] == pytest.approx(0.0, abs=1e-5)
     moved = held.update(flat(), N_TOKENS)
     assert moved["policy/kl"] > 0 and moved["optim/grad_norm"] > 0

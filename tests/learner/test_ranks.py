@@ -61,7 +61,7 @@ def files(tmp_path_factory) -> Path:
 
 
 def length_of(name: str) -> dict[str, Any]:
-    """Return the steps and the dtype of this run."""
+    """Return the number of steps and the dtype of this run."""
     dtype = "bfloat16" if name == "bfloat16" else "float32"
     return {"steps": STEPS if name == "float32" else 2, "dtype": dtype}
 
@@ -122,7 +122,7 @@ def alone(tiny_folder, files, tmp_path_factory, one_thread) -> Path:
 def models(tiny_folder, tmp_path_factory) -> dict[str, Path]:
     """Models to load in shards, by name."""
     folder = tmp_path_factory.mktemp("models")
-    # 61 rows cannot be divided equally among the ranks
+    # The 61 rows of the embedding cannot be divided equally among the ranks.
     untied = tiny_llama(2, tie_word_embeddings=False, vocab_size=61, num_hidden_layers=3)
     untied.save_pretrained(folder / "untied", max_shard_size="500KB")  # float32, in several files
     assert (folder / "untied" / INDEX).exists()
@@ -207,7 +207,7 @@ def test_several_ranks_train_as_one_does(request, alone, ranks, name):
 
 
 def test_each_step_changes_the_published_weights(alone):
-    """Otherwise the test above would also pass for ranks that train nothing."""
+    """If no step changed them, the test above would also pass for ranks that train nothing."""
     for number in range(STEPS):
         before, after = version(alone / "float32", number), version(alone / "float32", number + 1)
         assert sum(not torch.equal(before[name], after[name]) for name in before) > len(before) / 2
@@ -246,7 +246,7 @@ def findings(folder: Path, name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("ranks", "name"), cases(QUICK, SHARDED))
 def test_loading_in_shards_gives_the_same_bits_as_loading_whole(request, ranks, name):
     for rank, result in enumerate(findings(request.getfixturevalue(ranks), name)):
-        assert result["sharded"] and result["loaded whole"], "otherwise there is nothing to compare"
+        assert result["sharded"] and result["loaded whole"], "one policy must be loaded in shards and the other whole"
         assert result["differ"] == []
         assert result["generation"] and result["tied"] == (name != "untied")
         assert rank == 0 or result["published elsewhere"] == 0
@@ -258,7 +258,7 @@ def test_no_rank_reads_or_keeps_more_than_its_share(request, ranks, name):
     results = findings(request.getfixturevalue(ranks), name)
     for result in results:
         share = result["whole_bytes"] / len(results)
-        # read once to compare and once to train
+        # Each tensor is read once to compare and once to train.
         assert result["read_bytes"] == pytest.approx(2 * result["stored_bytes"] / len(results), rel=0.01)
         assert share < result["compared_bytes"] < share + 0.35 * result["whole_bytes"]
         assert result["peak_bytes"] < share + 0.35 * result["whole_bytes"]
@@ -274,7 +274,7 @@ def test_a_model_with_other_tensor_names_is_loaded_whole(four):
 
 @pytest.mark.parametrize("name", ["float32", "lora"])
 def test_two_ranks_publish_the_same_files_as_one(two, alone, name):
-    """Only the first version has the same weights for both, so compare that."""
+    """Only the first version is compared, because later versions differ by rounding."""
     versions = [folder / name / "versions/v000000" for folder in (two, alone)]
     first, second = ({path.name: path.read_bytes() for path in version.iterdir()} for version in versions)
     assert first.keys() == second.keys()

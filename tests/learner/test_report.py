@@ -1,4 +1,4 @@
-"""Metrics of a step: FLOPs, batches, updates, speed, memory."""
+"""A step's metrics of FLOPs, batches, updates, speed and memory have the right values and units."""
 
 import math
 
@@ -110,7 +110,7 @@ def test_policy_sums_become_means_per_token_and_norms_become_means_per_update():
     assert update_metrics(updates) == result
     empty = [(0, {"policy/entropy": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1})]
     assert update_metrics(empty) == {"optim/skipped": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1}, (
-        "no token was trained"
+        "without trained tokens, sums per token must be left out"
     )
 
 
@@ -123,7 +123,7 @@ def test_mfu_counts_only_training_time_but_tokens_per_second_counts_the_whole_st
 def test_memory_is_measured_in_bytes():
     figures = memory_metrics("cpu")
     assert set(figures) == {"memory/rss_peak_bytes"}
-    assert 50e6 < figures["memory/rss_peak_bytes"] < 1e12, "torch alone needs more than 50 MB"
+    assert 50e6 < figures["memory/rss_peak_bytes"] < 1e12, "torch alone needs 50 MB, so the unit must be wrong"
 
 
 def test_sync_bytes_is_the_size_of_the_versions_files(tmp_path):

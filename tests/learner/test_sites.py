@@ -1,4 +1,4 @@
-"""The learner at one or two sites: sharing a batch, and the return of a site that died."""
+"""Learners at one or two sites share each batch. A site that died returns, and the other one goes on."""
 
 import threading
 import time
@@ -68,7 +68,7 @@ def versions(folder: Path) -> dict[str, bytes]:
 
 
 def records(pool: Pool) -> dict[int, StepRecord]:
-    """Return the first record of each step: the coordinator keeps only that."""
+    """Return the first record of each step, because the coordinator keeps only that one."""
     result: dict[int, StepRecord] = {}
     for report in pool.reports:
         signed = Signed.model_validate_json(report.record)
@@ -85,7 +85,7 @@ def test_one_site_with_one_update_per_step_equals_the_plain_learner_bit_for_bit(
     config, pool = sites_config(2, 1, **lora), SitePool(*files)
     assert config.learner.optimizer_steps_per_step == 1
     meeting = meeting_of(tiny_folder, tmp_path / "meet", config)
-    assert (meeting.terms.shapes.size < 60_000) == bool(lora), "only adapters are transferred"
+    assert (meeting.terms.shapes.size < 60_000) == bool(lora), "with LoRA, only the adapters must be transferred"
     assert site(tiny_folder, tmp_path, pool, meeting, config, "site-0").run(threading.Event()) == "finished"
     plain, merged = versions(tmp_path / "plain"), "model/model.safetensors"
     assert plain == versions(tmp_path / "site-0") == versions(tmp_path / "meet")
@@ -98,7 +98,7 @@ def test_one_site_with_one_update_per_step_equals_the_plain_learner_bit_for_bit(
         assert report.metrics["sites/site-0/computed_s"] > 0 < report.metrics["sites/site-0/sent_bytes"]
 
 
-def test_a_site_that_dies_costs_its_share_of_one_batch_and_returns(tiny_folder, tmp_path):
+def test_if_a_site_dies_only_its_share_of_one_batch_is_lost_and_it_can_return(tiny_folder, tmp_path):
     steps, clock, stop = 4, Clock(), threading.Event()
     config, pool = sites_config(steps, 2), SitePool(*(step_file(step) for step in range(steps)))
     meeting = meeting_of(tiny_folder, tmp_path / "meet", config, clock)
@@ -188,7 +188,9 @@ def test_every_group_belongs_to_exactly_one_site(count):
     sizes = [list(result.values()).count(name) for name in sites]
     assert max(sizes) - min(sizes) <= 1 and sum(sizes) == 12
     terms = Terms(Shapes({}), rounds=1, items=lambda _: 12)
-    assert [terms.weight(0, name, sites) for name in sites] == sizes, "the meeting weights a site by its groups"
+    assert [terms.weight(0, name, sites) for name in sites] == sizes, (
+        "the meeting must weight each site by its number of groups"
+    )
 
 
 def test_only_groups_of_sites_in_the_rounds_average_are_counted():

@@ -40,7 +40,7 @@ def groups(talkative_folder, echo) -> list[Group]:
 
 
 def test_the_learners_logprobs_equal_those_in_the_file(talkative_folder, groups):
-    """So a row's behaviour logprobs and targets belong to the same tokens."""
+    """Because they are equal, a row's behaviour logprobs and targets must belong to the same tokens."""
     policy = make_policy(talkative_folder)
     assert any(turns for group in groups for turns in group.turns)
     assert [implausible_value(group) for group in groups] == ["", ""]

@@ -1,4 +1,4 @@
-"""The updates of a step: their groups and denominators, AdamW, and how rows are dealt to the ranks."""
+"""A step's updates have the right groups and denominators and follow AdamW, and their rows are dealt to the ranks."""
 
 import random
 from dataclasses import replace
@@ -19,7 +19,7 @@ from .support import alone, batches, equal, make_groups, make_policy, state
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 UPDATES, MAX_TOKENS = 8, 16
-# No clipping, because a clipped gradient does not show its denominator.
+# Gradients are not clipped, because a clipped gradient does not show its denominator.
 SECTION: dict[str, Any] = {"grad_clip": 1e9, "optimizer_steps_per_step": UPDATES, "row_tokens": 64}
 
 
@@ -51,7 +51,7 @@ def test_each_of_eight_updates_has_its_own_share_and_denominator(tiny_folder, tm
         losses.append(by_hand.update(rows, float(over))["loss"])
     assert trained.policy.updates == UPDATES
     assert figures["loss"] == pytest.approx(sum(losses) / UPDATES)
-    # the state includes the moments, which depend on the size of each gradient
+    # The state includes the moments, which depend on the size of each gradient.
     assert equal(state(trained.policy), state(by_hand))
 
 
@@ -62,7 +62,8 @@ def test_fewer_groups_than_updates_get_one_update_each(tiny_folder, tmp_path):
 
 
 def test_the_ratio_of_every_update_is_relative_to_the_sampling_policy(tiny_folder, tmp_path):
-    """So the ratio is not 1 in later updates. Relative to the policy before each update it would be 1."""
+    """Therefore the ratio is 1 in the first update and not in the second. Relative to the policy before each update, it
+    would be 1 in both."""
     trained = alone(tiny_folder, tmp_path, **SECTION | {"optimizer_steps_per_step": 2})
     on_policy = []
     for group in groups(2):
@@ -133,7 +134,7 @@ class Wired(Ranks):
     def deal(self, messages: Any, size_bytes: int) -> bytes:
         if messages is not None:
             self.box[:] = messages
-        assert len(self.box[self.rank]) == size_bytes, "the rank expects a message of this size"
+        assert len(self.box[self.rank]) == size_bytes, "the message must have the size that the rank expects"
         return self.box[self.rank]
 
 
@@ -156,7 +157,7 @@ def test_each_rank_gets_its_own_rows_and_all_ranks_together_have_those_of_one_ra
     for micro in wanted:
         assert_same_row(by_tokens[tuple(micro.pack.tokens_T.tolist())], micro)
     together = [[each.checked for each in own] for own in dealt]
-    assert all(flags == together[0] for flags in together), "all ranks know which rows are unchecked"
+    assert all(flags == together[0] for flags in together), "all ranks must know in which turns rows are unchecked"
     assert set(together[0]) == {True, False}
 
 

@@ -138,7 +138,9 @@ def test_long_conversations_are_dropped_with_one_warning(tiny_folder, rows, capl
         data = data_of(tiny_folder, config(rows, max_tokens=24, eval_frac=0))
     assert data.train and max(len(example.tokens) for example in data.train) <= 24 and not data.heldout
     [line] = caplog.messages
-    assert line.startswith(f"dropped {20 - len(data.train)} of 20 conversations: longer than sft.max_tokens = 24")
+    assert (
+        line == f"dropped {20 - len(data.train)} of 20 conversations, because they are longer than sft.max_tokens = 24"
+    )
 
 
 def test_a_conversation_that_is_far_too_long_is_encoded_only_once(tiny_folder, tmp_path, monkeypatch):

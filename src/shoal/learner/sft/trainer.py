@@ -87,7 +87,7 @@ def load_data(tokenizer: Any, folder: Path, config: Config) -> Data:
                 fitting.append(example)
     if len(fitting) < count:
         log.warning(
-            "dropped %d of %d conversations: longer than sft.max_tokens = %d",
+            "dropped %d of %d conversations, because they are longer than sft.max_tokens = %d",
             count - len(fitting),
             count,
             settings.max_tokens,
