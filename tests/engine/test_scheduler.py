@@ -72,7 +72,7 @@ def assert_same(groups: Groups, expected: Groups) -> None:
             assert torch.equal(one.hidden_TH, other.hidden_TH)
 
 
-def test_a_free_row_is_filled_at_once_and_no_bit_of_a_completion_changes(exact: TorchEngine, alone: Groups) -> None:
+def test_a_free_row_is_filled_again_at_once_and_no_bit_of_a_completion_changes(exact: TorchEngine, alone: Groups) -> None:
     engine, counts = limited(exact, SchedulerLimits(rows=3)), []
     watch(engine, lambda touched: counts.append((len(touched), len(engine._scheduler.waiting))))
     assert_same(engine.generate(PROMPTS, SEEDS, SOME_END), alone)
