@@ -1,16 +1,16 @@
 """Sequential tests by betting: pure mathematics, independent of pools and tokens.
 
 An e-value is the payoff of a bet against the honest hypothesis for one observation. Each function returns the logarithm
-of an e-value, in nats. It bets that:
+of an e-value, in nats. The bets are that:
 
     frequency    events are more frequent than an honest bound per unit of exposure
     share        a figure within [0, 1] is larger on average than an honest bound
     allocation   among several places, those with high values get more events than their exposure explains
 
-`Process` is the capital of several bets on one worker's observations. Each bet stakes its money in parts. At observation
-j it stakes the part w_j = 1 / (j (j + 1)). From then on, each observation multiplies that part by the bet's e-value. So n
-honest observations before a lie cost the bets a factor of only n (n + 1), about 2 ln n nats, however much the earlier
-parts have lost. The money not yet staked after n observations is 1 / (n + 1).
+`Process` is the capital of several bets on one worker's observations. Each bet stakes its money in parts. At
+observation j it stakes the part w_j = 1 / (j (j + 1)). From then on, each observation multiplies that part by the bet's
+e-value. So n honest observations before a lie cost the bets a factor of only n (n + 1), about 2 ln n nats, however much
+the earlier parts have lost. The money not yet staked after n observations is 1 / (n + 1).
 
     capital = mean over bets b of ( R_b + 1 / (n + 1) ),      R_b <- (R_b + w_n) * e_b
 

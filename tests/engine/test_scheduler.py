@@ -72,7 +72,9 @@ def assert_same(groups: Groups, expected: Groups) -> None:
             assert torch.equal(one.hidden_TH, other.hidden_TH)
 
 
-def test_a_free_row_is_filled_again_at_once_and_no_bit_of_a_completion_changes(exact: TorchEngine, alone: Groups) -> None:
+def test_a_free_row_is_filled_again_at_once_and_no_bit_of_a_completion_changes(
+    exact: TorchEngine, alone: Groups
+) -> None:
     engine, counts = limited(exact, SchedulerLimits(rows=3)), []
     watch(engine, lambda touched: counts.append((len(touched), len(engine._scheduler.waiting))))
     assert_same(engine.generate(PROMPTS, SEEDS, SOME_END), alone)
@@ -104,7 +106,7 @@ def test_calls_from_several_threads_share_the_batch(exact: TorchEngine, alone: G
             second.append(threading.Thread(target=call, args=("second", slice(0, 1))))
             second[0].start()
             while not engine._new:  # until the second call is queued
-                pass  # wait
+                pass
         return None
 
     call("first", slice(2, 4), respond)

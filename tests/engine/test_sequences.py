@@ -207,8 +207,8 @@ LONG, SHORT, BRIEF = (
 LESS = replace(SHORT, max_tokens=SHORT.max_tokens - 2)
 
 
-# `arrivals` holds (step, model, request) of each completion. `positions` is the cache's size; 300 positions hold two long
-# or six short rows.
+# `arrivals` holds (step, model, request) of each completion. `positions` is the cache's size; 300 positions hold two
+# long or six short rows.
 @pytest.mark.parametrize(
     ("arrivals", "positions", "steps"),
     [

@@ -1,4 +1,4 @@
-"""Completions of one or several turns equal those of a loop without a cache, and their logprobs those of a forward."""
+"""Completions of one or several turns equal those of a loop without a cache. Their logprobs equal a plain forward's."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-# The fake accepts lm_eval's command line and writes lm_eval's files. A model called right-N solves N of the 10 documents
-# of the task `sums`. For a model called broken, the fake fails.
+# The fake accepts lm_eval's command line and writes lm_eval's files. A model called right-N solves N of the 10
+# documents of the task `sums`. For a model called broken, the fake fails.
 LM_EVAL = """
 import argparse, json, pathlib, sys
 parser = argparse.ArgumentParser()

@@ -78,7 +78,7 @@ def _without_rate_limits(config: Config, identity: Identity, folder: Path) -> Co
 
 
 class _Log(logging.Handler):
-    """Keep the last error that aiohttp's server logged, to report it with a status of 500."""
+    """Keeps the last error that aiohttp's server logged, to report it with a status of 500."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -98,7 +98,7 @@ def _with_header(random: Random, file: _File) -> bytes:
 
 
 def _with_table(random: Random, file: _File) -> bytes:
-    """Return a validly signed file with other types, lengths or encodings. If its rows have a digest, it is right."""
+    """Return a validly signed file with other types, lengths or encodings. If its rows have a digest, the header has it."""
     table, n = file.table, file.table.num_rows
     name = random.choice(SUBMISSION.names)
     at = table.schema.get_field_index(name)
@@ -152,7 +152,10 @@ def _with_number(random: Random, file: _File) -> bytes:
 
 
 def _read(quarantine: Quarantine, data: bytes, rows: list[Rollout] | None) -> str:
-    """Read a file and return the outcome. It may yield only `rows`, or any rows if these are None (signed again)."""
+    """Read a file and return the outcome. The file may yield only `rows`.
+
+    If `rows` is None, the file was signed again and may yield any rows.
+    """
     try:
         result = quarantine.read(data).rows
     except BadSignatureError:

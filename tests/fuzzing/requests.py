@@ -1,5 +1,5 @@
-"""Makes requests to the coordinator: bytes that are not HTTP, garbage on every route, correctly signed garbage from each
-role, and honest requests that advance the run.
+"""Makes requests to the coordinator: bytes that are not HTTP, garbage on every route, correctly signed garbage from
+each role, and honest requests that advance the run.
 
 This module uses only the coordinator's routes and messages, not its internals.
 """

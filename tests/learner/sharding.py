@@ -89,7 +89,7 @@ def memory(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any
 
 
 class Live(TorchDispatchMode):
-    """Measure the peak bytes of the tensors created within the block."""
+    """Measures the peak bytes of the tensors created within the block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ def test_an_update_changes_only_the_adapters(tiny_folder):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lr", [1e-5, 1e-4, 1e-2])
 def test_a_loaded_version_computes_exactly_what_the_learner_computes(tiny_folder, tmp_path, lr, dtype):
-    """If small updates were merged into bf16 weights, rounding would remove them."""
+    """Versions hold the adapters unmerged, because rounding to bf16 would remove small updates from merged weights."""
     policy = adapted(tiny_folder, lr=lr, dtype=dtype)
     (micro,) = batches(512)
     start = gain(micro, policy.logprobs(micro.pack)[0])

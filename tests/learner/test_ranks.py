@@ -3,10 +3,10 @@
 The gradient of a single row is the same on every rank, in both dtypes. Only the order in which the rows' gradients are
 added in float32 may differ, which changes each sum by a relative 1e-7. Over a few updates, losses and norms differ by
 1e-4. A weight moves by lr * m / sqrt(v), whatever the size of the gradient. So if a gradient is only rounding error,
-its weight may move either way, by at most 2 * lr per update. A master halfway between two bf16 numbers may be
-rounded to either, and these are one bf16 step apart (2**-8 of the weight). So a published weight may differ between two
-runs by at most lr plus one step, and all but one weight in a thousand must be equal bit for bit. In bfloat16 this holds
-for only two updates, because one different weight changes the rounding of the next forward pass.
+its weight may move either way. If a master is almost halfway between two bf16 numbers, two runs may round it to
+different ones, which are one bf16 step apart (2**-8 of the weight). The tests require that a published weight differs
+between two runs by at most lr plus one such step, and that all but one weight in a thousand are equal bit for bit. In
+bfloat16 this holds for only two updates, because one different weight changes the rounding of the next forward pass.
 """
 
 import json
@@ -108,7 +108,7 @@ def without_last_step(out: Path, to: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tiny_folder, files, tmp_path_factory, one_thread) -> Path:
-    """Runs on one rank, in folders by name."""
+    """A folder with the runs on one rank. Each run has a folder with its name."""
     folder = tmp_path_factory.mktemp("alone")
     for name in RUNS:
         node = pool(files)
@@ -120,7 +120,7 @@ def alone(tiny_folder, files, tmp_path_factory, one_thread) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tiny_folder, tmp_path_factory) -> dict[str, Path]:
-    """Models to load in shards, by name."""
+    """The models that are loaded in shards, by name."""
     folder = tmp_path_factory.mktemp("models")
     # The 61 rows of the embedding cannot be divided equally among the ranks.
     untied = tiny_llama(2, tie_word_embeddings=False, vocab_size=61, num_hidden_layers=3)
@@ -148,7 +148,7 @@ def checks(models: dict[str, Path], folder: Path, names: list[str]) -> list[dict
 
 @pytest.fixture(scope="module")
 def two(tiny_folder, files, models, tmp_path_factory) -> Path:
-    """Runs and checks on two ranks, in folders by name."""
+    """A folder with the runs and checks on two ranks. Each has a folder with its name."""
     folder = tmp_path_factory.mktemp("two")
     torchrun(
         2, folder, [*(job(tiny_folder, files, folder / name, name) for name in RUNS), *checks(models, folder, QUICK)]
@@ -158,7 +158,7 @@ def two(tiny_folder, files, models, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(tiny_folder, files, models, two, tmp_path_factory) -> Path:
-    """Runs and checks on four ranks, in folders by name. `resumed` repeats the last step of the run of two ranks."""
+    """A folder with the runs and checks on four ranks. Its run `resumed` repeats the last step of the two ranks' run."""
     folder = tmp_path_factory.mktemp("four")
     jobs = [job(tiny_folder, files, folder / name, name) for name in RUNS]
     resumed = without_last_step(two / "float32", folder / "resumed")

@@ -147,7 +147,7 @@ def assert_same_row(result: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_each_rank_gets_its_own_rows_and_all_ranks_together_have_those_of_one_rank(size):
+def test_each_rank_gets_its_own_rows_and_together_they_are_the_rows_of_a_single_rank(size):
     wanted = micro_batches(several(), row_tokens=12, normalize_std=False)
     outlines = [group.outline for group in several()]
     dealt = [deal(planned(several() if rank == 0 else outlines), Wired(rank, size)) for rank in range(size)]

@@ -75,8 +75,8 @@ class PassRates:
     def measure(self, engine: Engine, stop: threading.Event, say: Callable[[int], None]) -> list[PassRate] | None:
         """Return every task's result, or None if `stop` was set before the end.
 
-        `say` is called with the number of tasks done, at the start and after each batch. Raise ShoalError if the results
-        in `out` were made with other settings, the grader fails, or the disk is full.
+        `say` is called with the number of tasks done, at the start and after each batch. Raise ShoalError if the
+        results in `out` were made with other settings, the grader fails, or the disk is full.
         """
         try:
             with self._lock_results() as file:

@@ -1,4 +1,4 @@
-"""The evaluator: measures the held-out accuracy of policy versions, greedy and sampled, during the run.
+"""The evaluator measures the held-out accuracy of policy versions, greedy and sampled, during the run.
 
 It is an ordinary pool member that receives versions through SHARDCAST, so it measures the weights that workers use.
 Invariant: the first and the last version are evaluated on the same tasks with the same seeds. The first version is
@@ -124,7 +124,7 @@ class Evaluator:
         return self.fetched[1]
 
     def evaluate(self, version: int, folder: Path, final: bool) -> Evaluation:
-        """Return one version's held-out accuracy. Only the first and the last version are given all held-out tasks."""
+        """Return one version's held-out accuracy. Versions between the first and the last get fewer tasks."""
         self.examiner.load(self.new_engine(), folder)  # it is a new engine, so that its memory can be freed afterwards
         self.node.policy_version = version
         self.node.doing(f"evaluating version {version}")

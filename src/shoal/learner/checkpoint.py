@@ -1,4 +1,4 @@
-"""Saves and restores the learner: fp32 masters, optimizer state, counters, random state, and the submissions trained on.
+"""Saves and restores the learner: fp32 masters, optimizer state, counters, random state, and submissions trained on.
 
 torch.distributed.checkpoint (DCP) writes safetensors files in the background. Each rank writes its own shards.
 DCP reads the live tensors, not copies. While it writes, the learner may wait for a batch and compute gradients, but its
@@ -62,7 +62,7 @@ class LearnerProgress:
 
 
 class _NoCopy(AsyncStager):
-    """Pass the live tensors to the writer. Call `Checkpoints.finish` before changing them."""
+    """Passes the live tensors to the writer. Call `Checkpoints.finish` before you change them."""
 
     _synchronize_after_execute = False
 

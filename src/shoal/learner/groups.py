@@ -164,7 +164,7 @@ class Fetched:
 
 
 class Gathering:
-    """Read and verify the groups of one step's batch. Each file is read once."""
+    """Reads and verifies the groups of one step's batch. Each file is read once."""
 
     def __init__(self, read: Callable[[str], bytes], *, run: str, config: Config, quarantine: Path) -> None:
         """`read` returns a submission's accepted file."""
@@ -315,7 +315,7 @@ class StepBatch:
 
 
 class IncomingBatches:
-    """Wait for each step's batch. `node` is the leader's connection to the pool, and None on the other ranks."""
+    """Waits for each step's batch. `node` is the leader's connection to the pool, and None on the other ranks."""
 
     def __init__(self, node: Node | None, ranks: Ranks, config: Config, quarantine: Path) -> None:
         self.node = node
@@ -365,7 +365,7 @@ class IncomingBatches:
 
 
 class Prefetch(threading.Thread):
-    """Fetch a step's files while the previous step trains."""
+    """Fetches a step's files while the previous step trains."""
 
     def __init__(self, step: int, node: Node, gathering: Gathering) -> None:
         super().__init__(name=f"prefetch of step {step}", daemon=True)

@@ -1,4 +1,4 @@
-"""The learner's loop: wait for a batch, train, publish, checkpoint, report. It never waits for one worker or relay.
+"""The learner's loop: wait for a batch, train, publish, checkpoint, report. It never waits for any single worker or relay.
 
 Publishing writes `versions/vN`. The origin (`cli/origin_and_relay`) watches that folder and serves new versions.
 Workers download them through relays (`worker/loop`), and generate with their older version until then.

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from shoal.config.recipe import LossKind, LossSection
 
-# Log ratios are cut here, far beyond the log of any delta, because exp must not overflow. In float32, exp(89) is inf, and
-# its gradient is NaN even where J is clipped.
+# Log ratios are cut here, far beyond the log of any delta, because exp must not overflow. In float32, exp(89) is inf,
+# and its gradient is NaN even where J is clipped.
 MAX_LOG_RATIO = 80.0
 MAX_LOG_REFERENCE = 8.0  # k3 is linear beyond this; its slope there times the default beta is 3, less than delta
 
@@ -144,8 +144,8 @@ def gspo(
 ) -> Surrogate:
     """J = min( min(s, delta) * A, clip(s, 1-epsilon, 1+epsilon_high) * A ), s = exp(mean over the rollout of log r).
 
-    Source: GSPO (arXiv 2507.18071, equations 5 to 7). Every token of a rollout has the rollout's J. The paper has no
-    delta. It bounds the same case as in `grpo` (A < 0, large s). s reaches delta only if a whole rollout got likelier.
+    Source: GSPO (arXiv 2507.18071, equations 5 to 7), which has no delta. Every token of a rollout has the rollout's J.
+    delta bounds the same case as in `grpo` (A < 0, large s). s reaches delta only if a whole rollout got likelier.
     """
     index_N, length_R = _rollouts(rollout_N)
     drift_N = logp_N - behaviour_N

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Training(ABC):
-    """A training run in one folder: `step` of `steps` steps are done."""
+    """A training run in one folder. `step` of its `steps` steps are done."""
 
     def __init__(self, policy: Policy, folder: Path, steps: int) -> None:
         self.policy, self.ranks, self.leads = policy, policy.ranks, policy.ranks.leads

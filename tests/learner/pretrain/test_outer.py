@@ -165,7 +165,7 @@ def test_a_site_without_accepted_offers_resumes_at_its_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_a_site_that_missed_rounds_is_healed_and_records_it(rounds, tmp_path):
+def test_a_site_that_missed_rounds_is_healed_with_the_agreed_state_and_records_that(rounds, tmp_path):
     settings = config(sites=2, wait_s=0.01)
     meeting = meeting_of(tmp_path, settings)
     a, b = (Trainee(f"site-{name}", meeting, settings, tmp_path) for name in "ab")

@@ -1,6 +1,7 @@
 """Two ranks fine-tune as one rank does, except for rounding (see `tests.learner.pretrain.test_ranks`).
 
-Weights are published in bf16, so a master weight halfway between two bf16 numbers may be rounded to either.
+Weights are published in bf16. If a master weight is almost halfway between two bf16 numbers, the two runs may round it
+differently.
 """
 
 import json

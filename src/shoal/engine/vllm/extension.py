@@ -10,7 +10,7 @@ vLLM never takes a prompt's last token from the cache.
 Invariant: each sampled token is recorded under its request and position, with its logprob and its hidden state, or the
 process ends with an error.
 Left out: vLLM's second model runner, which has another interface (`client` turns it off).
-Imported by vLLM in its own environment, in one process (docs/operate.md).
+vLLM imports this module in its own environment, in one process (docs/operate.md).
 """
 
 from collections.abc import Iterator
@@ -48,11 +48,11 @@ class Sampled(NamedTuple):
 
 @dataclass
 class SampleRecord:
-    """The sampled tokens. It is a global, because vLLM creates the sampler and the extension without connecting them."""
+    """The sampled tokens. The record is global, because vLLM does not connect the sampler with the extension."""
 
     hidden_BH: Tensor | None = None  # from which the current step's logits are computed
-    # Keyed by request and position. Each chunk of a long prompt samples a token, too. vLLM discards that token, and here
-    # the next one replaces it.
+    # Keyed by request and position. Each chunk of a long prompt samples a token, too. vLLM discards that token, and the
+    # next one replaces it here.
     sampled: dict[str, dict[int, Sampled]] = field(default_factory=dict)
     count: int = 0  # tokens sampled so far, over all requests
 
@@ -69,7 +69,7 @@ RECORD = SampleRecord()
 
 
 class SeededSampler(LogitsProcessor):  # type: ignore[misc]
-    """Sample every token by Shoal's seeded Gumbel-max, and make its logit infinite, so that vLLM's argmax picks it.
+    """Samples every token by Shoal's seeded Gumbel-max, and makes its logit infinite, so that vLLM's argmax picks it.
 
     Requests set `temperature=0` for vLLM, and their own seed and temperature in `extra_args["shoal"]`.
     """
@@ -93,7 +93,7 @@ class SeededSampler(LogitsProcessor):  # type: ignore[misc]
         process_dict_updates(self.requests, batch_update, new)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Sample and record a token for each row of `logits` (B, V). The logits of the sampled tokens become infinite."""
+        """Sample and record a token for each row of `logits` (B, V). The logits of sampled tokens become infinite."""
         batch = [self.requests[row] for row in range(len(logits))]
         hidden_BH = RECORD.take_hidden(len(logits)).to("cpu", torch.bfloat16)
         for temperature in {request.temperature for request, _ in batch}:

@@ -10,7 +10,7 @@ hold parts of several documents, which attend to each other. Documents are group
 numbers continue from one epoch to the next. `take` returns the next share for this site.
 Invariant: the same files give the same documents with the same numbers. A `TextPlace` identifies the next token: a
 stream moved there continues with the same tokens. Within an epoch no two shares have a document in common.
-Left out: shuffling, masking between documents.
+Left out: shuffling, and masks between documents.
 """
 
 import glob

@@ -1,4 +1,4 @@
-"""Train `bundled:tiny`, a character-level llama of about 3 M parameters that adds two-digit numbers, often correctly.
+"""Trains `bundled:tiny`, a character-level llama of about 3 M parameters that adds two-digit numbers, often correctly.
 
 The loss covers only the answer's tokens. Training stops early, to leave room for reinforcement learning.
 Invariant: the model never sees a sum that `tasks` holds out.
@@ -58,7 +58,7 @@ def tiny() -> Path:
 def train(policy: Policy, section: TaskSection, *, batch: int, until_loss: float, max_steps: int) -> None:
     """Train on `batch` random training tasks per step, until the smoothed loss is below `until_loss`.
 
-    End after `max_steps` in any case.
+    Stop after `max_steps` steps at the latest.
     """
     task_set = tasks.load(section)
     draw = random.Random(0)
