@@ -98,7 +98,7 @@ def test_a_workers_next_rollouts_cannot_be_computed_before_its_assignment(site: 
 
 
 def test_a_file_for_another_nonce_does_not_slash_its_worker(site: Site) -> None:
-    """A coordinator restored from older state assigns a number a second time, with a different nonce."""
+    """A coordinator restored from older state may assign a number again, for another version and with another nonce."""
     before = site.harness.task(ALICE.public)
     data = site.alice.submission(before.model_copy(update={"nonce": "f" * 32}))
     site.upload(site.alice, before, data)

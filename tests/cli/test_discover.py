@@ -38,7 +38,7 @@ def test_discover_shows_the_run_and_what_this_machine_lacks(
     assert "lacks one of these engines: vllm (this machine has torch)" in printed
 
 
-def test_an_open_runs_invite_is_written(
+def test_discover_writes_the_invite_of_an_open_run(
     offered: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "worker.invite"

@@ -66,7 +66,7 @@ def test_incomplete_arguments_say_what_is_missing(
 
 
 @pytest.mark.parametrize("suites", ["sums", "HumanEval,MBPP"])
-def test_path_needs_one_code_suite(suites: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_path_argument_needs_one_code_suite(suites: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = ["--url", "http://127.0.0.1:1/v1", "--served-name", "right-3"]
     assert main(["eval", suites, *server, "--path", "rows.jsonl", "--out", str(folder / "out")]) == USAGE
     assert "--path needs exactly one suite" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def overridden(tmp_path: Path, *overrides: str) -> Config:
 
 
 @pytest.mark.parametrize(("path", "value"), INTELLECT_2.items(), ids=list(INTELLECT_2))
-def test_the_defaults_are_intellect_2s(path: str, value: Any) -> None:
+def test_the_defaults_are_those_of_intellect_2(path: str, value: Any) -> None:
     assert value_at(Config(), path) == value
 
 

@@ -13,7 +13,7 @@
 
 The share of missed tasks is an exponential average over about 8 tasks. It starts at INITIAL_SHARE. So 4 missed tasks
 suspend a new key, and 6 in a row suspend a key with a good record. A task that is uploaded too late does not count as
-missed: the worker was slow, but it did the work.
+missed, because the worker was slow but did the work.
 
 A worker's next task has as many groups as the worker can finish in the pool's median time:
 
@@ -22,8 +22,9 @@ A worker's next task has as many groups as the worker can finish in the pool's m
     not slower, size below base        twice as many, at most base
     faster                             size * median / own time, at most twice as many and at most `workers.largest`
 
-The size does not change which tasks are drawn: a larger task begins with the groups of a smaller one. A group earns the
-same in a task of any size. If a worker has little credit in escrow, its large tasks are always checked whole (`trust`).
+The size does not change which tasks are drawn, because a larger task begins with the groups of a smaller one. A group
+earns the same in a task of any size. If a worker has little credit in escrow, its large tasks are always checked whole
+(`trust`).
 
 Invariants: an open task counts as in progress for at most LATE * MAX_SLOWDOWN median times. A task's size is between 1
 and `workers.largest`; a worker of median speed keeps its size. Times are measured by the coordinator's clock, from task

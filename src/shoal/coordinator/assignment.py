@@ -3,8 +3,8 @@
     nonce = HMAC-SHA256(secret, run, worker, number, version), truncated to 128 bits
 
 Invariants: a worker generates at most `workers.in_flight` tasks at a time, all of one version, and uploads them in
-order. So it cannot skip a task and upload later ones: all its tasks become too old at the same time. A worker cannot
-get different tasks by restarting or by loading older weights. Nonces are unpredictable, and each later task is of the
+order. It cannot skip a task and upload later ones, because all its tasks become too old at the same time. It cannot get
+different tasks by restarting or by loading older weights. Nonces are unpredictable, and each later task is of the
 same version or a newer one. So if a worker picks among its tasks, the others count as missed (see `arrivals`). While a
 worker uploads a file, one more task may be open. That task cannot influence the file, because the file's hash was
 announced first. Only a worker with accepted work has more than one task. No task is assigned while enough work for the

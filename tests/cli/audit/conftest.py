@@ -1,4 +1,4 @@
-"""The recorded run that the audit's tests share. Its workers are paid after one check."""
+"""The recorded run that the audit's tests share. Its workers are paid after one later check."""
 
 from collections.abc import Iterator
 from pathlib import Path

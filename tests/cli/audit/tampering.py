@@ -1,7 +1,7 @@
 """Changes that an attacker can make to a run's folder without its members' keys, each with the link the audit must name.
 
 Every column of every table is changed. Rows and ledger entries are deleted and doubled. Ledger entries are also
-swapped, and the last ones cut off. A file of each kind is changed in one bit, cut short, made longer, deleted, or
+swapped, and the last ones are cut off. A file of each kind is changed in one bit, cut short, made longer, deleted, or
 swapped with another.
 """
 

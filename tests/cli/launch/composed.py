@@ -1,6 +1,6 @@
 """Start the services of deploy/compose.yaml as processes, with their commands and environment but without containers.
 
-Each service's name resolves to its own address in a private network. `/data` is a folder. A service starts once the
+Each service's name resolves to its own address in a private network. A folder replaces `/data`. A service starts once the
 services that it depends on are healthy. The config is replaced by a short tiny run, with one thread for each process.
 Invariant: every process is inside the namespaces that `main` moves this program into, and ends when this program ends.
 `test_composed` starts this program, which needs root on Linux, iproute2 and util-linux.

@@ -2,7 +2,7 @@
 
     internet           this program's namespace, which routes between the sites' public addresses
     trusted, relays    one public address each
-    nat                a public address; masquerades the traffic of home
+    nat                a public address, with which NAT replaces the address of home
     home               a private address, without a route from outside
 
 Invariant: every process is inside the namespaces that `enter_namespaces` moves this program into, and ends when this

@@ -45,7 +45,7 @@ def test_a_chat_template_that_allows_no_environment_is_named(tmp_path: Path, tin
 
 
 @pytest.mark.parametrize(("early", "late", "counts"), [(400.0, 2e11, 4e11), (100.0, 2e11, 2e11)])
-def test_the_faster_of_two_measurements_of_the_machine_counts(
+def test_of_two_measurements_of_the_machine_the_faster_is_used(
     early: float, late: float, counts: float, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.model.dtype.pick", lambda *_: ("float32", {"float32": early}))

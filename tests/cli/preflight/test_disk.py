@@ -37,7 +37,7 @@ def peak(**sections: Any) -> int:
         ({"validator": {"count": Config().validator.count + 1}}, 5 * VERSION),
     ],
 )
-def test_the_estimate_follows_the_settings_that_keep_files(more: dict[str, Any], bytes_more: int) -> None:
+def test_the_estimate_grows_with_settings_that_keep_more_files(more: dict[str, Any], bytes_more: int) -> None:
     assert peak(**more) - peak() == bytes_more
 
 

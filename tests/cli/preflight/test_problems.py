@@ -81,7 +81,7 @@ def test_tasks_that_cannot_be_read_or_graded_are_named(source: dict[str, str], m
         load_tasks(parse(FITTING | {"tasks": {"sources": [source]}}))
 
 
-def test_a_note_counts_the_tasks() -> None:
+def test_loading_tasks_reports_how_many_there_are() -> None:
     assert load_tasks(parse(FITTING)).notes[0] == "arithmetic: 644 tasks to train on, 256 held out"
 
 

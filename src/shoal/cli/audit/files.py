@@ -163,7 +163,7 @@ def _versions(run: AuditedRun, state: AuditState, manifests: dict[int, Manifest]
     if len(state.records) == run.config.run.steps:
         models = [path for path in (root / "model", run.folder / "model") if path.is_dir()]
         if not models:
-            raise BrokenError("model", "missing: a finished run keeps it")
+            raise BrokenError("model", "missing, although a finished run keeps it")
         folders += [(run.config.run.steps, path) for path in models]
     digests = {record.step + 1: record.after for record in state.records}
     if state.records:
@@ -184,7 +184,7 @@ def _checkpoints(run: AuditedRun, state: AuditState) -> list[str]:
     folders = sorted(root.glob("step-*")) if root.is_dir() else []
     steps = run.config.run.steps
     if len(state.records) == steps and (run.folder / "learner").is_dir() and not (root / f"step-{steps:06d}").is_dir():
-        raise BrokenError(f"learner/checkpoints/step-{steps:06d}", "missing: a finished run keeps it")
+        raise BrokenError(f"learner/checkpoints/step-{steps:06d}", "missing, although a finished run keeps it")
     for folder in folders:
         link = str(folder.relative_to(run.folder))
         with checking(link):

@@ -1,7 +1,7 @@
 """Prepare a run: check the device, choose a dtype, build the task set, fetch the model, and try its chat template.
 
 Invariant: a problem that can be found without starting the pool is reported here, with one clear error. Only the
-functions that compute import torch. `shoal run` itself never imports torch: it calls `main` in a child process.
+functions that compute import torch. `shoal run` itself never imports torch, because it calls `main` in a child process.
 """
 
 import argparse

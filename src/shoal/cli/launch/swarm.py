@@ -1,7 +1,7 @@
 """`shoal run`: start, watch and stop all processes of a run on this machine. `shoal pool up` does the same for a pool.
 
 The processes run the same commands as separate machines would, and speak HTTP on loopback. This process holds no state
-that the run needs: if it is killed, its children end, and the run can be resumed.
+that the run needs, so if it is killed, its children end, and the run can be resumed.
 Invariants: when `run` returns, no child is left. This process never imports torch.
 """
 
