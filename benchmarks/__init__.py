@@ -1,1 +1,1 @@
-"""What the pages claim, measured: `python -m benchmarks.FOLDER.NAME`, run in the root of the repository (README.md)."""
+"""Measure what the pages claim. Run `python -m benchmarks.FOLDER.NAME` in the repository's root (README.md)."""

@@ -1,4 +1,4 @@
-"""Shared models: a tiny random llama, and the bundled SmolLM2 (converted and loaded once per session).
+"""Shared models: a tiny random llama, and the bundled SmolLM2, which is converted and loaded once per session.
 
 Many tests share the session-scoped models, so no test may change their weights.
 """
@@ -23,7 +23,7 @@ from .turns import make_talkative, register
 
 __all__ = ["pytest_terminal_summary"]
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores, and small models are fastest on one thread
+if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores, so one thread each is fastest
     torch.set_num_threads(1)
 
 
@@ -81,7 +81,7 @@ def tiny_llama(seed: int, **changed: Any) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Compute on one thread. Small models are slower on several, and far slower if other processes use the cores too."""
+    """Compute on one thread. Small models are slower on several threads, and far slower if the cores are busy too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -116,7 +116,7 @@ def talkative_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def echo() -> Iterator[None]:
-    """Let the configs in a test module name the environments of `turns`."""
+    """Let the configs in a test module name the environment `echo` of `turns`."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         register(monkeypatch)
         yield

@@ -1,4 +1,4 @@
-"""Run a `shoal` command on two ranks, as torchrun would: in two processes that communicate over gloo."""
+"""Run a `shoal` command on two ranks: in two processes that communicate over gloo, as torchrun would start them."""
 
 import multiprocessing
 import os

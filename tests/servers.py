@@ -41,7 +41,7 @@ def postgres_programs() -> Path:
 @contextlib.contextmanager
 def postgres_server() -> Iterator[str]:
     """Start PostgreSQL without syncing to disk. Yield the URL of its database `postgres`."""
-    if url := os.environ.get("SHOAL_TEST_POSTGRES"):  # a server that is already running
+    if url := os.environ.get("SHOAL_TEST_POSTGRES"):  # the URL of a server that is already running
         yield url
         return
     programs, port = postgres_programs(), free_port()
@@ -75,8 +75,8 @@ S3_KEY, S3_SECRET = "AKIASHOALTEST0001", "secretsecretsecret0001"
 def s3_server(kind: str) -> Iterator[str]:
     """Start a server with the bucket `pool`. Yield its URL.
 
-    rclone checks signatures, but ignores `if-none-match` and checksums. moto handles those as S3 does, but does not check
-    signatures. So each is needed.
+    Both kinds are needed. rclone checks signatures, but ignores `if-none-match` and checksums. moto handles
+    `if-none-match` and checksums as S3 does, but does not check signatures.
     """
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shoal[s3]'")
     here = Path(sys.executable).parent

@@ -10,7 +10,7 @@ REMEDY = re.compile(r"make (?:sandbox|servers|browser|evm)\b|pip install .+")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print a line for each command that would let skipped tests run, and one for all other skips."""
+    """Print a line for each command that would let skipped tests run, and one line for all other skipped tests."""
     reasons: dict[str, list[str]] = defaultdict(list)
     for report in terminalreporter.getreports("skipped"):
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)

@@ -109,7 +109,7 @@ def test_every_kind_of_file_has_commands() -> None:
 
 
 def made_by(init: str) -> set[str]:
-    """Return the names of the invites that this `shoal pool init` command makes."""
+    """Return the names of the invites that this `shoal pool init` command creates."""
     return set(invited_nodes(read_config(command_line().parse_args(shlex.split(init)))))
 
 
@@ -117,7 +117,7 @@ def test_the_composed_pool_has_a_service_for_every_invite() -> None:
     commands = [service["command"] for service in services().values()]
     named = {match[1] for text in commands if (match := re.search(r"invites/(\S+)\.invite", text))}
     assert named == made_by(services()["init"]["command"])
-    assert {"coordinator", "origin", "relay"} <= set(services())  # nodes reach them by these names
+    assert {"coordinator", "origin", "relay"} <= set(services())  # nodes reach these services by name
 
 
 def test_the_kubernetes_pool_has_a_pod_for_every_invite_and_every_volume_exists() -> None:
@@ -156,7 +156,7 @@ def test_images_install_the_locked_versions() -> None:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 @pytest.mark.parametrize("name", ["shoal-coordinator.service", "shoal-origin.service", "shoal@worker.service"])
 def test_systemd_accepts_the_units(name: str, tmp_path: Path) -> None:
-    """Only the program and the user may be missing."""
+    """systemd may complain only that the program or the user is missing."""
     source = "shoal@.service" if "@" in name else name
     text = (DEPLOY / "systemd" / source).read_text().replace("/opt/shoal/bin/shoal", "/bin/true")
     (tmp_path / name).write_text(text)

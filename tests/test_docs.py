@@ -1,4 +1,4 @@
-"""README and docs/ match the code and the raw files: links, commands, paths, rooms, checks and figures."""
+"""README and docs/ match the code and the raw files of benchmarks: links, commands, paths, rooms, checks, figures."""
 
 import argparse
 import importlib.util
@@ -31,9 +31,9 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 
-README_LIMIT_BYTES = 6_000  # without comments
+README_LIMIT_BYTES = 6_000  # not counting comments
 RESULTS = ROOT / "benchmarks" / "results"
-RUN_FILES = {"summary.json"}  # JSON files named in pages that are no raw files of benchmarks
+RUN_FILES = {"summary.json"}  # pages name these JSON files, although no benchmark wrote them
 MEASURED = pytest.mark.skipif(not RESULTS.exists(), reason="a source distribution has no benchmarks/results")
 
 
@@ -135,7 +135,7 @@ def test_every_command_in_a_block_can_be_parsed(page: Path) -> None:
         try:
             command_line().parse_args(words)
         except SystemExit:
-            pytest.fail(f"not accepted: {command}")
+            pytest.fail(f"the parser refuses: {command}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -211,7 +211,7 @@ def test_current_figures_are_from_clean_commits_of_this_repository(history: list
 
 
 def value(raw: Any, path: str) -> float:
-    """Return the number at `a/b/c` in a raw file. `*` means all entries, which a word before the path reduces to one."""
+    """Return the number at `a/b/c` in a raw file. `*` matches all entries, and a word before the path combines them."""
     reduce, keys = path.split(" ", 1) if path.split(" ")[0] in REDUCE else ("", path)
     values = [raw]
     for key in keys.split("/"):
@@ -240,7 +240,7 @@ def test_readme_and_results_have_marked_figures() -> None:
     marked = {name_of(page): len(FIGURE.findall(page.read_text())) for page in PAGES}
     assert marked["README.md"] >= 2 and marked["docs/results.md"] >= 8
     for page in PAGES:
-        marks = re.findall(r"[^`]<!-- [\w-]+\.json", page.read_text())  # in backticks they are examples
+        marks = re.findall(r"[^`]<!-- [\w-]+\.json", page.read_text())  # marks in backticks are examples
         assert len(FIGURE.findall(page.read_text())) == len(marks), f"a mark of {page.name} is malformed"
 
 
@@ -262,7 +262,7 @@ def test_the_number_of_honest_submissions_equals_the_raw_files() -> None:
 @MEASURED
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_and_flags_of_benchmark_commands_exist(page: Path) -> None:
-    """A reader's own folders need not exist: `$SHOAL_DATA/...`, `runs/...`, names in capitals."""
+    """Only the reader's own folders need not exist: `$SHOAL_DATA/...`, `runs/...`, names in capitals."""
     text = page.read_text()
     lines = [line for _, block in FENCE.findall(text) for line in block.splitlines()]
     spans = [" ".join(span.split()) for span in SPAN.findall(FENCE.sub("", text))]
@@ -299,10 +299,10 @@ def test_the_architecture_lists_the_rooms_and_their_imports() -> None:
     rooms = load(ROOT / "tests" / "test_layout.py").ROOMS
     assert list(written) == list(rooms)
     for room, imports in rooms.items():
-        assert written[room] == (", ".join(imports) or "–"), f"the row of `{room}` in docs/architecture.md"
+        assert written[room] == (", ".join(imports) or "–"), f"docs/architecture.md must list the imports of `{room}`"
 
 
-def test_the_places_in_the_table_of_questions_exist() -> None:
+def test_the_places_that_the_table_of_questions_names_exist() -> None:
     rows = table((ROOT / "docs" / "architecture.md").read_text(), "| question | place |")
     assert len(rows) >= 10
     for question, place in rows:

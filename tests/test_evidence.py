@@ -1,4 +1,4 @@
-"""A bet pays at most 1 on average if its null hypothesis holds, and more otherwise. Honest workers' capital rarely grows."""
+"""A bet pays at most 1 on average if its null hypothesis holds, else more. An honest worker's capital rarely grows."""
 
 import math
 
@@ -19,7 +19,9 @@ def test_a_frequency_bet_pays_at_most_one_on_average() -> None:
             beyond = (1 - 2 * chance) * math.exp(frequency(0, 1.0, chance, theta / 4)) + 2 * chance * math.exp(
                 frequency(1, 1.0, chance, theta / 4)
             )
-            assert chance == 0.5 or beyond > 1, "a doubled chance pays if the stake is small enough"
+            assert chance == 0.5 or beyond > 1, (
+                "a bet must pay more than 1 if the chance is doubled and the stake is small enough"
+            )
 
 
 def test_a_share_bet_pays_exactly_one_at_the_bound() -> None:
@@ -75,7 +77,7 @@ def test_bets_that_pay_0_nats_leave_the_capital_at_1() -> None:
 
 
 def test_the_capital_is_a_martingale() -> None:
-    """The test computes the mean exactly, over four observations that pay 3 or 1/3 with probabilities that make it 1."""
+    """Each of four observations pays 3 or 1/3, with mean 1. The test computes the mean of their product exactly."""
     total = 0.0
     for outcome in range(16):
         process, chance = Process(), 1.0
@@ -88,7 +90,7 @@ def test_the_capital_is_a_martingale() -> None:
 
 
 def test_honest_capital_exceeds_1_over_alpha_for_at_most_a_fraction_alpha_of_workers() -> None:
-    """1 / alpha is 20 in this test, so that some of the 2,000 workers exceed it: at most 5 %."""
+    """In this test 1 / alpha is 20, so that some of the 2,000 workers exceed it, but at most 5 %."""
     rng = np.random.default_rng(1)
     ever = sum(max(evidence(rng.poisson(0.5, 200), 0.5, 0.4)) >= math.log(20) for _ in range(2_000))
     assert 0 < ever <= 100

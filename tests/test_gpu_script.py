@@ -1,4 +1,4 @@
-"""A dry run of `benchmarks/gpu.sh` does every step on a CPU, so that the script works when a GPU is available."""
+"""A dry run of `benchmarks/gpu.sh` does every step on a CPU, to show that the script will work on a GPU."""
 
 import json
 import os

@@ -9,7 +9,7 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "shoal"
 
-# What each room may import, from the bottom up: only rooms before it in this list.
+# For each room, the rooms that it imports. All of them come before it in this list.
 ROOMS = {
     "errors": [],
     "files": [],
@@ -56,7 +56,7 @@ LIBRARIES = [
 ]
 ROOT_MODULES = {"", "__main__", "errors", "evidence", "files"}
 
-SUB_ROOMS = {  # what each part of a room may import; modules that are not listed may import all parts
+SUB_ROOMS = {  # for each part of a room, the parts that it imports; a module that is not listed may import all parts
     "shardcast": {
         "manifest": [],
         "files": ["manifest"],
@@ -78,7 +78,7 @@ SUB_ROOMS = {  # what each part of a room may import; modules that are not liste
 
 
 def modules() -> dict[str, Path]:
-    """Return the path of every module by its name without `shoal.`. A package has its folder's name."""
+    """Return the path of every module by its name without `shoal.`. A package is listed under its folder's name."""
     names = {path: path.relative_to(SRC).with_suffix("").parts for path in sorted(SRC.rglob("*.py"))}
     return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for path, parts in names.items()}
 
@@ -92,7 +92,7 @@ def tree(name: str) -> ast.Module:
 
 
 def imported(name: str) -> Iterator[str]:
-    """Yield the absolute names of everything that a module imports, also inside functions."""
+    """Yield the absolute names of everything that a module imports, even inside functions."""
     package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
@@ -148,7 +148,7 @@ def reached(start: str) -> set[str]:
 
 def test_imports_are_read_as_python_reads_them() -> None:
     started = own("cli.training")
-    assert "config" in started and "cli.launch.swarm" in started  # by `from shoal import`, and inside a function
+    assert "config" in started and "cli.launch.swarm" in started  # the latter inside a function
     assert "shardcast.fetch.source" in own("shardcast.fetch.client")
     assert "store.rollouts" in own("learner.groups")
     assert not own("files")

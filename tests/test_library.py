@@ -1,4 +1,4 @@
-"""Every code block of docs/library.md runs alone, as a reader would paste it, in a folder with its model."""
+"""Every code block of docs/library.md runs by itself, as a reader would paste it, in a folder with its model."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The wheel and the sdist contain exactly what an installed Shoal needs, and the installed command runs anywhere."""
+"""The wheel and the sdist contain what is needed and nothing else. The installed command runs in any folder."""
 
 import os
 import re
@@ -91,7 +91,7 @@ def test_the_sdist_contains_what_a_build_needs_and_the_docs(dist: Path) -> None:
     with tarfile.open(sdist) as archive:
         inside = {member.name.partition("/")[2]: member for member in archive.getmembers()}
     links = [name for name, member in inside.items() if member.issym() or member.islnk()]
-    assert links == []  # `src/shoal/configs` is a link in a checkout only
+    assert links == []  # only in a checkout, `src/shoal/configs` is a link
     needed = {
         "pyproject.toml",
         "constraints.txt",
@@ -128,7 +128,7 @@ def test_a_file_in_the_current_folder_comes_before_a_packaged_one(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_an_installed_wheel_runs_from_an_empty_folder(dist: Path, tmp_path: Path) -> None:
-    """The wheel's virtual environment uses this one's other packages, so that nothing is downloaded."""
+    """The new virtual environment uses the packages of this one, except Shoal, so nothing is downloaded."""
     venv, empty = tmp_path / "venv", tmp_path / "empty"
     empty.mkdir()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)

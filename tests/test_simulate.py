@@ -8,8 +8,10 @@ from benchmarks.pool.simulate import pool
 
 
 def setting(**changed: Any) -> Any:
-    """Return a pool of one worker, validator and learner. A batch is one submission: 40 s to generate, 4 to check, 20 to
-    train."""
+    """Return a pool of one worker, validator and learner.
+
+    A batch is one submission, which takes 40 s to generate, 4 s to check and 20 s to train on.
+    """
     rig = pool.Rig(group_s=10.0, groups=4, fetch_s=5.0, load_s=1.0, upload_s=2.0)
     own = {"steps": 12, "async_level": 0, "batch": 4, "rigs": [rig], "validators": 1, "validate_s": 1.0}
     return pool.Setting(**(own | {"validate_start_s": 0.0, "train_s": 20.0, "publish_s": 3.0} | changed))
@@ -44,7 +46,7 @@ def test_each_group_without_a_signal_costs_one_more_group() -> None:
 
 
 def test_no_group_is_older_than_the_level_allows_and_links_fetch_only_the_newest_version() -> None:
-    """Versions take longer to arrive than a step takes. The worker skips some, and waits for one that is young enough."""
+    """Versions arrive more slowly than steps end, so the worker skips some and waits for one that is young enough."""
     slow = pool.Rig(group_s=1.0, groups=4, fetch_s=200.0)
     base = setting(rigs=[slow], train_s=5.0, publish_s=0.0, steps=40)
     ages = [pool.Pool(replace(base, async_level=level)).run() for level in (0, 1, 2, 4)]

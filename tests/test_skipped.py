@@ -1,4 +1,4 @@
-"""`make test` lists skipped tests with the commands that install what they need. Checked in a real pytest run."""
+"""`make test` lists skipped tests with the commands that install what they need. A real pytest run checks this."""
 
 import os
 import subprocess

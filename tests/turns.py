@@ -1,4 +1,4 @@
-"""Conversations on a tiny random llama: an environment that often answers, and a model that often ends its turn."""
+"""Conversations of a tiny random llama that often ends its turn with an environment that often answers."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ MAX_TOKENS, MAX_TURNS = 48, 4
 
 
 class Echo(Environment):
-    """Answer with a number that depends on all arguments. End the conversation after a turn of five or more characters."""
+    """Answer with a number derived from all arguments. End the conversation after a turn of at least five characters."""
 
     def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
         if len(turns[-1]) >= 5:
@@ -43,7 +43,7 @@ def config(environment: str = "echo", **sections: Any) -> Config:
 
 
 def make_talkative(folder: Path, to: Path) -> Path:
-    """Copy a tiny model's folder, with many tokens that end a turn."""
+    """Copy a tiny model's folder, and declare many tokens as end tokens."""
     shutil.copytree(folder, to)
     path = to / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": list(ENDS)}))

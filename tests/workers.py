@@ -1,4 +1,4 @@
-"""Producers without coordinator or network, on a tiny random llama. Tests of workers, attacks and validators share them."""
+"""Producers on a tiny random llama, without coordinator or network, for tests of workers, attacks and validators."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +21,10 @@ RUN, GROUPS = "test-0", 2
 
 
 def config(**sections: Any) -> Config:
-    """Return a config for sums that a character tokenizer can write, with two groups per submission. `sections` override
-    it."""
+    """Return a config for sums that a character tokenizer can write. A submission has two groups.
+
+    `sections` override the config.
+    """
     base: dict[str, Any] = {
         "tasks": {"heldout": 16, "prompt": "{question}="},
         "workers": {"groups_per_submission": GROUPS},
@@ -33,7 +35,7 @@ def config(**sections: Any) -> Config:
 
 @dataclass
 class FakeNode:
-    """The part of a `Node` that workers and validators use. It keeps uploads."""
+    """The part of a `Node` that workers and validators use. It keeps what is uploaded."""
 
     identity: Identity = ALICE
     invite: Any = field(default_factory=lambda: SimpleNamespace(run=RUN))

@@ -13,12 +13,12 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
-DIGITS, WIDTH = 6, 120  # digits of a number and characters of a line in raw files
+DIGITS, WIDTH = 6, 120  # most digits of a number, and most characters of a line, in raw files
 WRITTEN = [":!benchmarks/results", ":!docs"]  # git pathspecs that leave out what benchmarks write
 
 
 def command_line() -> str:
-    """Return the command that started this process. Shorten absolute paths to their last part."""
+    """Return the command that started this process, with absolute paths shortened to their last part."""
     return " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.orig_argv[1:])])
 
 
@@ -41,7 +41,7 @@ def describe() -> dict[str, Any]:
 
 
 def commit(tree: Path = ROOT) -> str:
-    """Return the commit of a checkout, with `-dirty` if a tracked file that could change a figure differs from it."""
+    """Return a checkout's commit, with `-dirty` if a changed tracked file could change a figure."""
 
     def git(*argv: str) -> str:
         return subprocess.run(
@@ -53,7 +53,7 @@ def commit(tree: Path = ROOT) -> str:
 
 
 def save(path: Path, result: Any) -> None:
-    """Write a raw file: JSON, with numbers rounded to DIGITS digits. Lists and objects stay on one line where they fit."""
+    """Write a raw file: JSON with numbers rounded to DIGITS digits. A list or object that fits stays on one line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_layout(_rounded(result)) + "\n")
 
@@ -85,6 +85,6 @@ def _layout(value: Any, indent: int = 0) -> str:
 
 
 def cpu_s(pid: int) -> float:
-    """Return user and system seconds of a living process and its living descendants. Linux only."""
+    """Return the user and system seconds of a living process and its living descendants. This works only on Linux."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return time.clock_gettime((~pid << 3) | 2) + sum(cpu_s(int(child)) for child in children)  # clock_getcpuclockid(3)

@@ -1,1 +1,1 @@
-"""DiLoCo: sites that train separately and average their parameters now and then."""
+"""DiLoCo: sites train separately and average their parameters from time to time."""

@@ -8,8 +8,8 @@ them. With n sites, each site makes an AdamW step on 1/n of them. As in the pape
 for a while. All sites start with its weights and moments, and so does data-parallel training.
 
 The sites are simulated: they train in turn in this process. Their offers, averages and outer steps are made by the package's
-own code, and the byte counts are the sizes of its files. A ring all-reduce of float32 gradients sends 2·(n−1)/n·4 bytes per
-parameter and step. Several processes may add to one file.
+own code, and the byte counts are the sizes of the files that it sends. A ring all-reduce of float32 gradients sends
+2·(n−1)/n·4 bytes per parameter and step. Several processes may add to one file.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from shoal.diloco.messages import Figures, Greeting, Terms
 from shoal.diloco.site import Site
 
 RESULT = RESULTS / "diloco.json"
-SEQUENCES, BEFORE, STEPS = 8, 500, 1_500  # sequences of a step; steps before DiLoCo begins; steps after that
+SEQUENCES, BEFORE, STEPS = 8, 500, 1_500  # sequences in a step, steps before DiLoCo begins, and steps after that
 SIZE = Size(
     steps=BEFORE + STEPS,
     lr=1e-3,
@@ -64,11 +64,11 @@ GRID = [
     *(Setting(sites, 50) for sites in (8, 2, 1)),
     *(Setting(sites, steps) for steps in (500, 100) for sites in (4, 8, 2, 1)),
 ]
-EARLIER = {"fragments": 1, "delay": 0, "keep": 0.0}  # settings that only the runs of an earlier commit have
+EARLIER = {"fragments": 1, "delay": 0, "keep": 0.0}  # only runs of an earlier commit recorded these settings
 
 
 def start(train_N: Tensor, seed: int) -> Trainee:
-    """Return the model from which every setting starts, after `BEFORE` data-parallel steps."""
+    """Return the model from which every setting starts. It was trained for `BEFORE` data-parallel steps."""
     trainee = Trainee(train_N, seed, list(range(SEQUENCES)), SIZE)
     for step in range(BEFORE):
         trainee.step(step)
@@ -84,7 +84,7 @@ def dense(first: Trainee, held_N: Tensor) -> dict[str, Any]:
 
 def perplexity_of(tensors: dict[str, Tensor], first: Trainee, held_N: Tensor) -> float:
     network = deepcopy(first.model)
-    network.load_state_dict(tensors, strict=False)  # tied weights have one name
+    network.load_state_dict(tensors, strict=False)  # of tied weights, only one name is in `tensors`
     return perplexity(network, held_N, SIZE)
 
 
@@ -160,7 +160,7 @@ def add(run: dict[str, Any], train_tokens: int) -> None:
 
 
 def table() -> None:
-    """Print held-out perplexity, mean and standard deviation over seeds, and bytes per site and token."""
+    """Print the mean and standard deviation over seeds of held-out perplexity, and the bytes per site and token."""
     stored = read()
     tokens = STEPS * SEQUENCES * SIZE.length
     for setting in GRID:

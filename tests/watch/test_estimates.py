@@ -1,4 +1,4 @@
-"""Estimators compared with known values, enumeration and simulation. All random numbers are seeded."""
+"""Estimators are compared with known values, enumeration and simulation. All random numbers are seeded."""
 
 import itertools
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def avg_at_4(rng: np.random.Generator) -> tuple[list[float], float]:
 
 
 def pass_at_2_of_4(rng: np.random.Generator) -> tuple[list[float], float]:
-    # pass@2 of a question with rate p is 1 - (1 - p)²; for p ~ Beta(0.5, 1): E = 1 - (1 - 2/3 + 1/5) = 7/15
+    # pass@2 of a question with rate p is 1 - (1 - p)². Its mean over p ~ Beta(0.5, 1) is 1 - (1 - 2/3 + 1/5) = 7/15.
     return [pass_at_k(4, int(c), 2) for c in rng.binomial(4, rng.beta(0.5, 1.0, 60))], 7 / 15
 
 
@@ -91,4 +91,4 @@ def test_intervals_cover_the_truth_at_their_nominal_rate(draw: Draw, monkeypatch
         values, truth = draw(rng)
         estimate: Estimate = mean_over_questions(values)
         covered += estimate.low <= truth <= estimate.high
-    assert 0.91 <= covered / 400 <= 0.985  # nominal 95 %, with a standard error of 1.1 %
+    assert 0.91 <= covered / 400 <= 0.985  # the nominal rate is 95 %, and the standard error of this rate is 1.1 %

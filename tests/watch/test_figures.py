@@ -25,9 +25,11 @@ def eta(shown: Snapshot) -> float | None:
     return eta_s(shown.status, shown.history.metrics)
 
 
-def test_the_eta_follows_the_last_steps_and_ignores_a_wrong_clock() -> None:
+def test_the_eta_uses_the_pace_of_the_last_steps_and_tolerates_a_wrong_clock() -> None:
     assert eta(status()) is None
-    assert eta(status(metrics=[step(0, 0.1)], steps=3, now_s=100.0)) == 60  # started at 70, trained at 100
+    assert (
+        eta(status(metrics=[step(0, 0.1)], steps=3, now_s=100.0)) == 60
+    )  # the run started at 70 s and the step was trained at 100 s
     slow_start = [{"time_s": 0.0}, *({"time_s": 1000.0 + 10 * i} for i in range(11))]
     assert eta(status(metrics=slow_start, steps=20, now_s=1104.0)) == 8 * 10 - 4
     assert eta(status(metrics=slow_start, steps=20, now_s=9e9)) == 7 * 10

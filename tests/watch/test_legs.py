@@ -57,4 +57,4 @@ def test_a_runs_time_is_the_sum_of_its_legs_including_the_current_one(tmp_path: 
     os.utime(tmp_path / "legs.json", (1000.0, 1000.0))
     assert wall_s(tmp_path, 1007.0, running=True) == 63.0
     assert wall_s(tmp_path, 1007.0, running=False) == 56.0
-    assert wall_s(tmp_path, 9999.0, running=True) == 56.0, "a leg that was not written for a minute has ended"
+    assert wall_s(tmp_path, 9999.0, running=True) == 56.0, "a leg whose file is older than a minute must count as ended"

@@ -1,4 +1,4 @@
-"""The live view logs each event once and redraws the screen in a terminal; long commands report progress."""
+"""The live view logs each event once. In a terminal it redraws the screen. Long commands report progress."""
 
 import io
 import sys
@@ -109,7 +109,7 @@ def test_in_a_terminal_the_screen_is_redrawn_below_messages() -> None:
     assert "stopping" in text and "soon ?[2J" in text and "\x1b[2J" not in text
     assert "joined:" not in text
     assert text.rindex("30 of 30 steps") > text.index("stopping") > text.index("3 of 30 steps")
-    assert text.endswith("\x1b[?25h")  # shows the cursor again
+    assert text.endswith("\x1b[?25h")  # this code shows the cursor again
 
 
 def sample(n: int, completion: str = "four") -> WorkerSample:

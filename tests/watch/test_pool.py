@@ -1,4 +1,4 @@
-"""`shoal pool status`: the state once, or the live view until the run finishes."""
+"""`shoal pool status` prints the state once, or shows the live view until the run finishes."""
 
 import io
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ FINISHED = status(step=30, state="finished").status
 
 
 def pool(*responses: object, legs: Path | None = None) -> PoolRun:
-    """Return a run whose coordinator gives these responses in turn. For `AWAY`, it is unreachable."""
+    """Return a run whose coordinator gives these responses in turn. Where one is `AWAY`, it is unreachable."""
     states: Iterator[object] = iter(responses)
 
     def respond(request: httpx.Request) -> httpx.Response:

@@ -1,4 +1,4 @@
-"""The files and the tracker of a run's record."""
+"""The record of a run: the files that it writes, and what it sends to the tracker."""
 
 import json
 from collections.abc import Mapping, Sequence

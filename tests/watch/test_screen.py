@@ -111,7 +111,7 @@ def test_a_terminal_of_80x24_shows_the_main_figures(shown: Snapshot) -> None:
     for words in ("step ", "reward", "held-out", "next batch", "nodes (8)", "verdicts  79 accepted, 3 rejected"):
         assert words in text
     assert shown.status.state == "finished" or "ETA 13m 20s" in text
-    assert "worker-0" in text, "nodes fill the remaining lines"
+    assert "worker-0" in text, "nodes must fill the remaining lines"
 
 
 def busy(workers: int, **values: Any) -> Snapshot:
@@ -135,7 +135,7 @@ def test_every_node_has_a_row_in_80x24_or_is_counted(workers: int) -> None:
     shown = len(re.findall(r"│ (worker-|learner  +v|validator|evaluator|origin|relay)", text))
     assert shown >= min(workers + 5, 6) and (shown == workers + 5 or f" +{workers + 5 - shown} more ─╯" in text)
     for words in ("waiting for a version to evaluate", "waiting for the batch of step 25", "waiting for submissions"):
-        assert words in text, "the activity is shown whole"
+        assert words in text, "the activity must not be cut"
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20), (40, 12)])

@@ -1,4 +1,4 @@
-"""The learner's sites on the screen and in the log: which ones count, and how they use their time."""
+"""The screen and the log show which of the learner's sites count, and how the sites use their time."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_each_site_has_a_line_with_loss_times_and_bytes() -> None:
 )
 def test_a_site_that_does_not_count_is_named_with_the_reason(last: dict[str, float], words: str) -> None:
     assert sites_summary(site_rows(run(BOTH, last).history.metrics)) == ["1 of 2 count", words]
-    assert words in screen(run(BOTH, last), 120, 24), "even if the table does not fit"
+    assert words in screen(run(BOTH, last), 120, 24), "the screen must name the site even if the table does not fit"
 
 
 def test_an_absent_site_is_shown_with_its_first_missed_step() -> None:

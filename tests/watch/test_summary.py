@@ -1,4 +1,4 @@
-"""The final report of a run: summary, curve and table."""
+"""The final report of a run consists of a summary, a curve and a table."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Trackers with fake packages, and TensorBoard with the real package if it is installed."""
+"""Trackers are tested with fake packages, and TensorBoard also with the real package if it is installed."""
 
 import sys
 from pathlib import Path

@@ -35,7 +35,7 @@ class ScriptedNode(FakeNode):
         self.before_answer = before_answer
         self.refusals: dict[str, RefusedError] = {}
         self.activities: list[str] = []
-        self.reported: list[int | None] = []  # the version in each heartbeat
+        self.reported: list[int | None] = []  # the version that each heartbeat reports
 
     def pause_s(self, min_s: float) -> float:
         return min_s
@@ -99,7 +99,7 @@ def test_a_worker_works_until_the_run_ends_or_it_is_evicted(tiny_folder: Path, l
     assert work(node, at_version_0(tiny_folder)) == last.state
     assert list(node.uploads) == [task(0).upload_path, task(1).upload_path]
     files = [read_submission(data, max_rows=6, max_tokens=6) for data in node.uploads.values()]
-    assert [file.header.submission for file in files] == [0, 1], "each file belongs to its task"
+    assert [file.header.submission for file in files] == [0, 1], "each task must get its own file"
     assert node.tokens == sum(len(row.tokens) for file in files for row in file.rows)
 
 
@@ -114,7 +114,7 @@ def test_weights_are_loaded_between_submissions(tiny_folders: tuple[Path, Path])
 
     def publish(beat: int) -> None:
         if beat == 1:
-            follower.set(tiny_folders[1], 1)  # arrives while the second task is assigned
+            follower.set(tiny_folders[1], 1)  # the new version arrives while the second task is assigned
 
     node = ScriptedNode([running(task(0)), running(task(1)), running(task(2, version=1)), FINISHED], publish)
     work(node, follower)
@@ -177,7 +177,7 @@ def test_an_upload_refused_with_409_costs_only_its_own_task_and_any_other_refusa
     node.refusals[task(0).upload_path] = RefusedError("came after its deadline", 409)
     assert work(node, at_version_0(tiny_folder)) == "finished"
     assert list(node.uploads) == [task(1).upload_path]
-    assert "generating for step 1" in node.activities, "people count steps from 1"
+    assert "generating for step 1" in node.activities, "the first step must be shown as step 1"
     assert any("not uploading" in line and "deadline" in line for line in node.activities)
     node = ScriptedNode([running(task(0))])
     node.refusals[task(0).upload_path] = RefusedError("only worker may ask", 403)
@@ -197,7 +197,7 @@ def test_relays_are_followed_only_when_the_coordinator_names_some(tmp_path: Path
 
 
 class SlowUploads(ScriptedNode):
-    """An upload ends when the worker has requested the next task."""
+    """A pool in which an upload ends only when the worker has requested the next task."""
 
     def __init__(self, answers: list[HeartbeatAnswer]) -> None:
         super().__init__(answers)
@@ -211,18 +211,18 @@ class SlowUploads(ScriptedNode):
         return super().beat(wants_task=wants_task)
 
     def send_file(self, path: str, data: bytes) -> None:
-        assert self.requested.wait(60), "the worker waits for this upload before it requests the next task"
+        assert self.requested.wait(60), "the worker did not request the next task during this upload"
         self.requested.clear()
         super().send_file(path, data)
 
 
-def test_the_next_task_is_requested_during_an_upload_whose_file_is_announced(
+def test_during_a_slow_upload_the_worker_announces_the_file_and_requests_the_next_task(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.worker.loop.SHORT_S", 0.01)
     node = SlowUploads([running(task(0)), running(task(1)), running(waiting_for="more"), FINISHED])
     assert work(node, at_version_0(tiny_folder)) == "finished"
-    assert list(node.uploads) == [task(0).upload_path, task(1).upload_path], "one upload at a time, in order"
+    assert list(node.uploads) == [task(0).upload_path, task(1).upload_path], "uploads must arrive in order"
     assert node.announced[:3] == [None, task(0).id, task(1).id]
 
 
@@ -232,7 +232,7 @@ THREE = config(tasks={"length_targets": [4, 6]}, sampling={"max_tokens": 6}, wor
 
 
 class Paced(Producer):
-    """Each submission consists of its number, and is done when the test sets its event."""
+    """Produces submissions that consist of their numbers. Each is done when the test calls `end` with its number."""
 
     def __init__(self) -> None:
         super().__init__(THREE, RUN, ALICE, TorchEngine("float32"))
@@ -256,7 +256,7 @@ class Pool(ScriptedNode):
     """Assigns `tasks` tasks, and records the tasks that the worker says it is working on."""
 
     def __init__(self, tasks: int, when: dict[int, Callable[[], None]]) -> None:
-        """`when`: functions to call, by the number of the request, from 1."""
+        """`when`: functions to call when a request arrives, by the request's number, counted from 1."""
         super().__init__([])
         self.tasks, self.when = tasks, when
         self.worked_on: list[list[str]] = []
@@ -274,11 +274,11 @@ class Pool(ScriptedNode):
 
 def test_in_flight_submissions_are_produced_at_once_and_uploaded_in_order() -> None:
     producer = Paced()
-    producer.end(1)  # the second is done long before the first
+    producer.end(1)  # the second submission is done long before the first
     pool = Pool(4, {3: lambda: producer.end(0, 2, 3)})
     assert Worker(pool, producer).run(at_version_0(), threading.Event()) == "finished"  # type: ignore[arg-type]
     assert pool.worked_on[:3] == [[], ["0"], ["0", "1"]]
-    assert max(map(len, pool.worked_on)) < 3, "no request while it has in_flight tasks"
+    assert max(map(len, pool.worked_on)) < 3, "a worker with in_flight tasks must request no task"
     assert [path[-1] for path in pool.uploads] == ["0", "1", "2", "3"]
     assert pool.working_on == []
 
@@ -288,12 +288,13 @@ def test_weights_are_loaded_when_everything_is_uploaded() -> None:
 
     def publish() -> None:
         follower.set(Path("v"), 1)
-        threading.Timer(0.5, producer.end, range(5)).start()  # enough time to request another task
+        # Within these 0.5 s the worker could wrongly request another task.
+        threading.Timer(0.5, producer.end, range(5)).start()
 
     pool = Pool(3, {2: publish})
     assert Worker(pool, producer).run(follower, threading.Event()) == "finished"  # type: ignore[arg-type]
     assert producer.loads == [0, 1]
-    assert pool.reported[:3] == [0, 0, 1] and pool.worked_on[2] == [], "it requests no third task of old weights"
+    assert pool.reported[:3] == [0, 0, 1] and pool.worked_on[2] == [], "it must request no third task of old weights"
 
 
 def test_an_error_in_production_ends_the_worker() -> None:
@@ -324,7 +325,7 @@ def test_submissions_produced_together_equal_those_produced_alone(tiny_folder: P
 
 
 class Renewing(ScriptedNode):
-    """Requests a new fingerprint during an upload."""
+    """A pool that requests a new fingerprint during an upload."""
 
     renewals = 0
     uploaded_before: tuple[str, ...] = ()
@@ -343,13 +344,13 @@ class Renewing(ScriptedNode):
 
 
 def test_work_of_the_old_fingerprint_arrives_before_the_new_one(tiny_folder: Path) -> None:
-    """Otherwise the coordinator would count a second mismatch for the same fault."""
+    """If it arrived later, the coordinator would count a second mismatch for the same fault."""
     node, follower = Renewing([running(task(0)), running(), FINISHED]), at_version_0(tiny_folder)
     assert work(node, follower) == "finished"
     assert node.uploaded_before == (task(0).upload_path,)
 
 
-# --- jobs of other threads run in one --------------------------------------------------------------------------------
+# --- one thread runs the jobs of all threads -------------------------------------------------------------------------
 
 
 def test_jobs_run_in_one_thread_and_raise_in_the_thread_that_submitted_them() -> None:
@@ -359,7 +360,7 @@ def test_jobs_run_in_one_thread_and_raise_in_the_thread_that_submitted_them() ->
         for job in jobs:
             job.add_done_callback(compute.wake)
             compute.compute_until(job, 30)
-        compute.compute_until(Future(), 0.01)  # ends at its time limit
+        compute.compute_until(Future(), 0.01)  # this call ends at its time limit
     assert jobs[0].result() == threading.get_ident() == compute(threading.get_ident)
     with pytest.raises(ZeroDivisionError):
         jobs[1].result()

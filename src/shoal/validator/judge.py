@@ -75,7 +75,7 @@ class Judge:
         grading_s: float = math.inf,
         row_tokens: int = ROW_TOKENS,
     ) -> None:
-        """`task_set`: the pool's tasks; None: build them from the config's sources.
+        """`task_set`: the pool's tasks. If it is None, they are built from the config's sources.
 
         `grading_s`: time limit for grading all cases of one `examine`.
         """

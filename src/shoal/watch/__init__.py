@@ -1,4 +1,4 @@
-"""Views of a running or finished run: one data model, drawn in a terminal, on a web page and as a picture.
+"""Views of a running or finished run. One data model is drawn in a terminal, on a web page and as a picture.
 
     record, trackers   the files that a run writes, and its tracker of metrics
     run, figures       a run, read from its folder or its coordinator's public routes; the figures that all views show
@@ -7,6 +7,6 @@
     plot, estimates    the reward curve as a picture; confidence intervals
     summary            the final summary, and what `shoal run` measured
 
-Invariant: nothing that a node reports can break a view. Control characters are replaced, and numbers are clamped before
-division. Views read files and public routes, never the coordinator's tables.
+Invariant: nothing that a node reports can break a view, because control characters are replaced, and numbers are
+clamped before division. Views read files and public routes, never the coordinator's tables.
 """

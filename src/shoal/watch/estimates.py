@@ -1,9 +1,11 @@
-"""Estimates from scores: avg@k, pass@k, their 95 % intervals, and the paired difference of two models.
+"""Estimates that are computed from scores: avg@k, pass@k, their 95 % intervals, and the paired difference of two
+models.
 
 Invariant: functions are pure and the bootstrap is seeded, so the same scores always give the same interval.
 
 A question is the unit of resampling, because the k completions of one question are not independent (Miller 2024, "Adding
-error bars to evals", arXiv 2411.00640, section 2.2). Left out: the grader's own uncertainty.
+error bars to evals", arXiv 2411.00640, section 2.2). The intervals do not
+include the grader's own errors.
 """
 
 import math
@@ -14,7 +16,7 @@ import numpy as np
 
 Z = 1.959963984540054  # 95 % of the standard normal distribution lie within ±Z
 RESAMPLES = 10_000
-CHUNK = 500  # resamples in memory at once
+CHUNK = 500  # number of resamples in memory at once
 SEED = 20210707
 
 
@@ -59,9 +61,9 @@ def wilson(correct: float, n: int) -> Estimate:
 def mean_over_questions(values: Sequence[float], lowest: float = 0.0) -> Estimate:
     """Return the mean of one value per question, each in [lowest, 1], with its interval.
 
-    If all values are 0 or 1, the interval is Wilson's; otherwise it is the percentile bootstrap over questions (Efron 1979).
-    The bootstrap of equal values has no spread, so equal values get the interval mean ± z²/(n + z²). This half-width is
-    the upper limit of Wilson's interval for a share of 0.
+    If all values are 0 or 1, the interval is Wilson's. Otherwise it is the percentile bootstrap over questions (Efron
+    1979), except if all values are equal, because the bootstrap of equal values has no spread. Equal values get the
+    interval mean ± z²/(n + z²), whose half-width is the upper limit of Wilson's interval for a share of 0.
     """
     n = len(values)
     mean = math.fsum(values) / n

@@ -13,16 +13,16 @@ from shoal.protocol.history import Exactness, Grading, NodeStatus, Signal, Statu
 from shoal.protocol.messages import HARD, Reason, Role
 
 SILENT_S = 30.0  # a node is shown as silent after this long without a heartbeat
-ETA_STEPS = 10  # newest steps from which the ETA is extrapolated
+ETA_STEPS = 10  # the ETA is extrapolated from this many newest steps
 NO_SIGNAL_GROUPS = 32  # warn after this many accepted groups in a row with equal rewards
 BLOCKS = "▁▂▃▄▅▆▇█"
 NONE = "–"
 SERVERS: tuple[Role, ...] = ("origin", "relay")
-MAX_DEPTH = 4  # indentation levels of the weights tree
+MAX_DEPTH = 4  # largest number of indentation levels in the weights tree
 Tone = Literal["good", "warn", "bad", "none"]
 LONG_HEX = re.compile(r"\b[0-9a-f]{16,}\b")
 ADDRESS = re.compile(r"\b[a-z][a-z0-9+.-]*://\S+|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b", re.IGNORECASE)
-SITE_STEPS = 64  # newest steps searched for sites
+SITE_STEPS = 64  # this many newest steps are searched for sites
 SITE_KEPT = re.compile(r"^sites/(.+)/kept$")
 SITE_FIGURES = ("loss", "computed_s", "waited_s", "synced_s", "sent_bytes", "received_bytes")
 REASONS: dict[Reason, str] = {
@@ -49,7 +49,7 @@ REASONS: dict[Reason, str] = {
 
 
 def is_silent(node: NodeStatus, status: Status, *, running: bool) -> bool:
-    """Return whether a node's heartbeats are overdue. Return False after the last version, when nodes exit."""
+    """Return whether a node's heartbeats are overdue. After the last version return False, because nodes then exit."""
     away = status.now_s - node.seen_s > SILENT_S
     return running and away and not node.evicted and node.state != "left" and status.newest_version != status.steps
 
@@ -68,7 +68,7 @@ def node_condition(node: NodeStatus, status: Status, *, running: bool) -> tuple[
 
 
 def activity(node: NodeStatus) -> str:
-    """Return a node's report of its current activity. The caller must clean the text."""
+    """Return what a node says it is doing. The caller must clean the text."""
     doing = node.stats.doing
     return f"waiting for {doing}" if node.stats.waiting and doing else doing
 
@@ -86,13 +86,13 @@ def eta_s(status: Status, metrics: Sequence[dict[str, float]]) -> float | None:
         return None
     start_s, steps = (times_s[0], len(times_s) - 1) if len(times_s) > 1 else (status.started_s, 1)
     step_s = max(times_s[-1] - start_s, 0.0) / steps
-    # The learner's clock may differ from the coordinator's, so at most one step counts as in progress.
+    # The learner's clock may differ from the coordinator's, so the time since the last step counts as one step at most.
     in_progress_s = min(max(status.now_s - times_s[-1], 0.0), step_s)
     return max(left * step_s - in_progress_s, 0.0)
 
 
 def no_signal_warning(signal: Signal) -> str:
-    """Return text like `39 of the newest 39 groups had equal rewards, all 0.0`, or "" for few groups."""
+    """Return text like `39 of the newest 39 groups had equal rewards, all 0.0`, or "" if these groups are few."""
     if signal.flat < NO_SIGNAL_GROUPS or signal.lowest is None or signal.highest is None:
         return ""
     low, high = f"{signal.lowest:.4g}", f"{signal.highest:.4g}"
@@ -101,7 +101,7 @@ def no_signal_warning(signal: Signal) -> str:
 
 
 def grader_warning(grading: Grading) -> str:
-    """Return text like `the grader failed for 70 of the newest 512 completions (last: no numpy)`, or ""."""
+    """Return text like `the grader failed for 70 of the newest 512 completions (last: no numpy)`, or "" if none."""
     if not grading.errors:
         return ""
     last = f" (last: {clean(grading.error)[:100]})" if grading.error else ""
@@ -115,7 +115,7 @@ def format_exactness(exact: Exactness) -> str:
 
 
 def metrics_by_name(metrics: dict[str, float], kind: str, last: str) -> dict[str, float]:
-    """Return a step's metrics `kind/NAME/last` by NAME, which is a source or a target length."""
+    """Return those metrics of a step that are called `kind/NAME/last`, by NAME (a source or a target length)."""
     split = {tuple(name.split("/")): value for name, value in metrics.items()}
     return {
         parts[1]: value for parts, value in split.items() if len(parts) == 3 and (parts[0], parts[2]) == (kind, last)
@@ -152,7 +152,7 @@ def clamp(value: int) -> int:
 
 
 def sparkline(values: Sequence[float], cells: int) -> str:
-    """Draw `values` as block characters scaled to their range. If they do not fit in `cells`, average neighbours."""
+    """Draw `values` as block characters scaled to their range. If more than `cells`, average neighbouring values."""
     cells = min(max(cells, 4), len(values))
     edges = [index * len(values) // cells for index in range(cells + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
@@ -209,7 +209,7 @@ def duration(seconds: float | None) -> str:
 
 
 def format_counts(counts: dict[str, int], of: str = "") -> str:
-    """Return text like `2 proof, 1 reward`, the most frequent first; with `of="of "`, like `2 of worker-0`."""
+    """Return text like `2 proof, 1 reward`, most frequent first. With `of="of "`, it is like `2 of worker-0`."""
     return ", ".join(f"{n} {of}{clean(name)}" for name, n in sorted(counts.items(), key=lambda item: -item[1]) if n)
 
 
@@ -236,7 +236,7 @@ def ellipsize(text: str, cells: int) -> str:
 
 
 def explain_reason(reason: str) -> str:
-    """Return the explanation of a rejection; an unknown reason, from another version, is returned unchanged."""
+    """Return the explanation of a reason. A reason that only another version knows is returned unchanged."""
     return REASONS[Reason(reason)] if reason in set(Reason) else reason
 
 
@@ -260,7 +260,7 @@ def tokens_per_s(node: NodeStatus) -> float | None:
 
 
 def weights_tree(nodes: Sequence[NodeStatus], receivers: int) -> tuple[list[tuple[int, NodeStatus]], int]:
-    """Return (depth, node) in display order, each node below its main sender, and how many receivers are left out."""
+    """Return (depth, node) in display order, each below its main sender, and the number of omitted receivers."""
     servers = [node for role in SERVERS for node in nodes if node.role == role]
     urls = {node.url: node for node in servers if node.url}
 
@@ -291,8 +291,8 @@ class SiteRow:
     name: str
     state: str
     healthy: bool
-    loss: float | None = None  # of the last update
-    computed_s: float = 0.0  # this field and those below count from the site's start
+    loss: float | None = None  # loss of the last update
+    computed_s: float = 0.0  # this number and those below are totals since the site's start
     waited_s: float = 0.0
     synced_s: float = 0.0
     sent_bytes: float = 0.0

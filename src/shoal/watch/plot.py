@@ -1,7 +1,7 @@
 """The curve of one run as a picture: reward per step, and held-out accuracy by version.
 
 Every measured value is a point; lines between points only guide the eye.
-Left out: comparisons of runs, which the dashboard draws (`--compare`), and other metrics, which trackers draw.
+The dashboard compares runs (`--compare`), and trackers draw other metrics.
 """
 
 import io
@@ -22,7 +22,7 @@ def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evalua
 
     Both share the x axis, because version v is the policy after v trained steps. Raise OSError.
     """
-    # Imported here, because it costs 0.5 s and 60 MB. pyplot is not used, because it keeps global state.
+    # matplotlib is imported here, because it costs 0.5 s and 60 MB. pyplot is not used, because it keeps global state.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
@@ -81,7 +81,7 @@ def write_png(figure: Any, path: Path) -> None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return a centred moving mean. Its window is about a tenth of the values, at least three; shorter at both ends."""
+    """Return a centred moving mean over a tenth of the values, but at least three. It is shorter at both ends."""
     half = max(len(values) // 20, 1)
     windows = [values[max(index - half, 0) : index + half + 1] for index in range(len(values))]
     return [sum(window) / len(window) for window in windows]

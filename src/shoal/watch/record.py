@@ -24,7 +24,7 @@ from shoal.protocol.history import History, RunHistory, Status, WorkerSample
 from shoal.protocol.messages import Evaluation
 from shoal.watch.trackers import Tracker
 
-MAX_SAMPLES = 8  # sent to a tracker at once
+MAX_SAMPLES = 8  # largest number of samples sent to a tracker at once
 METRICS, EVALUATIONS, ROLLOUTS = "metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl"
 WORK, STATE = "work.jsonl", "state.json"
 NOT_TRACKED = ("step", "time_s")  # trackers record their own step and time
@@ -46,10 +46,10 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: list[Line] = []
-        self._size_bytes, self._last = 0, b""  # bytes read so far, and the last line read
+        self._size_bytes, self._last = 0, b""  # number of bytes read so far, and the last line read
 
     def read(self) -> list[Line]:
-        """Return all complete lines; none if there is no file."""
+        """Return all complete lines. Return an empty list if there is no file."""
         try:
             with self.path.open("rb") as file:
                 file.seek(max(self._size_bytes - len(self._last), 0))
@@ -68,7 +68,7 @@ class Lines:
 
 
 def read_evaluations(folder: Path) -> list[Evaluation]:
-    """Return the evaluations recorded in `folder`; none if there is no file."""
+    """Return the evaluations recorded in `folder`. Return an empty list if there is no file."""
     return [Evaluation.model_validate(line) for line in Lines(folder / EVALUATIONS).read()]
 
 
@@ -147,7 +147,7 @@ class RunRecord:
             self._try(lambda tracker: tracker.log(values, version))
 
     def _track_samples(self, samples: Sequence[WorkerSample]) -> None:
-        """Send the newest few samples, all in one request."""
+        """Send the newest MAX_SAMPLES samples, all in one request."""
         if samples:
             newest = max(sample.policy_version for sample in samples)
             self._try(lambda tracker: tracker.log_samples(samples[-MAX_SAMPLES:], newest))

@@ -1,4 +1,4 @@
-"""Read a run for the views: state, history and work, from its folder or its coordinator's public routes.
+"""Read the state, history and work of a run for the views, from its folder or its coordinator's public routes.
 
 Invariant: reading changes nothing. A folder can be read during the run and after it; `record` lists its files. A
 coordinator's URL gives only state, curves, nodes and samples.
@@ -23,7 +23,7 @@ ENDED_S = 60.0  # a run whose coordinator has written nothing for this long has 
 
 
 class FolderRun:
-    """The folder of a run, or of a pool's coordinator."""
+    """A run that is read from its folder, or from the folder of a pool's coordinator."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         """Open a run's folder. Raise UserError, or ConfigError for a config of another version."""
@@ -72,7 +72,7 @@ class FolderRun:
 
 
 class PoolRun:
-    """A run seen through its coordinator's URL, without work and config."""
+    """A run that is read from its coordinator's URL, which gives no work and no config."""
 
     config: Config | None = None
     folder: Path | None = None

@@ -3,7 +3,7 @@
 A leg is one execution of `shoal run`, from start to stop. `legs.json` holds the measurements that only `shoal run` can
 make: time, restarts, memory.
 Invariant: all other figures come from the coordinator. Files are written atomically.
-Left out: error bars over runs; the intervals shown are over held-out tasks.
+The intervals shown are over held-out tasks, not over several runs.
 """
 
 import json
@@ -48,8 +48,8 @@ class Leg:
     wall_s: float = 0.0
     restarts: dict[str, int] = field(default_factory=dict)  # by process
     peak_rss_bytes: dict[str, int] = field(default_factory=dict)  # by process
-    peak_together_bytes: int = 0  # of all processes together, shared pages counted once
-    estimated_s: float = 0.0  # duration estimated before the start; 0: no estimate
+    peak_together_bytes: int = 0  # peak of all processes together, with shared pages counted once
+    estimated_s: float = 0.0  # duration estimated before the start, or 0 without an estimate
     estimated_bytes: float = 0.0
 
 
@@ -58,7 +58,7 @@ def write_report(
 ) -> dict[str, Any]:
     """Write summary.json and reward.png into `folder`. Return the summary. Raise OSError.
 
-    `measured`: all legs of `shoal run` merged into one; None for a pool on several machines.
+    `measured`: all legs of `shoal run` merged into one, or None for a pool on several machines.
     """
     summary = summarize(config, status, history, measured)
     write_file(folder / SUMMARY, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
@@ -67,7 +67,7 @@ def write_report(
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Return the summary in `folder`; empty if the file is missing or not a JSON object."""
+    """Return the summary in `folder`, or {} if the file is missing or is not a JSON object."""
     try:
         summary = json.loads((folder / SUMMARY).read_text())
     except (OSError, ValueError):
@@ -76,7 +76,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def summarize(config: Config, status: Status, history: RunHistory, measured: Leg | None) -> dict[str, Any]:
-    """Return the summary of a run as JSON values; null for unknown values."""
+    """Return the summary of a run as JSON values. Unknown values are null."""
     metrics = history.metrics
     workers = [node for node in status.nodes if node.role == "worker"]
     before = [evaluation for evaluation in history.evaluations if evaluation.version == 0 and not evaluation.final]
@@ -107,7 +107,7 @@ def summarize(config: Config, status: Status, history: RunHistory, measured: Leg
 
 
 def summary_table(summary: dict[str, Any], folder: Path | None = None) -> RenderableType:
-    """Draw the summary in a dozen lines. `folder`: where its files are."""
+    """Draw the summary in a dozen lines. `folder`: the folder that holds its files, to be named."""
     before, after = summary["heldout_before"] or {}, summary["heldout_after"] or {}
     generated, trained = count(summary["tokens_generated"]), count(summary["tokens_trained"])
     reasons = format_counts(summary["reject_reasons"])
@@ -186,17 +186,17 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def read_legs(folder: Path) -> list[Leg]:
-    """Return the legs of the run in `folder`; empty for a new run."""
+    """Return the legs of the run in `folder`. A new run has none."""
     path = folder / LEGS
     return [Leg(**leg) for leg in json.loads(path.read_text())] if path.exists() else []
 
 
 def wall_s(folder: Path, now_s: float, *, running: bool) -> float | None:
-    """Return the run's time over all its legs; None if no leg was recorded."""
+    """Return the run's time, summed over all its legs. Return None if no leg was recorded."""
     path = folder / LEGS
     if not path.exists():
         return None
-    since_s = now_s - path.stat().st_mtime  # since the current leg was last written
+    since_s = now_s - path.stat().st_mtime  # time since the current leg was last written
     return all_legs(read_legs(folder)).wall_s + (since_s if running and 0 < since_s < ENDED_S else 0.0)
 
 
@@ -205,7 +205,7 @@ def write_legs(folder: Path, legs: list[Leg]) -> None:
 
 
 def all_legs(legs: list[Leg]) -> Leg:
-    """Merge all legs into one: sum times and restarts, keep the highest peaks."""
+    """Merge all legs into one. Sum times and restarts, and keep the highest peaks."""
     restarts: Counter[str] = Counter()
     peaks: Counter[str] = Counter()
     for leg in legs:

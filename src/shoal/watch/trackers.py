@@ -2,7 +2,8 @@
 
 Invariant: a package is imported only if its tracker is chosen. Opening a tracker succeeds or raises TrackerError,
 which says what to install or set; `record` handles later failures.
-Left out: system metrics, pictures, resuming a remote run. A restart creates a new remote run and sends all steps again.
+Trackers get no system metrics or pictures. A restart does not resume the remote run: it creates a new one and sends all
+steps again.
 
     wandb         project and account come from wandb's settings (`wandb login`, WANDB_PROJECT, WANDB_MODE=offline)
     tensorboard   writes curves to `tensorboard/` in the run's folder; needs neither torch nor TensorFlow
@@ -20,7 +21,15 @@ from shoal.errors import ShoalError
 from shoal.protocol.history import WorkerSample
 
 PROJECT = "shoal"
-COLUMNS = ("policy_version", "worker", "task", "prompt", "completion", "reward", "tokens")  # of the table of samples
+COLUMNS = (
+    "policy_version",
+    "worker",
+    "task",
+    "prompt",
+    "completion",
+    "reward",
+    "tokens",
+)  # columns for samples
 
 
 class TrackerError(ShoalError):

@@ -1,4 +1,5 @@
-"""The worker's loop: get tasks, produce their submissions, upload them. It is untrusted and makes only outbound requests.
+"""The worker's loop gets tasks, produces submissions and uploads them. It is untrusted and makes only outbound
+requests.
 
     upload finished submissions in order -> load newer weights if idle -> request a task -> produce it in a thread
 
@@ -8,7 +9,7 @@ continues in the background: the worker announces the file's hash, so the coordi
 upload runs at a time.
 Invariants: weights change only while nothing is generated. Submissions are uploaded in the order of their tasks. A
 submission is dropped only if the coordinator refuses it.
-Left out: keeping a finished file across a restart.
+A restart loses finished files that are not uploaded.
 """
 
 import logging
@@ -42,9 +43,9 @@ log = logging.getLogger(__name__)
 class OneThread:
     """An executor that runs the jobs of all threads in the thread that created it, one at a time.
 
-    OpenMP keeps a team of threads for each thread that computes, and a second team slows both down: GNU's OpenMP puts
-    waiting threads to sleep sooner when there are more threads than cores. On two cores a worker was a third slower when it
-    decoded in a different thread from the one that had loaded the weights.
+    OpenMP keeps a team of threads for each thread that computes. A second team slows both down, because GNU's OpenMP
+    puts waiting threads to sleep sooner when there are more threads than cores. On two cores a worker was a third
+    slower when it decoded in another thread than the one that had loaded the weights.
 
     Other threads may submit jobs inside the `with` block. After it, waiting and later jobs raise CancelledError.
     """
@@ -82,7 +83,7 @@ class OneThread:
                 return
             try:
                 future.set_result(job())
-            except BaseException as error:  # noqa: BLE001 - raised in the thread that submitted the job
+            except BaseException as error:  # noqa: BLE001 - the thread that submitted the job raises it
                 future.set_exception(error)
 
     def wake(self, _: object = None) -> None:
@@ -106,9 +107,9 @@ class Worker:
         fingerprint: Callable[[], str] = lambda: "",
         compute: OneThread | None = None,
     ) -> None:
-        """`fingerprint`: returns the loaded weights' fingerprint; "" if this machine's arithmetic depends on batch shapes.
+        """`fingerprint`: returns the loaded weights' fingerprint, or "" if arithmetic here depends on batch shapes.
 
-        `compute`: the executor of the engine and the producer; None: each computes in the calling thread.
+        `compute`: the executor of the engine and the producer. If it is None, they compute in the calling thread.
         """
         self.node = node
         self.producer = producer
@@ -138,7 +139,8 @@ class Worker:
                     self.check_upload(FOREVER_S)
                     return answer.state
                 if not self.working and (request := self.node.renewal()) is not None:
-                    # The upload was produced under the old fingerprint, so it must arrive before the new fingerprint.
+                    # The file was produced under the old fingerprint, so it must arrive before the new fingerprint
+                    # does.
                     self.check_upload(FOREVER_S)
                     self.renew()
                     self.node.renewals = request
@@ -171,7 +173,7 @@ class Worker:
         self.compute.compute_until(next(iter(self.working.values())), max_s)
 
     def waits_to_load(self, newest: tuple[Path, Manifest] | None) -> bool:
-        """Return whether weights must be loaded. If so, the current tasks are finished first."""
+        """Return whether weights must be loaded. If so, no task is requested until the current ones are finished."""
         return (newest is not None and newest[1].version != self.loaded) or self.node.renewal() is not None
 
     def idle(self, answer: HeartbeatAnswer, follower: Follower, stop: threading.Event) -> None:
@@ -181,14 +183,14 @@ class Worker:
             self.wait(pause_s)
             return
         why = f"weights: {follower.last_error}" if follower.last_error else answer.waiting_for
-        if answer.assignment is not None:  # it needs other weights: a validator would reject work with the loaded ones
+        if answer.assignment is not None:  # a validator would reject work with the loaded weights
             version = answer.assignment.policy_version
             why = f"a newer version: this worker's weights of version {version} are not the pool's"
         self.node.doing(why, waiting=True)
         stop.wait(pause_s)
 
     def send(self, assignment: Assignment, data: bytes) -> None:
-        """Upload a submission once the previous upload has ended. Return when the new upload is done, or after SHORT_S."""
+        """Upload a submission after the previous upload has ended. Return when it is done, or after SHORT_S."""
         self.check_upload(FOREVER_S)
         done: Future[None] = Future()
         done.add_done_callback(self.compute.wake)
@@ -199,7 +201,7 @@ class Worker:
             try:
                 self.put(assignment, data)
                 done.set_result(None)
-            except Exception as error:  # noqa: BLE001 - raised by `check_upload`, in the loop
+            except Exception as error:  # noqa: BLE001 - `check_upload` raises it, in the loop
                 done.set_exception(error)
 
         threading.Thread(target=upload, daemon=True, name="upload").start()
@@ -242,7 +244,7 @@ class Worker:
         self.node.fingerprint = Fingerprint(version=version, value=value) if value else None
 
     def put(self, assignment: Assignment, data: bytes) -> None:
-        """Upload a submission. If it is refused, drop it: an earlier attempt may have arrived, with its answer lost."""
+        """Upload a submission. Drop it if it is refused, because an earlier attempt may have arrived."""
         try:
             self.node.send_file(assignment.upload_path, data)
             log.info("submission %s is uploaded: %d bytes", assignment.id, len(data))
@@ -254,7 +256,7 @@ class Worker:
 
 
 def follow(node: Node, config: Config, cache: Path, publisher: str) -> Follower:
-    """Return a follower of the newest version, from the relays that heartbeat answers name."""
+    """Return a follower that fetches the newest version from the relays that heartbeat answers name."""
     access = node.access(publisher, config)
 
     def newest_version() -> int | None:

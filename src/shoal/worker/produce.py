@@ -1,8 +1,8 @@
-"""Produces the submission for an assignment: prompts, completions, rewards and proofs in one signed Parquet file.
+"""Produces the submission for an assignment: one signed Parquet file with prompts, completions, rewards and proofs.
 
 Invariant: everything in a submission follows from its assignment and the weights; the worker chooses nothing.
-Several threads may produce at once: they generate together, and do everything else one at a time. There are no network
-requests here. A worker could lie in each method: each lie in `benchmarks/trust/adversary` overrides one method.
+Several threads may produce at once. They generate together, and do everything else one at a time. There are no network
+requests here. A worker could lie in each method; each lie in `benchmarks/trust/adversary` overrides one of them.
 """
 
 import math
@@ -39,9 +39,10 @@ class Producer:
         kind: str = "",
         compute: Compute = run_inline,
     ) -> None:
-        """`task_set`: the pool's tasks; None: build them from the config's sources.
+        """`task_set`: the pool's tasks. If it is None, they are built from the config's sources.
 
-        `kind`: ENGINE/DEVICE for the files' headers; "" for the torch engine. `compute` runs the computation of proofs.
+        `kind`: ENGINE/DEVICE for the files' headers, or "" for the torch engine. `compute` runs the computation of
+        proofs.
         """
         self.compute = compute
         self.config = config
@@ -55,11 +56,11 @@ class Producer:
         self.tokenizer: Any = None
         self.conversation: Conversation | None = None
         self.sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, ())
-        self.tokens = 0  # generated so far
+        self.tokens = 0  # number of tokens generated so far
         self._lock = threading.Lock()  # guards tokenizer, graders and counters
 
     def load(self, folder: Path, version: int) -> int | None:
-        """Load a version's weights. Return the version to report to the coordinator; None: not ready for tasks.
+        """Load a version's weights. Return the version to report to the coordinator, or None if not ready for tasks.
 
         Raise ShoalError if the model's context is too short for the run's completions.
         """
@@ -68,7 +69,7 @@ class Producer:
         if self.tokenizer is None:
             self.tokenizer = load_tokenizer(folder)
             self.sampling = replace(self.sampling, eos_ids=eos_ids(folder))
-            tokenizer = load_tokenizer(folder)  # a second one: environments answer while other threads use the first
+            tokenizer = load_tokenizer(folder)  # other threads use the first one meanwhile
             self.conversation = Conversation(self.config, self.environments, tokenizer, self.sampling.eos_ids)
         self.engine.load(folder)
         return version
@@ -107,7 +108,7 @@ class Producer:
         return respond
 
     def reply(self, plan: GroupPlan, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
-        assert self.conversation is not None, "load() comes first"
+        assert self.conversation is not None, "load() must run first"
         return self.conversation.reply(self.tasks.train[plan.task_index], seed, tokens, turns)
 
     def rollouts(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> list[Rollout]:
@@ -125,9 +126,10 @@ class Producer:
         return toploc.build_many([c.hidden_TH for c in completions], chunk_tokens=PROOF_CHUNK_TOKENS)
 
     def rewards(self, pairs: Sequence[tuple[GroupPlan, Completion]]) -> list[float]:
-        """Return the reward of each completion, from the text of its last turn and the number of the model's tokens.
+        """Return the reward of each completion, which depends on the text of its last turn and the number of model
+        tokens.
 
-        The reward is NaN, which claims nothing, if an honest validator might compute another score.
+        If an honest validator might compute another score, the reward is NaN, which claims nothing.
         """
         texts = [completion_text(self.tokenizer, last_turn(done.turns, done.tokens)) for _, done in pairs]
         grades = self.graders.grade([self.tasks.train[plan.task_index] for plan, _ in pairs], texts)

@@ -1,4 +1,4 @@
-"""Pages in a real browser. `make browser` installs Chromium, Playwright and axe-core; tests skip without them."""
+"""Pages in a real browser. `make browser` installs Chromium, Playwright and axe-core. Tests skip without them."""
 
 import shutil
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disa
 
 @contextmanager
 def launch_chromium() -> Iterator[Any]:
-    """Launch Debian's Chromium; skip the test without it."""
+    """Launch Debian's Chromium. Skip the test if it is not installed."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser")
     program = shutil.which("chromium") or shutil.which("chromium-browser")
     if program is None:

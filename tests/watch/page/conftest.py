@@ -1,4 +1,4 @@
-"""A finished run with hostile texts in it, and dashboard servers."""
+"""Fixtures: a finished run that contains hostile texts, and dashboard servers."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ Serving = Callable[..., str]
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Change each line of a file of JSON lines."""
+    """Apply `change` to each line of a file of JSON lines."""
     lines = [json.dumps(change(json.loads(line))) for line in path.read_text().splitlines()]
     path.write_text("".join(line + "\n" for line in lines))
 
@@ -59,7 +59,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def two_sites(finished: Path, tmp_path: Path) -> Path:
-    """The same run, trained at two sites. The second has a name with markup and is missing in the last step."""
+    """Copy the run as if two sites had trained it. The second site's name is markup, and it missed the last step."""
     folder = shutil.copytree(finished, tmp_path / "sites")
 
     def at_sites(step: dict[str, Any]) -> dict[str, Any]:

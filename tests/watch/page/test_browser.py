@@ -50,7 +50,7 @@ def test_the_timeline_shows_downloads(chromium: Any, finished: Path, serving: Se
     assert "alice receives 1 KiB of version 1" in (download.first.get_attribute("aria-label") or "")
 
 
-def test_a_chart_can_be_read_by_keyboard(chromium: Any, finished: Path, serving: Serving) -> None:
+def test_the_values_of_a_chart_can_be_read_with_the_keyboard(chromium: Any, finished: Path, serving: Serving) -> None:
     page = Watched(chromium, serving(finished)).open()
     page.locator(".card svg").first.focus()
     page.keyboard.press("End")
@@ -69,7 +69,7 @@ def test_a_rejection_is_explained(chromium: Any, finished: Path, serving: Servin
 
 
 @pytest.mark.parametrize("width", [390, 1440])
-def test_sites_are_shown_if_the_learner_has_any(
+def test_the_learners_sites_are_shown_if_it_has_any(
     chromium: Any, finished: Path, two_sites: Path, serving: Serving, width: int
 ) -> None:
     assert Watched(chromium, serving(finished)).open().locator("#views a", has_text="Sites").count() == 0
@@ -79,7 +79,9 @@ def test_sites_are_shown_if_the_learner_has_any(
     rows = page.locator("tbody tr")
     assert rows.count() == 2 and "missing" in page.locator("tr", has_text="<img").inner_text()
     assert "50 %" in page.locator("tr", has_text="site-0").inner_text()
-    page.wait_for_selector("path.line.c-ink", state="attached")  # horizontal lines have no height
+    page.wait_for_selector(
+        "path.line.c-ink", state="attached"
+    )  # not "visible", because horizontal lines have no height
     assert page.locator(".plot path.line").count() == 2
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert "owned" not in page.title() and page.locator("main img, main script").count() == 0
@@ -108,7 +110,7 @@ def test_a_lost_connection_is_shown_until_it_is_back(chromium: Any, finished: Pa
     page = watched.open()
     page.route("**/api/overview", lambda route: route.abort())
     page.wait_for_selector("#notice:visible")
-    assert page.locator(".answer").count() == 3  # the page keeps its data
+    assert page.locator(".answer").count() == 3  # the page still shows its data
     page.unroute("**/api/overview")
     page.wait_for_selector("#notice", state="hidden")
 

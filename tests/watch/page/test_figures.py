@@ -48,7 +48,7 @@ def test_buckets_cover_every_step_once(count: int) -> None:
     assert len(spans) <= 360
 
 
-def test_a_spike_survives_downsampling() -> None:
+def test_a_spike_is_kept_when_steps_are_bucketed() -> None:
     rewards = [0.1] * 5000
     rewards[1234] = 9.0
     drawn = curves(steps(rewards))
@@ -56,7 +56,7 @@ def test_a_spike_survives_downsampling() -> None:
     assert max(drawn["high"]["reward"]) == 9.0 and max(drawn["values"]["reward"]) < 1.0
 
 
-def test_a_short_run_is_not_downsampled_and_values_are_rounded() -> None:
+def test_a_short_run_is_not_bucketed_and_its_values_are_rounded() -> None:
     drawn = curves(steps([0.1, 0.123456789, float("nan")]))
     assert drawn["values"]["reward"] == [0.1, 0.12346, None] and drawn["low"] == {}
 
@@ -112,7 +112,7 @@ def test_a_silent_node_is_a_problem() -> None:
 
 
 def two_sites(rewards: list[float], **site_1: float) -> list[dict[str, float]]:
-    """Return the metrics of two sites that count. `site_1` holds figures of site-1 in the last step."""
+    """Return the metrics of two sites whose results are used. `site_1`: figures of site-1 in the last step."""
     both = {f"sites/site-{n}/{key}": 1.0 for n in (0, 1) for key in ("kept", "loss")} | {"sites/kept": 2.0}
     metrics = [step | both for step in steps(rewards)]
     metrics[-1] |= {f"sites/site-1/{key}": value for key, value in site_1.items()}
@@ -171,8 +171,8 @@ def test_a_run_has_stopped_when_its_coordinator_writes_nothing(finished: Path, t
         (folder / "state.json").write_text(json.dumps(state | {"ended": ended}))
         return FolderRun(folder, lambda: time.time() + later_s).running()
 
-    assert running(False, 0.0) and not running(False, 90.0), "it was killed"
-    assert not running(True, 0.0), "it was stopped"
+    assert running(False, 0.0) and not running(False, 90.0), "a killed coordinator must count as stopped after a while"
+    assert not running(True, 0.0), "a coordinator that was stopped must count as stopped at once"
 
 
 def test_a_finished_run_shows_the_total_time_of_its_legs() -> None:

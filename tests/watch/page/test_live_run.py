@@ -22,9 +22,9 @@ from tests.servers import free_port
 from .browsing import Watched
 
 CONFIG = Path(__file__).parents[3] / "configs" / "tiny.toml"
-DEADLINE_S = 900.0  # for a very busy machine; a quiet one needs about a minute
+DEADLINE_S = 900.0  # enough for a very busy machine; a quiet one needs about a minute
 STEPS = 30
-LATER = 5  # steps that must follow each kill
+LATER = 5  # number of steps that must be trained after each kill
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * DEADLINE_S)]
 
 
@@ -43,7 +43,7 @@ def responds(url: str) -> bool:
 
 
 def process_of(out: Path, name: str) -> int:
-    """Return the id of the newest process that writes the log NAME.log of the run."""
+    """Return the id of the newest process that writes the run's log `name`.log."""
     log = out / "logs" / f"{name}.log"
     pids = []
     for pid in psutil.pids():
@@ -91,7 +91,7 @@ def test_the_page_shows_a_slashed_cheater_and_no_kill_loses_a_step(
     watched = Watched(chromium, url)
     page = watched.open()
     page.set_default_timeout(DEADLINE_S * 1000)
-    page.wait_for_selector(".answer.bad .headline")  # without a reload
+    page.wait_for_selector(".answer.bad .headline")  # appears without a reload
     assert page.locator(".answer.bad .headline").inner_text() == "Caught"
     page.goto(f"{url}/#nodes")
     page.locator("tr", has_text="cheater").locator(".pill.bad", has_text="slashed").wait_for()
@@ -111,7 +111,7 @@ def test_the_page_shows_a_slashed_cheater_and_no_kill_loses_a_step(
         until(lambda: trained(other) >= min(at + LATER, STEPS), "the same steps through the coordinator's URL")
         assert drawn(other) == trained(other)
 
-    run.send_signal(signal.SIGSTOP)  # it cannot restart the dashboard before the page asks
+    run.send_signal(signal.SIGSTOP)  # now the run cannot restart the dashboard before the page polls it
     os.kill(process_of(out, "dashboard"), signal.SIGKILL)
     page.locator("#notice", has_text="does not respond").wait_for()
     run.send_signal(signal.SIGCONT)

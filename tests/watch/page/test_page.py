@@ -1,4 +1,4 @@
-"""The pages' JavaScript tests under Node, the files that the pages refer to, and their size."""
+"""Run the pages' JavaScript tests under Node. Check the files that the pages refer to, and their size."""
 
 import gzip
 import re

@@ -1,4 +1,4 @@
-"""The report: one file that needs nothing else and contains no secret."""
+"""The report is one file that needs no other file and contains no secret."""
 
 import base64
 import hashlib

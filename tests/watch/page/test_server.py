@@ -1,4 +1,4 @@
-"""The dashboard over HTTP: its responses are complete, reveal no secret and change no file."""
+"""The dashboard over HTTP. Its responses are complete and reveal no secret. No request changes a file."""
 
 import asyncio
 import json
@@ -105,7 +105,7 @@ def test_reported_markup_arrives_as_text_under_a_strict_policy(finished: Path, s
         "/assets/identity.pem",
     ],
 )
-def test_no_path_leads_to_another_file(finished: Path, serving: Serving, path: str) -> None:
+def test_no_path_reaches_a_file_outside_the_page(finished: Path, serving: Serving, path: str) -> None:
     host, port = serving(finished).removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:  # httpx would normalize the path
         connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
@@ -169,7 +169,7 @@ def test_an_unchanged_response_is_not_sent_again(finished: Path, serving: Servin
     assert (again.status_code, again.content) == (304, b"")
 
 
-def test_a_new_step_appears_and_a_lost_run_keeps_its_last_state(
+def test_a_new_step_appears_and_the_last_state_of_a_deleted_run_is_still_shown(
     finished: Path, tmp_path: Path, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "FRESH_S", 0.0)
@@ -187,7 +187,7 @@ def test_a_new_step_appears_and_a_lost_run_keeps_its_last_state(
     assert httpx.get(f"{url}/api/overview").json()["overview"]["trained"] == 4
 
 
-def test_nothing_in_the_folder_changes(finished: Path, serving: Serving) -> None:
+def test_no_request_changes_a_file_in_the_runs_folder(finished: Path, serving: Serving) -> None:
     def state() -> dict[str, bytes]:
         paths = (path for path in finished.rglob("*") if path.is_file() and not path.name.endswith("-shm"))
         return {str(path): path.read_bytes() for path in paths}

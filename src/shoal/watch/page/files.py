@@ -1,8 +1,9 @@
 """Static files and security headers of every page.
 
-Invariant: only files present at the start are served, by exact name, so no request can reach another file. A page
-runs only scripts that this server sent as files. Text never becomes markup, because `require-trusted-types-for` makes
-the browser refuse `innerHTML` and similar. Browsers revalidate each file and mostly get 304.
+Invariant: only files present at the start are served, and only by their exact names, so no request can reach another
+file. A page runs only scripts that this server sent as files. Text never becomes markup, because
+`require-trusted-types-for` makes the browser refuse `innerHTML` and similar. Browsers check each file for changes on
+every load, and mostly get 304 (unchanged).
 """
 
 import gzip
@@ -79,13 +80,13 @@ class File:
 
 class Files:
     def __init__(self, folders: Iterable[Path]) -> None:
-        """Load the files of these folders by name; a later folder overrides an earlier one."""
+        """Load the files of these folders by name. If two have the same name, the later folder's file is used."""
         paths = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
         self._files = {path.name: File.of(path.read_bytes(), path.suffix) for path in paths}
 
     @property
     def sizes_bytes(self) -> dict[str, int]:
-        """Return each file's size as transferred."""
+        """Return the number of bytes transferred for each file."""
         return {name: len(file.gzipped or file.content) for name, file in self._files.items()}
 
     def respond(self, request: web.Request, name: str) -> web.Response:
@@ -98,7 +99,7 @@ class Files:
 def secure(application: web.Application, hosts: Collection[str] = ()) -> None:
     """Add the headers to every response, and refuse Host headers that are not in `hosts`. An empty `hosts` allows all.
 
-    The check protects a server without a login from DNS rebinding: another site may point its own name at this server.
+    The check protects a server without a login from DNS rebinding, in which another site points its own name at it.
     """
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:

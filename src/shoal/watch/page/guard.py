@@ -15,12 +15,12 @@ from shoal.errors import ShoalError
 from shoal.protocol.pace import Rates
 
 BODY_S = 10.0  # time limit for the whole body to arrive
-MAX_KEYS = 50_000  # keys that a rate limit remembers
-STRINGS, CONTAINERS = 50_000, 20_000  # limits of one JSON document
+MAX_KEYS = 50_000  # largest number of keys that a rate limit remembers
+STRINGS, CONTAINERS = 50_000, 20_000  # largest numbers in one JSON document
 
 
 class HttpError(ShoalError):
-    """An error response: its status, its message, and `retry_s` for Retry-After."""
+    """An error response, with a status, a message, and `retry_s` for the header Retry-After."""
 
     def __init__(self, status: int, message: str, retry_s: int = 0) -> None:
         super().__init__(message)
@@ -63,7 +63,8 @@ async def json_body(request: web.Request, max_bytes: int, within_s: float = BODY
 def json_size_error(data: bytes | bytearray) -> str:
     """Return why this JSON would need too much memory to parse, or "". The check takes milliseconds.
 
-    A parser allocates an object per string and list, and an error per unknown field. A few MiB can take gigabytes.
+    A parser allocates an object per string and list, and an error per unknown field, so a few MiB of JSON can take
+    gigabytes.
     """
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # leaves only the quotes that delimit strings
     if unescaped.count(b'"') > 2 * STRINGS:

@@ -1,12 +1,12 @@
 """The dashboard's overview: nodes, curves, and answers to three questions.
 
-Is the run learning? Is it healthy? Is anyone cheating?
+The questions are: Is the run learning? Is it healthy? Is anyone cheating?
 
 Invariant: each answer follows from the figures shown with it, or says that they do not suffice. No key, fingerprint or
 address appears. The page marks text that a node reports about itself.
 
-A curve of more than MAX_POINTS steps is bucketed. A point is then the mean of its bucket, and `low` and `high` are the
-bucket's extremes, so no spike disappears.
+A curve of more than MAX_POINTS steps is divided into buckets. Each point is then the mean of a bucket, and `low` and
+`high` are the bucket's extremes, so no spike disappears.
 """
 
 import math
@@ -48,11 +48,11 @@ from shoal.watch.summary import read_summary
 
 MIN_TREND_STEPS = 6  # steps needed before a trend is reported
 TREND_ERRORS = 2.0  # a change of this many standard errors counts as a trend
-MAX_PROBLEMS = 3  # problems or nodes listed in one answer
-MAX_RECEIVERS = 64  # receiving nodes shown in the weights tree
+MAX_PROBLEMS = 3  # largest number of problems or nodes in one answer
+MAX_RECEIVERS = 64  # largest number of receiving nodes in the weights tree
 ORDER = {"bad": 0, "warn": 1, "good": 2, "none": 3}
 KEY_PART = re.compile(r"-[0-9a-f]{16}$")
-MAX_POINTS = 360  # points of a curve
+MAX_POINTS = 360  # largest number of points in a curve
 MAX_SAMPLES = 12
 AUDIT = "audit.txt"  # output of `shoal audit`
 HIDDEN = ("database", "endpoint", "url", "listen", "token")  # config keys that may hold addresses or secrets
@@ -80,7 +80,7 @@ def run_state(run: Run, status: Status) -> str:
 
 
 def overview(run: Run, status: Status, *, reachable: bool = True) -> dict[str, Any]:
-    """Return the overview. `reachable` is false if the run can no longer be read."""
+    """Return the overview. `reachable` says whether the run can still be read."""
     history, config = run.history, run.config
     state, wall_s = run_state(run, status), run.wall_s(status)
     if state == "running" and not reachable:
@@ -131,7 +131,7 @@ def _site(site: SiteRow) -> dict[str, Any]:
 
 
 def _round_s(seconds: float | None, grain_s: float) -> float | None:
-    """Round, so that the response does not change every second."""
+    """Round to a multiple of `grain_s`, so that the response does not change every second."""
     return None if seconds is None else round(round(seconds / grain_s) * grain_s, 1)
 
 
@@ -257,7 +257,7 @@ def _first_and_last_third(rewards: Sequence[float]) -> tuple[float, float, float
 def node_table(run: Run, status: Status, checks: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
     """Return one row per node, problems first. `checks`: the result of `count_checks`."""
     state = run_state(run, status)
-    limit = finite(math.log(1 / ALPHA)) if run.config else None  # a worker is dismissed at this log evidence
+    limit = finite(math.log(1 / ALPHA)) if run.config else None  # log evidence at which a worker is dismissed
     rows = [_row(node, status, checks, state, limit) for node in status.nodes]
     return sorted(rows, key=lambda row: (ORDER[row["tone"]], row["role"], row["name"]))
 
@@ -345,7 +345,7 @@ def _by_line(cleaner: Callable[[str], str], text: str) -> str:
 
 
 def finite(value: float | None) -> float | None:
-    """Round to five digits, which suffice for a chart and halve the bytes; None if the number is not finite."""
+    """Round to five digits, which are enough for a chart and halve the bytes. Return None if it is not finite."""
     return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
 
 
@@ -353,13 +353,13 @@ def finite(value: float | None) -> float | None:
 
 
 def select_metrics(keys: Collection[str]) -> dict[str, str]:
-    """Return the keys of the metrics that the page draws, by display name: NAMES, and the loss at each site."""
+    """Return the keys of the metrics that the page draws, by display name: those in NAMES, and each site's loss."""
     losses = {f"loss {clean(site[1])}": key for key in sorted(keys) if (site := SITE_LOSS.match(key))}
     return {name: key for name, key in NAMES.items() if key in keys} | losses
 
 
 def curves(history: Sequence[Mapping[str, float]], max_points: int = MAX_POINTS) -> dict[str, Any]:
-    """Return all curves: `x` (trained steps) and values by name, with `low` and `high` if steps were bucketed."""
+    """Return all curves: `x` (trained steps) and values by name, with `low` and `high` if points are buckets."""
     names = select_metrics({key for step in history for key in step})
     spans = buckets(len(history), max_points)
     bucketed = len(spans) < len(history)

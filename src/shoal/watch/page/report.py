@@ -2,7 +2,7 @@
 
 Invariant: the file opens from disk and makes no network request. Its content security policy allows only its own scripts
 and styles, by digest. All text of the run is embedded as data. The file contains no key, address or invite.
-Left out: live updates of an open report.
+An open report is not updated.
 """
 
 import base64
@@ -22,7 +22,7 @@ from shoal.watch.run import FolderRun, Run
 START, CHARSET = "main.js", '<meta charset="utf-8">'
 IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.]+)";$', re.MULTILINE)
 EXPORT = re.compile(r"^export ((?:async )?(?:function|class|const) (\w+))", re.MULTILINE)
-BARS = 400  # newest submissions shown in the timeline of a report
+BARS = 400  # number of newest submissions in the timeline of a report
 
 
 def write_page(folder: Path, others: Sequence[Path], out: Path) -> None:

@@ -2,8 +2,8 @@
 
 Invariant: the server answers only GET and changes nothing. No response contains a key, invite, signature or address.
 Responses are computed on request, in the one thread that reads the run. All clients share them. A response is cached
-for FRESH_S; one that is slow to compute is cached for longer, so that it uses at most SHARE of one core. A client that
-has the current response gets a 304.
+for FRESH_S. A response that is slow to compute is cached for longer, so that it uses at most SHARE of one core. A
+client that already has the current response gets a 304.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from shoal.watch.run import Run
 STATIC = Path(__file__).parent / "static"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 REFRESH_S = 1.0  # minimum time between two reads of the run
-FRESH_S = 2.0
+FRESH_S = 2.0  # time for which a response is cached, if it is quick to compute
 SHARE = 0.02  # maximum share of one core per kind of response
-CACHE_SIZE = 64  # responses
-MAX_WAITING = 64  # requests that wait for the run's thread
+CACHE_SIZE = 64  # largest number of cached responses
+MAX_WAITING = 64  # largest number of requests that wait for the run's thread
 MAX_TIMELINE_S = 86_400.0
 NEEDS_FOLDER = "this view needs the folder of a run: shoal dashboard FOLDER"
 Body = dict[str, Any]
@@ -41,14 +41,14 @@ Query = Mapping[str, str]
 
 class Dashboard:
     def __init__(self, run: Run, others: Sequence[Run] = ()) -> None:
-        """`others`: runs to compare with; they are not read again."""
+        """`others`: runs to compare with, which are read only once."""
         self.run, self.others = run, others
         self.problem = ""  # why the run could not be read
         self.files = Files([SHARED, STATIC])
         self._status: Status | None = None
         self._refreshed_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="run")
-        self._cache: dict[str, tuple[float, File]] = {}  # expiry and response
+        self._cache: dict[str, tuple[float, File]] = {}  # when a response expires, and the response
         self._pending: dict[str, asyncio.Task[File]] = {}
 
     def app(self, hosts: tuple[str, ...] = LOOPBACK) -> web.Application:
@@ -139,7 +139,7 @@ class Dashboard:
     # --- HTTP ----------------------------------------------------------------------------------------------------------
 
     def _handler(self, compute: Callable[[Query], Body]) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """Return a route that computes in the run's thread, once for all concurrent requests of one path."""
+        """Return a route that computes in the run's thread. Concurrent requests of one path share one computation."""
 
         async def respond(request: web.Request) -> web.Response:
             name = request.path_qs

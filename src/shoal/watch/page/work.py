@@ -3,8 +3,8 @@
 The timeline follows a figure in section 2 of the INTELLECT-2 paper. It shows that workers generate with one version
 while the learner trains the next.
 Invariant: every bar comes from times that the coordinator recorded, with two exceptions. The learner reports when a step
-ended and how long it computed and waited; the nodes report how long downloads took. A validator that has claimed several
-submissions is shown checking only the one it judges next.
+ended and how long it computed and waited. The nodes report how long downloads took. A validator may have claimed
+several submissions, but it is shown checking only the one that it judges next.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ from shoal.watch.page.overview import MAX_POINTS, buckets
 from shoal.watch.record import Line
 from shoal.watch.run import Run
 
-MAX_BARS = 3_000  # newest submissions and downloads in a timeline
-MAX_LANES = 40  # busiest nodes shown per role
+MAX_BARS = 3_000  # largest number of submissions in a timeline, and of downloads; the newest are shown
+MAX_LANES = 40  # largest number of nodes per role; the busiest are shown
 ORDER = ("learner", "origin", "relay", "worker", "validator", "evaluator")
-MAX_QUEUE = 50  # oldest waiting submissions shown
-MAX_REJECTED = 100  # newest rejections shown
-RECENT = 256  # newest verdicts in the wait statistics
+MAX_QUEUE = 50  # largest number of waiting submissions; the oldest are shown
+MAX_REJECTED = 100  # largest number of rejections; the newest are shown
+RECENT = 256  # the wait is that of this many newest verdicts
 Bar = dict[str, Any]
 
 
@@ -98,14 +98,14 @@ def _quantile(ordered: list[float], share: float) -> float | None:
 
 
 def timeline(run: Run, from_s: float, to_s: float) -> dict[str, Any]:
-    """Return lanes of bars between two Unix times, in seconds. Bars before `cut_s` are left out."""
+    """Return lanes of bars between two Unix times, in seconds. Bars before `cut_s`, if set, are left out."""
     work = run.work()
     all_work = [*submissions(work), *run.under_way()]
     during = [line for line in all_work if line["assigned_s"] <= to_s and (_ended_s(line) or to_s) >= from_s]
     shown = sorted(during, key=lambda line: int(line["submission"]))[-MAX_BARS:]
     lanes: dict[tuple[str, str], list[Bar]] = {("learner", "learner"): _learner(run.history.metrics, from_s, to_s)}
     for line in shown:
-        if line["uploaded_s"] is not None or line["state"] == "open":  # otherwise the end is unknown
+        if line["uploaded_s"] is not None or line["state"] == "open":  # otherwise the end of generating is unknown
             bar = {"kind": "generate", "from_s": line["assigned_s"], "to_s": line["uploaded_s"] or to_s}
             lanes.setdefault(("worker", clean(line["worker"])), []).append(bar | _submission_fields(line))
         if line["validator"] is not None and line["lease_s"] is not None:

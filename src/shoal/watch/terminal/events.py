@@ -29,12 +29,12 @@ from shoal.watch.figures import (
 
 PROGRESS_S = 60.0
 SHOWN_SAMPLES = 3
-MAX_TEXT = 160  # characters of a prompt or completion in a log line
+MAX_TEXT = 160  # largest number of characters of a prompt or completion in a log line
 
 
 @dataclass
 class OpenStep:
-    """The open step when it was first seen, to measure its pace."""
+    """The step that waits for groups, as it was when first seen. Later statuses give its pace."""
 
     step: int
     have: int
@@ -49,12 +49,12 @@ class Events:
         self._reported: set[str] = set()  # lines to report only once
         self._rejected: dict[str, int] = {}
         self._reasons: dict[str, int] = {}
-        self._sites: list[str] = []  # in the last report
+        self._sites: list[str] = []  # what the last report said of the sites
         self._suspended: set[str] = set()
-        self._flat = 0  # groups with equal rewards in the last report
-        self._grader_errors = 0  # in the last report
+        self._flat = 0  # number of groups with equal rewards in the last report
+        self._grader_errors = 0  # number of grader errors in the last report
         self._open: OpenStep | None = None
-        self._progress_s: float | None = None  # when progress was last reported
+        self._progress_s: float | None = None  # time of the last report of progress
         self._nodes: dict[str, tuple[int, str]] = {}  # by name: (pid, here | silent | left | evicted)
 
     def new(self, status: Status, history: RunHistory) -> list[str]:
@@ -124,7 +124,7 @@ class Events:
         self._steps = max(self._steps, len(history.metrics))
 
     def _learner_sites(self, history: RunHistory) -> Iterator[str]:
-        """Report which sites' results are used, whenever that changes."""
+        """Whenever the set of sites whose results are used changes, report it."""
         summary = sites_summary(sites) if (sites := site_rows(history.metrics)) else []
         if summary != self._sites:
             self._sites = summary

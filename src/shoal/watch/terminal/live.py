@@ -1,8 +1,8 @@
-"""The live view of a run: a screen in a terminal, log lines elsewhere.
+"""The live view of a run is a screen in a terminal, and log lines elsewhere.
 
 Invariant: the view draws only in `update` and `log`, so it needs no thread. `watch` waits up to PATIENCE_S for an
 unreachable coordinator.
-Left out: keyboard input; completions, which the dashboard shows under About.
+The view takes no keyboard input. It shows no completions; the dashboard shows them under About.
 """
 
 import time
@@ -23,7 +23,7 @@ from shoal.watch.terminal.events import Events
 from shoal.watch.terminal.screen import Screen
 
 POLL_S = 1.0
-PATIENCE_S = 120.0  # more than a coordinator needs to restart
+PATIENCE_S = 120.0  # longer than a coordinator needs to restart
 
 
 class Terminal(Console):
@@ -54,7 +54,7 @@ class LiveView:
             self._live.stop()
 
     def update(self, status: Status, history: RunHistory, wall_s: float | None = None) -> None:
-        """Show a status. `wall_s`: the run's time so far; None: the time since its coordinator first started."""
+        """Show a status. `wall_s`: the run's time so far, or None for the time since its coordinator first started."""
         if self._live is not None:
             self._live.update(Screen(status, history, wall_s), refresh=True)
             return
@@ -82,7 +82,7 @@ def watch(
 ) -> None:
     """Show the state until the run finishes.
 
-    Raise UnreachableError after PATIENCE_S; if the first request fails, raise it at once.
+    Raise UnreachableError if the coordinator does not respond for PATIENCE_S, or if the first request fails.
     """
     status, seen_s, away = run.refresh(), clock(), False
     with LiveView(console) as view:

@@ -20,7 +20,7 @@ EVERY_S = 10.0
 
 
 class CommandProgress:
-    """Report progress. Call it with the number of items done; the first call passes those done by earlier processes."""
+    """Report progress. Each call passes the number of items done; the first passes those that earlier processes did."""
 
     def __init__(self, console: Console, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.what, self.total, self.clock = console, what, total, clock

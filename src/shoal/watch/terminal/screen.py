@@ -1,9 +1,9 @@
-"""The whole run on one screen: progress, training, nodes, verdicts.
+"""One screen shows the whole run: progress, training, nodes, verdicts.
 
 Invariant: whatever a node reports, no line is wider than the console. A terminal of 80x24 or more shows progress,
 training and verdicts. Nodes with a problem have priority; a line counts the nodes that do not fit. The table of sites
 needs a taller terminal.
-Left out: scrolling, and the weights tree, which the dashboard shows.
+The screen does not scroll. Only the dashboard shows the weights tree.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ ORDER: tuple[Role, ...] = ("learner", "worker", "validator", "evaluator", "origi
 
 @dataclass(frozen=True)
 class Screen:
-    """The screen, laid out for the console's size. `elapsed_s`: the run's time so far; None: time since its start."""
+    """The screen, laid out for the console's size. `elapsed_s`: the run's time so far, or None."""
 
     status: Status
     history: RunHistory
@@ -142,13 +142,13 @@ def _training(status: Status, history: RunHistory, elapsed_s: float, width: int)
 
 
 def _source(name: str, reward: float, step: dict[str, float]) -> str:
-    """Format a source's mean reward, and how many of its groups the online filter dropped."""
+    """Format a source's mean reward, and the number of its groups that the online filter dropped."""
     filtered = step.get(f"filtered/{name}", 0.0)
     return f"{clean(name)} {number(reward)}" + (f" ({number(filtered, 0)} left out)" if filtered else "")
 
 
 def _one_line(items: Sequence[str], cells: int, style: str = "") -> Text:
-    """Join as many items as fit, and count the others."""
+    """Join as many items as fit in one line, and count the others."""
     kept = list(items)
     while True:
         hidden = len(items) - len(kept)
@@ -247,7 +247,7 @@ def _verdicts(status: Status, cells: int) -> Text:
 
 
 def _flow(items: Sequence[Text], cells: int) -> Text:
-    """Join items; an item that does not fit in the line starts a new line."""
+    """Join items. An item that does not fit in the line starts a new line."""
     text, used = Text(overflow="ellipsis"), 0
     for item in items:
         fits = used + 3 + item.cell_len <= cells
