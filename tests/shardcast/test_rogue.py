@@ -135,7 +135,7 @@ async def test_a_listing_is_read_no_further_than_its_limit():
 
 def test_the_largest_listing_fits():
     full = Listing(versions=tuple(range(999_999_999, 999_989_999, -1)), path=("0123456789abcdef",) * 64)
-    assert len(full.model_dump_json()) < MAX_LISTING_BYTES - 1_500  # the rest is for `newest`
+    assert len(full.model_dump_json()) < MAX_LISTING_BYTES - 1_500  # the rest of the limit is for `newest`
 
 
 @pytest.mark.parametrize("what", ["headers", "trailers", "interim answers", "a status line", "a chunk's extension"])

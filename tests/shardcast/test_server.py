@@ -203,7 +203,7 @@ async def test_twenty_readers_get_the_bytes_of_a_shard_before_it_is_complete(tmp
 
     async with serving(store) as url, aiohttp.ClientSession() as session:
         tasks = [asyncio.create_task(read(session, url, offset)) for offset in offsets]
-        await asyncio.sleep(0.05)  # they wait for the first byte
+        await asyncio.sleep(0.05)  # by now, all readers wait for the first byte
         file = NewFile(store.shard_path(7, "full", 0))
         for start in range(0, 500_000, 100_000):
             file.write(start, data[start : start + 100_000])

@@ -207,7 +207,7 @@ async def test_the_servers_nearest_to_the_origin_are_the_parents(tmp_path):
     async with AsyncExitStack() as stack:
         up = await stack.enter_async_context(serving(source.store))
         urls = [up]
-        for name in "abc":  # each knows only the one before
+        for name in "abc":  # each relay knows only the server before it
             above = relay(tmp_path, urls[-1], name=name)
             urls.append(await stack.enter_async_context(serving(above.store)))
             await stack.enter_async_context(mirroring(above))
@@ -252,7 +252,7 @@ def test_relays_spread_over_their_parents_and_keep_their_choice():
 
     alike = firsts(sources(None, None, None))
     assert all(70 <= alike.count(name) <= 130 for name in "abc")
-    assert firsts(sources(None, None, None)[::-1]) == alike  # whatever order they are listed in
+    assert firsts(sources(None, None, None)[::-1]) == alike  # the order of the list does not matter
     unlike = firsts(sources(3e6, 1e6, None))  # an unmeasured parent may be as good as the best
     assert 20 <= unlike.count("b") <= 70 < min(unlike.count("a"), unlike.count("c"))
     left = [name for name, before in zip(unlike, alike, strict=True) if before != "b"]

@@ -149,7 +149,7 @@ def test_a_failing_server_is_retried_with_growing_pauses_until_the_deadline():
     with pytest.raises(FetchError, match=r"the deadline passed \(http://a: answered 500\)"):
         bring(choosing(deaf), timeout_s=1.0)
     assert virtual.now_s() - started_s == pytest.approx(0.7)
-    assert len(deaf.requests) == 4  # after pauses of 0.1, 0.2, 0.4 s
+    assert len(deaf.requests) == 4  # with pauses of 0.1, 0.2 and 0.4 s between them
 
 
 def test_a_server_without_the_shard_is_retried_while_another_fails():
@@ -480,7 +480,7 @@ async def test_a_body_that_arrives_slowly_is_read_in_large_pieces():
             sizes.append(len(data))
 
     async with answering(drip) as url, Sources.open(access(), [url]) as sources:
-        for _ in range(2):  # the second time over the same connection
+        for _ in range(2):  # the second request uses the same connection
             incoming = Incoming(ShardEntry(0, len(data), blake3(data).hexdigest()), Sizes())
             await sources.shard(7, "full", incoming, deadline_s=time.monotonic() + 60)
     assert len(sizes) <= 2 * (len(data) // WAKE_BYTES + 3)

@@ -79,7 +79,7 @@ def test_pages_that_fill_their_chunk_are_accepted_and_counted() -> None:
         (b"", 3, "lies outside of the file"),
         (b"\x15\x00", 3, "malformed"),  # cut off
         (b"\x05\x02\x00\x00", 3, "malformed"),  # an absolute field number, not a difference
-        (b"\x18\x04abcd\x00", 3, "malformed"),  # text
+        (b"\x18\x04abcd\x00", 3, "malformed"),  # a field of text
         (b"\x15" + b"\xff" * 5 + b"\x01\x00", 3, "malformed"),  # more than 32 bits
         (b"\x1c" * 2_000, 3, "malformed"),  # structs in structs
         (b"\x11" * 2_000, 3, "malformed or too long"),

@@ -83,7 +83,7 @@ def test_the_last_block_marked_as_python_is_the_program(completion: str, program
     ("actual", "expected", "same"),
     [
         ("1 2\n3\n", "1 2\n3", True),
-        ("1  2 \r\n\n3", "1 2\n3", True),  # spaces and blank lines
+        ("1  2 \r\n\n3", "1 2\n3", True),  # spaces and blank lines do not count
         ("1 2 3", "1 2\n3", False),
         ("1\n2\n", "1\n", False),
         ("yes", "YES", False),
@@ -206,9 +206,9 @@ ASSERTS = {"kind": "asserts", "entry": "f", "prompt": PROMPT, "code": CHECK}
 @pytest.mark.parametrize(
     ("completion", "score", "detail"),
     [
-        (BODY, 1, "pass"),  # the rest of the function
-        ("def f(x):\n" + BODY, 1, "pass"),  # all of it, with the prompt's helper
-        ("```python\nif isinstance(x, dict): return 'dict'\nreturn x + 2\n```", 1, "pass"),  # without its indentation
+        (BODY, 1, "pass"),  # the completion is the rest of the function
+        ("def f(x):\n" + BODY, 1, "pass"),  # it is the whole function, and uses the prompt's helper
+        ("```python\nif isinstance(x, dict): return 'dict'\nreturn x + 2\n```", 1, "pass"),  # not indented
         ("    return x + 2", 0, "call 2: TypeError"),
         ("    return 3", 0, "call 2: AssertionError"),
         ("    pass", 0, "call 1: AssertionError"),

@@ -119,7 +119,8 @@ def tokenizer(tiny_folder: Path) -> Any:
 
 def test_the_tokens_are_those_of_smollm2s_template(bundled: Path, bundled_tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "12*7?"}, {"role": "assistant", "content": "calc(12*7)"}]
-    before = bundled_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"][:-1]  # without the newline
+    # Leave out the newline at the end of the template.
+    before = bundled_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"][:-1]
     whole = bundled_tokenizer.apply_chat_template(
         [*messages, {"role": "user", "content": "84"}], add_generation_prompt=True, return_dict=True
     )["input_ids"]

@@ -150,7 +150,7 @@ ANSWERS: list[tuple[str, str | None]] = [
     ("It costs $5 and then $3 more", "$3"),
     (r"I think \(x=4\) and that is it", "x=4"),
     ("Of 10 people, 1/2 stay", "1/2"),
-    ("So it takes 5-3 hours", "3"),  # not -3
+    ("So it takes 5-3 hours", "3"),  # it is not -3
     ("So 2,74 euros are left", "2,74"),
     ("So the chance is .5 at most", ".5"),
     ("So there are 2^{10} of them", "2^{10}"),

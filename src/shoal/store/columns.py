@@ -93,7 +93,7 @@ class Column:
 
     # Shape: (n,) for numbers, (sum of lengths,) for lists and text, (sum of lengths, PROOF_BYTES) for proofs.
     values: np.ndarray[Any, Any]
-    lengths: np.ndarray[Any, Any] | None = None  # int32 (n,): elements per list, or bytes per text
+    lengths: np.ndarray[Any, Any] | None = None  # int32, shape (n,): elements per list, or bytes per text
 
     def __len__(self) -> int:
         return len(self.values if self.lengths is None else self.lengths)

@@ -45,16 +45,16 @@ MAX_HEADER_BYTES = 4_096
 MAX_FOOTER_BYTES = 1 << 20
 ENCODINGS = {"PLAIN", "RLE"}  # dictionaries are not allowed: in them, a few bytes can stand for billions of values
 HEADER, SIGNATURE = b"shoal.header", b"shoal.signature"
-DATA_PAGE, DATA_PAGE_V2 = 0, 3  # PageType
-PLAIN, RLE = 0, 3  # Encoding
+DATA_PAGE, DATA_PAGE_V2 = 0, 3  # of parquet.thrift's enum PageType
+PLAIN, RLE = 0, 3  # of parquet.thrift's enum Encoding
 MAX_PAGES = 10_000  # in one file; an honest file has about one per MiB
 MAX_PAGE_HEADER_BYTES = 1_024
 LEVEL_BYTES = 4  # a value's repetition and definition levels take at most two runs of two bytes
-PAGE_OVERHEAD_BYTES = 64  # a page may have these bytes more, for the sizes of its levels and for long text
+PAGE_OVERHEAD_BYTES = 64  # for the sizes of a page's levels, and for text longer than the mean
 
 TRUE, FALSE, I32, STRUCT = 1, 2, 5, 12  # Thrift's compact types; our writer's headers contain no others
 Fields = dict[int, Any]
-OUT_OF_MEMORY = 3  # exit status
+OUT_OF_MEMORY = 3  # exit status of the child
 
 
 @dataclass(frozen=True)

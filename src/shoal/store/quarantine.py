@@ -82,7 +82,7 @@ class Quarantine:
 
     def _decode(self, data: bytes) -> tuple[_Answer, bytes] | None:
         """Return the child's answer; None if somebody killed it. Raise RolloutFileError if the file ended the child."""
-        child, self.child = self.child or self._start(), None  # reused only if it answers
+        child, self.child = self.child or self._start(), None  # the child is reused only if it answers
         max_bytes = self.limits.size_bytes(SUBMISSION)
         try:
             answer = _exchange(child, data, max_bytes, self.timeout_s)
@@ -124,7 +124,7 @@ def _exchange(
         late.set()
         child.kill()
 
-    timer = threading.Timer(timeout_s, end)  # also unblocks a write to a pipe that nobody reads
+    timer = threading.Timer(timeout_s, end)  # killing the child also unblocks a write to its pipe
     timer.start()
     answer = None
     try:

@@ -19,7 +19,7 @@ class GroupPlan:
     """The task, target length and seeds of one group of a submission."""
 
     task_index: int  # index in the training tasks
-    target_length: int  # tokens; 0: no target
+    target_length: int  # in tokens; 0 means no target
     seeds: tuple[int, ...]  # one per completion
 
 

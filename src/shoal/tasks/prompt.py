@@ -30,7 +30,7 @@ class ChatTemplateError(UserError):
 
 def prompt_tokens(tokenizer: Any, config: TaskSection, task: Task, target_length: int) -> list[int]:
     """Return the token ids of the prompt: the model's chat template around the question. Raise ChatTemplateError."""
-    content = config.prompt.replace("{question}", task.question)  # not str.format: other braces are literal
+    content = config.prompt.replace("{question}", task.question)  # not str.format, because other braces are literal
     if length_instruction := instruction(target_length):
         content += f"\n{length_instruction}"
     messages = [{"role": "system", "content": config.system}] if config.system else []

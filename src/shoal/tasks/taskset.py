@@ -25,7 +25,7 @@ from shoal.tasks.task import Task, TasksNotFoundError
 FORMAT = "shoal-tasks-1"
 CHUNK_ROWS = 4096
 CHUNK_BYTES = 32 << 20  # characters in a chunk, unless a single task has more
-MAX_CHUNK_BYTES = 256 << 20  # size of a chunk's file: a character has up to 4 bytes, and one task up to 64 MB of tests
+MAX_CHUNK_BYTES = 256 << 20  # of a chunk's file, because a character has up to 4 bytes, and a task up to 64 MB of tests
 MAX_CHUNKS = 1 << 18  # of one source, or of all held-out tasks
 MAX_SOURCES = MAX_FILES = 1024
 MANIFEST_BYTES = 64 << 20

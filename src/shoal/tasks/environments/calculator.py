@@ -105,7 +105,7 @@ def to_text(number: Fraction) -> str:
 
 def _value(node: ast.expr, text: str) -> Fraction:
     match node:
-        case ast.Constant(int() | float()):  # excludes `...`
+        case ast.Constant(int() | float()):  # this excludes the constant `...`
             return Fraction(ast.get_source_segment(text, node) or "")  # the digits as written, because a float rounds
         case ast.UnaryOp(ast.USub() | ast.UAdd() as sign, operand):
             number = _value(operand, text)

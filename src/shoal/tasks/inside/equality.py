@@ -70,7 +70,7 @@ REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"^\\text\s*\{([^{}]*\d[^{}]*)\}$", r"\1"),  # \text{18 dollars}
     (r"\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z])(?:and|or)(?![A-Za-z])|(?<=[\d)])or(?=[A-Za-z]+(?:\([a-z]\))?\s*=)", ","),
     (r"(?<=[\d}%])\s*\\text\s*\{\s*percent\s*\}", r"\\%"),
-    # Units: words after a number, or \text{...} after anything, at the end.
+    # Remove units at the end. They are words after a number, or \text{...} after anything.
     (r"(?<=[\w})\]%])(?:\s|\\[ ,;!])*\\text\s*\{[^{}\d,;]*\}(?:\s*\^\s*(?:\d|\{\d\}))?\s*$", ""),
     (rf"^([-+]?[\d.,/ ]*\d){UNIT}(?:[ ./][A-Za-z]+)*(?:\s*\^\s*\{{?\d\}}?)?$", r"\1"),
     (r"^([-+]?\d+)\s+(\d+)\s*/\s*(\d+)$", r"\1\\frac{\2}{\3}"),  # 2 1/2

@@ -46,7 +46,8 @@ def last_number(text: str) -> str | None:
     if not numbers:
         return None
     sign, digits = numbers[-1]
-    whole, _, part = digits.replace(",", "").partition(".")  # as text: int() refuses and float() rounds long numbers
+    # As text, because int() refuses long numbers and float() rounds them.
+    whole, _, part = digits.replace(",", "").partition(".")
     whole, part = whole.lstrip("0") or "0", part.rstrip("0")
     value = f"{whole}.{part}" if part else whole
     return f"-{value}" if sign and value != "0" else value

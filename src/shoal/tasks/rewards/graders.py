@@ -104,7 +104,7 @@ class Graders:
         """Grade. Retry once, because a failure of this machine must not become a score of 0, which looks like a lie."""
         try:
             return reward.grade(tasks, completions)
-        except SandboxError:  # the sandbox has replaced its servers: try again
+        except SandboxError:  # try again, because the sandbox has replaced its servers
             pass
         try:
             return reward.grade(tasks, completions)
@@ -171,7 +171,7 @@ def _installed() -> str:
     for name in PACKAGES:
         try:
             packages.append(f"{name} {version(name)}")
-        except PackageNotFoundError:  # it belongs to an extra
+        except PackageNotFoundError:  # the package belongs to an extra
             continue
     return ", ".join(packages)
 
