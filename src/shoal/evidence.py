@@ -102,7 +102,7 @@ class Process:
     money: Mapping[str, float] = field(default_factory=dict)  # ln R_b by name of the bet
 
     def after(self, e_values: Mapping[str, float]) -> "Process":
-        """Return the state after one more observation. `e_values` maps names of bets to ln e. A new name starts a bet."""
+        """Return the state after one more observation. `e_values` maps bets' names to ln e. A new name starts a bet."""
         n = self.observations + 1
         staked = -math.log(n) - math.log(n + 1)
         names = list(self.money) + [name for name in e_values if name not in self.money]

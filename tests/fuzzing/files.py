@@ -98,7 +98,10 @@ def _with_header(random: Random, file: _File) -> bytes:
 
 
 def _with_table(random: Random, file: _File) -> bytes:
-    """Return a validly signed file with other types, lengths or encodings. If its rows have a digest, the header has it."""
+    """Return a validly signed file with other types, lengths or encodings.
+
+    If its rows have a digest, the header has it.
+    """
     table, n = file.table, file.table.num_rows
     name = random.choice(SUBMISSION.names)
     at = table.schema.get_field_index(name)

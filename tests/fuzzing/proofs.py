@@ -19,8 +19,10 @@ BATCH = 256  # well-formed proofs verified in one call
 
 
 def fuzz_proofs(random: Random, cases: int, note: Note) -> None:
-    """Parse damaged proofs one by one and verify the well-formed ones. Parse damaged texts. Also call `verify` with
-    wrong numbers and types of proofs."""
+    """Parse damaged proofs one by one and verify the well-formed ones. Parse damaged texts.
+
+    Also call `verify` with wrong numbers and types of proofs.
+    """
     generator = torch.Generator().manual_seed(random.getrandbits(32))
     shapes = [(32, 64), (32, 64), (32, 64), (5, 192), (1, 128), (32, 2304)]  # the last shape has indices beyond PRIME
     hiddens = [torch.randn(*shape, generator=generator).exp() for shape in shapes]

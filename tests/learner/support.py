@@ -40,8 +40,10 @@ def make_policy(
     numerics: Numerics = "fast",
     **changed: Any,
 ) -> Policy:
-    """Make a policy with the weights in `folder`. By default it has a learning rate of 1e-3 without warm-up, and neither
-    a KL penalty nor an entropy bonus."""
+    """Make a policy with the weights in `folder`.
+
+    By default it has a learning rate of 1e-3 without warm-up, and neither a KL penalty nor an entropy bonus.
+    """
     settings = {"lr": 1e-3, "warmup_steps": 0, "grad_clip": 1.0} | changed
     section = LearnerSection(**settings, loss=LossSection(**{"beta": 0.0, "entropy": 0.0} | (loss or {})))
     return Policy(folder, section, dtype, device, temperature, ranks, numerics=numerics)

@@ -20,7 +20,7 @@ D = 200.0
 
 
 def section(kind: LossKind = "grpo", **changed: Any) -> LossSection:
-    """Return settings without KL and entropy bonus. gspo's clip range is wide here, but random rollouts still leave it."""
+    """Return settings without KL and entropy bonus. gspo's clip range is wide, but random rollouts still leave it."""
     wide = {"epsilon": 0.15} if kind == "gspo" else {}
     return LossSection(**{"kind": kind, "beta": 0.0, "entropy": 0.0} | wide | changed)
 
@@ -248,8 +248,10 @@ def test_a_ratio_too_large_for_float32_gives_no_gradient_if_ratios_are_clipped(k
 
 @pytest.mark.parametrize("d", [-30.0, -1.0, 0.5, 7.9, 8.1, 15.0, 300.0])
 def test_the_gradient_of_k3_points_towards_the_reference_and_is_bounded(d):
-    """Without a bound, a token at d = 15 would outweigh three million others. If k3 were constant beyond the bound, it
-    would have no gradient there."""
+    """Without a bound, a token at d = 15 would outweigh three million others.
+
+    If k3 were constant beyond the bound, it would have no gradient there.
+    """
     logp = torch.tensor(-400.0, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(k3(logp, torch.tensor(d - 400.0, dtype=torch.float64)), logp)
     assert float(slope) == pytest.approx(1 - math.exp(min(d, 8.0)))

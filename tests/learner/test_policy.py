@@ -1,4 +1,4 @@
-"""An update changes the right weights, however its batch is split. If memory runs out, the error says what to change."""
+"""An update changes the right weights, however its batch is split. If memory runs out, the error says what to do."""
 
 from dataclasses import replace
 from typing import get_args
@@ -67,7 +67,7 @@ def test_a_diverged_update_does_not_affect_the_next_update(tiny_folder, bad):
 
 
 def assert_same_gradients(one: Policy, other: Policy) -> None:
-    """Compare Adam's averaged gradients, because its first step, lr * sign(gradient), does not show the gradient's size."""
+    """Compare Adam's averaged gradients, because its first step, lr * sign(gradient), does not show their size."""
     for a, b in zip(one.optimizer.state.values(), other.optimizer.state.values(), strict=True):
         torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-3, atol=1e-7)
 

@@ -158,7 +158,7 @@ def two(tiny_folder, files, models, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(tiny_folder, files, models, two, tmp_path_factory) -> Path:
-    """A folder with the runs and checks on four ranks. Its run `resumed` repeats the last step of the two ranks' run."""
+    """A folder with the runs and checks on four ranks. The run `resumed` repeats the two ranks' last step."""
     folder = tmp_path_factory.mktemp("four")
     jobs = [job(tiny_folder, files, folder / name, name) for name in RUNS]
     resumed = without_last_step(two / "float32", folder / "resumed")

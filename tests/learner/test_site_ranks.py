@@ -68,8 +68,10 @@ def in_threads(model: Path, out: Path, files: list[bytes], config: Config) -> No
 
 @pytest.fixture(scope="module")
 def trained(tiny_folder, tmp_path_factory, one_thread) -> Path:
-    """A folder with one run per name in CHANGED, of two sites with two ranks each. A run has a folder for its meeting and
-    for each site. The folder `plain` has the same runs with one rank per site."""
+    """A folder with one run per name in CHANGED, of two sites with two ranks each.
+
+    A run has a folder for its meeting and for each site. The folder `plain` has the same runs with one rank per site.
+    """
     folder, files = tmp_path_factory.mktemp("sites"), [step_file(step) for step in range(STEPS)]
     (folder / "files").mkdir()
     for number, data in enumerate(files):

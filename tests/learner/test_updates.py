@@ -62,8 +62,10 @@ def test_fewer_groups_than_updates_get_one_update_each(tiny_folder, tmp_path):
 
 
 def test_the_ratio_of_every_update_is_relative_to_the_sampling_policy(tiny_folder, tmp_path):
-    """Therefore the ratio is 1 in the first update and not in the second. Relative to the policy before each update, it
-    would be 1 in both."""
+    """Therefore the ratio is 1 in the first update and not in the second.
+
+    Relative to the policy before each update, it would be 1 in both.
+    """
     trained = alone(tiny_folder, tmp_path, **SECTION | {"optimizer_steps_per_step": 2})
     on_policy = []
     for group in groups(2):

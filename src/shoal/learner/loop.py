@@ -1,4 +1,4 @@
-"""The learner's loop: wait for a batch, train, publish, checkpoint, report. It never waits for any single worker or relay.
+"""The learner's loop: wait for a batch, train, publish, checkpoint, report. It waits for no single worker or relay.
 
 Publishing writes `versions/vN`. The origin (`cli/origin_and_relay`) watches that folder and serves new versions.
 Workers download them through relays (`worker/loop`), and generate with their older version until then.
@@ -94,11 +94,11 @@ class Learner:
         if progress.skipped_in_row >= MAX_SKIPS:
             self.checkpoints.finish()  # commit, so that a restarted learner stops here, too
             raise ShoalError(
-                f"step {progress.step + 1}: no group is left to train on; {fetched.left_out} (see the log). The "
-                f"{progress.skipped_in_row} steps before it were skipped too, so the run ends: look for a broken "
+                f"step {progress.step + 1}: no group is left to train on, because {fetched.left_out} (see the log). "
+                f"The {progress.skipped_in_row} steps before it were skipped too, so the run ends: look for a broken "
                 "validator or coordinator"
             )
-        log.error("step %d is skipped: no group is left to train on; %s", progress.step + 1, fetched.left_out)
+        log.error("step %d is skipped: no group is left to train on, because %s", progress.step + 1, fetched.left_out)
         progress.skipped_in_row += 1
         return {"optim/skipped": 1.0}
 

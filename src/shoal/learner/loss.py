@@ -170,7 +170,7 @@ def dppo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: Los
     """J = M * detached(min(r, delta)) * A * logp, with a mask M.
 
     The token's probability is pi now and was mu at sampling. M = 0 if A > 0 and pi - mu > epsilon, or A < 0 and
-    pi - mu < -epsilon; otherwise 1. So a token is dropped once it has moved far enough in the direction of its advantage.
+    pi - mu < -epsilon; otherwise 1. So a token is dropped once it has moved far enough in its advantage's direction.
     |pi - mu| is the total variation between the two policies if all other tokens are merged into one ("binary TV"). M
     lets a rare token change by a large factor, and a common token only by a small factor. Source: DPPO (arXiv
     2602.04879, equations 11 to 13). The paper's J = M * r * A has the same gradient as long as r < delta.

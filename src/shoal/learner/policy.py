@@ -102,7 +102,7 @@ class Policy:
         return prepare(scorer, self.ranks, self.sharded, self.compute, self.stored)
 
     def update(self, own: Iterable[MicroBatch | None], denominator: float) -> dict[str, float]:
-        """Make one optimizer step of the RL loss. `own` yields this rank's micro-batches, and None while the rank idles.
+        """Make one optimizer step of the RL loss. `own` yields this rank's micro-batches, and None while it idles.
 
         Return and raise as `apply` does.
         """

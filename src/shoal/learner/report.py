@@ -82,7 +82,7 @@ def forward_flops(shape: Shape, prompt: int, completions: Sequence[int], trained
 def training_flops(shape: Shape, groups: Sequence[Group], *, extra_forwards: int) -> float:
     """Return the floating-point operations of training on these groups.
 
-    `extra_forwards` is the number of forward passes without gradient per training pass, such as 1 for a reference model.
+    `extra_forwards` is the number of forward passes without gradient per training pass, e.g. 1 for a reference model.
     """
     forward = sum(forward_flops(shape, len(g.prompt), [len(c) for c in g.completions], g.n_tokens) for g in groups)
     return (3 + extra_forwards) * forward

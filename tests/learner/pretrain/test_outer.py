@@ -1,4 +1,4 @@
-"""Several pretraining sites in one process agree after every round. A site that was killed or late resumes correctly."""
+"""Several pretraining sites in one process agree after every round. A site that was killed or late resumes."""
 
 import json
 import threading

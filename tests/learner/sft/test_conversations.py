@@ -156,7 +156,8 @@ def test_eos_is_added_after_the_last_turn_if_the_template_writes_no_end_tokens()
 
 
 def test_generation_tags_in_a_template_mark_the_trained_text(tiny_folder):
-    forgets = (  # this template shortens earlier answers, so the whole conversation does not begin with a prefix's tokens
+    # This template shortens earlier answers, so the whole conversation does not begin with a prefix's tokens.
+    forgets = (
         "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}"
         "{{ m['content'] if loop.last else m['content'][-1:] }}<eos>{% endgeneration %}{% else %}{{ m['content'] }}<eos>"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"

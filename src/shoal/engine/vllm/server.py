@@ -136,9 +136,9 @@ class Server:
         tokens = list(output.token_ids)
         sampled, tensors = self.llm.collective_rpc("shoal_take", args=(id,))[0]
         if sampled != tokens:
-            raise RuntimeError(f"vLLM returned tokens that differ from the sampled ones: {tokens[:8]}, {sampled[:8]}")
+            raise RuntimeError(f"vLLM returned the tokens {tokens[:8]}, ..., but {sampled[:8]}, ... were sampled")
         if output.finish_reason == "length" and len(tokens) < self.max_tokens[id]:
-            raise RuntimeError(f"prompt and completion exceed the model's context: cut off after {len(tokens)} tokens")
+            raise RuntimeError(f"vLLM cut the completion off after {len(tokens)} tokens, at the model's context length")
         del self.max_tokens[id]
         self.send({"is": "done", "id": id, "tokens": tokens}, tensors)
 

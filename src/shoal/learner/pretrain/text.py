@@ -213,7 +213,7 @@ def encoded(tokenizer: Any, text: str, *, ends: bool) -> list[int]:
 
 
 def heldout(corpus: Corpus, tokenizer: Any, count: int, length: int) -> Tensor:
-    """Return the first `count` documents as a tensor of shape (sequences, length). Drop the incomplete last sequence."""
+    """Return the first `count` documents as a tensor of shape (sequences, length), without an incomplete sequence."""
     tokens: list[int] = []
     for number in range(count):
         try:

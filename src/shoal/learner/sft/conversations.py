@@ -16,8 +16,8 @@ turn. To locate the spans, the model's chat template is applied to prefixes of t
 
 Invariant: every row gives a conversation, or an error that names its file and row. The tokens before a trained token are
 the tokens that generation would see. If the template marks the assistant's text with {% generation %}, the marks give
-the spans. Otherwise it is an error if the whole conversation does not begin with the tokens of each prefix, because then
-the template rewrites earlier turns, or tokens merge across the boundary.
+the spans. Otherwise it is an error if the whole conversation does not begin with the tokens of each prefix, because
+then the template rewrites earlier turns, or tokens merge across the boundary.
 Left out: images and audio; other field names ("from", "value"); text without a chat template; per-message weights.
 """
 
