@@ -41,7 +41,7 @@ class Size:
 
 
 def text(size: Size) -> tuple[str, str]:
-    """Return the training text and the held-out text. Files are in the order of their paths' hashes."""
+    """Return the training text and the held-out text. Files are sorted by hash; the first tenth is held out."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in library.rglob("*.py") if not {"site-packages", "test", "tests"} & set(path.parts)]
     files.sort(key=lambda path: sha256(str(path.relative_to(library)).encode()).digest())
@@ -123,7 +123,7 @@ class Trainees:
                 name: torch.stack([value] * count) if value.dim() else value.clone() for name, value in state.items()
             }
         self.network = copy.deepcopy(first.model)
-        self.network.set_attn_implementation("eager")  # with vmap and autocast, fused attention gets unequal dtypes
+        self.network.set_attn_implementation("eager")  # fused attention would get unequal dtypes here
 
     def step(self, step: int) -> None:
         ids_BT = torch.cat([self.first.window(step, number) for number in self.first.numbers])

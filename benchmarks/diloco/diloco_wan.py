@@ -4,8 +4,8 @@
 
 Two sites and the meeting each have a network namespace, with 100 Mb/s each way and a round trip of 50 ms between any two
 (`weights/wan/network.py`). All are real processes with one thread each: `shoal pool meet` and `shoal pretrain --join`. The
-model is a small llama with new weights. The text is Python's standard library. The raw file's figures for data-parallel
-training come from an earlier commit, which still had it.
+model is a small llama with new weights. The text is Python's standard library. The raw file also has figures for
+data-parallel training. They come from an earlier commit, because the package no longer has such training.
 
 `compute` is `computed_s` / `elapsed_s` in the sites' metrics.jsonl after the first round. Encoding and the outer step do not
 count as computing.

@@ -1,1 +1,1 @@
-"""What runs learn, and how the age of rollouts, length limits and precision change it."""
+"""Benchmarks of what runs learn, and of how the age of rollouts, length limits and precision change it."""

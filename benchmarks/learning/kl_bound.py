@@ -1,4 +1,4 @@
-"""Compare bounds on the KL estimator k3: how does one token that the policy has abandoned change an update?
+"""Compare bounds on the KL estimator k3: how does one token that became very unlikely change an update?
 
     python -m benchmarks.learning.kl_bound [--seeds 20]
 

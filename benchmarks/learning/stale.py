@@ -46,7 +46,7 @@ PLOTTED = {  # figures of an update, and their titles
     "beyond": f"tokens with A < 0, ratio > {BEYOND:.0f}",
     "reward": "reward of fresh samples",
 }
-SPIKE = 10.0  # a gradient norm counts as a spike above this many times the median
+SPIKE = 10.0  # an update is a spike if its gradient norm exceeds this many times the median
 
 
 class Stored(NamedTuple):

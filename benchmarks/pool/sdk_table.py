@@ -3,8 +3,8 @@
     python -m benchmarks.pool.sdk_table                      makes temporary environments for the clients (minutes)
     python -m benchmarks.pool.sdk_table --environments DIR   makes missing environments in DIR and reuses the others
 
-The server is a process with the bundled SmolLM2. A feature works if the client accepts the response and its content is
-right. Each client runs in its own process and environment, because clients need different versions of `openai`.
+The server is a process with the bundled SmolLM2. A feature works if the client accepts the response and the response has
+the right content. Each client runs in its own process and environment, because clients need different versions of `openai`.
 "-" marks a feature that a client cannot request.
 """
 

@@ -1,1 +1,1 @@
-"""How fast each part is, alone and compared with other systems."""
+"""Benchmarks of how fast each part is, alone and compared with other systems."""

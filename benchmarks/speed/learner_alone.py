@@ -9,8 +9,9 @@ The model is SmolLM2-135M on all cores. Sequences have at most 512 or 4096 token
 every token after the first with -advantage * logp and makes one optimizer step.
 
     shoal     Policy.update: fp32 masters, all computation in the dtype, trees packed into rows without padding
-    autocast  AutoModelForCausalLM with fp32 weights under torch.autocast, so that it can learn the same. Batches are in the
-              given order, right-padded, with label -100 for padding. It has its own loss and torch.optim.AdamW(fused=True)
+    autocast  AutoModelForCausalLM under torch.autocast, with fp32 weights, so it loses no small updates either. Batches are
+              in the given order and right-padded, and padding has the label -100. The loss is the model's own, and the
+              optimizer torch.optim.AdamW(fused=True)
     rounded   as autocast, but with weights and moments in bf16. It keeps no masters, so it loses updates that are smaller
               than a bf16 step
 

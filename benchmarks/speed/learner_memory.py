@@ -89,7 +89,7 @@ class Module:
     stream, current_stream = staticmethod(torch.cpu.stream), staticmethod(torch.cpu.current_stream)
 
     def is_available(self) -> bool:
-        return False  # otherwise a checkpoint would overlap its copies by means of streams
+        return False  # if it were True, a checkpoint would overlap its copies by using streams
 
     def is_initialized(self) -> bool:
         return True

@@ -99,9 +99,7 @@ def main() -> int:
     arguments = parser.parse_args()
     by_vllm = arguments.engine == "vllm"
     if by_vllm and (arguments.exact or set(arguments.only or []) - set(REACH)):
-        parser.error(
-            "vLLM claims no exactness class (--exact), and lies that change the forward by a hook cannot use it"
-        )
+        parser.error("--engine vllm works neither with --exact, nor with lies that change the forward by a hook")
     label = arguments.label or f"attacks-{'exact-' if arguments.exact else ''}{arguments.config.stem}"
     path = RESULTS / f"{label}.json"
     if arguments.versions is None:

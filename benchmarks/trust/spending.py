@@ -1,4 +1,4 @@
-"""Simulate a worker that knows every limit and makes the best use of it: its gain, and when it is dismissed. Runs no model.
+"""Simulate, without a model, a worker that makes the best use of every limit. Report its gain and when it is dismissed.
 
     python -m benchmarks.trust.spending                 benchmarks/results/spending.json, docs/images/spending.png
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks.trust.steps_under_attack [--seconds 20] [--only garbage]
 
-Unlike real attackers, these share the cores of one machine with the run (configs/tiny.toml). So each attack has three
-phases of --seconds: without any attack, with the attack in another process, and with a process that uses as much CPU time as
-the attackers but sends nothing. A phase's figure is its length divided by the number of steps that ended in it. The cost of
-the attacks is the median ratio of the second to the third phase. The ratio to the first phase also counts the attackers' own
-CPU time.
+Unlike real attackers, the attackers here share the cores of one machine with the run (configs/tiny.toml). So each attack
+has three phases of --seconds: without any attack, with the attack in another process, and with a process that uses as much
+CPU time as the attackers but sends nothing. A phase's figure is its length divided by the number of steps that ended in it.
+The cost of the attacks is the median ratio of the second to the third phase. The ratio to the first phase also counts the
+attackers' own CPU time.
 
 Writes benchmarks/results/steps_under_attack.json.
 """
@@ -94,7 +94,7 @@ async def main(arguments: argparse.Namespace) -> None:
     }
     result |= {"ratio": ratio, "against_quiet": against_quiet, "phases": phases}
     save(PATH, result)
-    sys.stdout.write(f"a step takes {ratio:.2f} times as long, {against_quiet:.2f} with the attackers' CPU time\n")
+    sys.stdout.write(f"a step takes {ratio:.2f} times as long; with the attackers' CPU time, {against_quiet:.2f}\n")
 
 
 async def phase(site: Site, metrics: Path, seconds: float, attack: str, share: float) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""How weights travel: deltas, SHARDCAST and other ways to send a file."""
+"""Benchmarks of how weights travel: by deltas, by SHARDCAST and by other ways to send a file."""

@@ -47,12 +47,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Result:
-    """Shares of the time until the last batch is trained, unless marked otherwise."""
+    """The outcome of a run. A field is a share of the time until the last batch is trained, unless its comment differs."""
 
     seconds: float
     step_s: float  # mean, without the first quarter of the steps
     generating: float  # mean over workers
-    links: float  # mean over the workers' links, while they fetch
+    links: float  # mean over workers of the share in which their link fetches a version
     validators: float
     learner: float
     staleness: float  # versions, mean over trained groups

@@ -20,7 +20,8 @@ RIG_GROUPS = 4
 UPLOAD_BITS = 4 * 16 * 8_000 * 18 * 8  # a submission: groups x completions x tokens x bytes x 8
 UP_BPS = 50e6
 LOAD_S = 60.0
-# A pool simulates STEP_WORKERS / workers steps, within these limits: in a large pool, a step has many events.
+# A pool simulates STEP_WORKERS / workers steps, within the two limits. Large pools get few steps, because each has many
+# events.
 MOST_STEPS, FEWEST_STEPS, STEP_WORKERS = 24, 6, 12_000
 SIZES = (10, 100, 1_000, 10_000)
 

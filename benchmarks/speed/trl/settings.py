@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "bf16 x16 untruncated": BF16 | {"per_device_train_batch_size": 16, "mask_truncated_completions": True},
 }
-# The measurement uses the fastest settings with bf16 weights, which are faster, and with float32 weights, as in Shoal's
-# learner. They were chosen by one run of each, which the recorded --tune does not contain. GSM8K uses the same settings. At
-# these learning rates much of an update is smaller than a bf16 step, so it is lost if the weights themselves are bf16.
+# The measurement uses two entries: one with bf16 weights, which are faster, and one with float32 weights, as in Shoal's
+# learner. Each was chosen by one run, which the recorded --tune does not contain. GSM8K uses the same two. At these learning
+# rates much of an update is smaller than a bf16 step, so it is lost if the weights themselves are bf16.
 CHOSEN = ("bf16 x8", "autocast x8")

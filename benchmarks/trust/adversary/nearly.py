@@ -1,8 +1,8 @@
 """Lies so small that they stay within a limit, for the limits that `tolerance` does not use up.
 
-    NearTemperature   tokens: the distribution's evidence and the mean margin
-    NearWeights       hidden states: the proofs' exponents and mantissas
-    NearLogprobs      claimed logprobs
+    NearTemperature   uses up the limits on tokens: the distribution's evidence and the mean margin
+    NearWeights       uses up the limits on hidden states: the proofs' exponents and mantissas
+    NearLogprobs      uses up the limit on claimed logprobs
 
 `lean` sets the direction and strength of each lie. An attacker who can run the validator finds the strongest that passes.
 Invariant: a strength of 0 is honest.

@@ -37,7 +37,7 @@ class Plan:
     reach: float = SPENT  # share of sampling_margin by which a chosen token may miss
     mean: float = SPENT  # share of sampling_margin_mean, over the submission
     rate: float = math.inf  # share of the bound on changed tokens, `evidence.rates`
-    far: int = 0  # tokens per submission that miss by more than sampling_margin, up to 90 % of FAR times that margin
+    far: int = 0  # tokens per submission that miss by more than sampling_margin (by at most 90 % of FAR times it)
     decoys: float = 0.0  # tokens changed without effect, per token changed for the reward
 
 
@@ -172,11 +172,12 @@ class SpendsTolerance(Attack):
             beyond = one.swap.margin > limits.sampling_margin
             reached = beyond or one.swap.margin <= plan.reach * limits.sampling_margin
             useful = reached and self.direction * one.gain > 0 and one.place not in taken
-            cost = 0.0 if beyond else one.swap.margin  # beyond the margin, tokens count, but not in the mean
+            cost = 0.0 if beyond else one.swap.margin  # the mean leaves out tokens beyond the margin
             if useful and cost <= nats and (far if beyond else near) >= 1:
                 far, near, nats = far - beyond, near - (not beyond), nats - cost
                 taken[one.place] = one
-        # Decoys hide that changes go with reward: an attacker that raises the reward puts them into the worst completions.
+        # Decoys hide that changes and rewards are correlated. So they go first into the completions whose reward is worst
+        # for the attacker's aim.
         decoys = round(plan.decoys * len(taken))
         for one in sorted(tried, key=lambda one: (self.direction * one.before, one.swap.margin)):
             if (

@@ -10,13 +10,13 @@ uses a quarter of every rate and of the file's size, so times stay the same with
 the file exists is started before. A client's time counts from the moment when the origin gets the file until the client has
 verified it. Afterwards this program verifies each client's file again.
 
-The bound is a time that no system can beat. It is the latency of two hops, plus the larger of two times: the origin's to
-send every byte once, and a client's to receive every byte once. Frames of 1500 bytes carry 1448 bytes of payload, so
-nothing over TCP takes less than 1.036 times the bound.
+The bound is a time that no system can beat. It is the latency of two hops, plus the longer of two times: how long the origin
+takes to send every byte once, and how long a client takes to receive every byte once. Frames of 1500 bytes carry 1448 bytes
+of payload, so nothing over TCP takes less than 1.036 times the bound.
 
 Writes benchmarks/results/wan-LABEL.json after every transfer: each client's seconds, errors, bytes that each node sent
 and received, lost and dropped packets, the idle share of all cores, and `late`, the packets that the emulator delivered more
-than 5 ms late because the CPU was busy. Files are in memory (three times the file's size for each node).
+than 5 ms late because the CPU was busy. Files are kept in memory, which takes three times the file's size for each node.
 """
 
 import argparse
