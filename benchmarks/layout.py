@@ -137,7 +137,7 @@ def room(module: str) -> str:
 
 
 def room_imports(modules: dict[str, Path]) -> Edges:
-    """Return how many modules of one room import another room, for each pair of rooms."""
+    """Return for each pair of rooms how many modules of the first import the second."""
     edges: Edges = Counter()
     for name, path in modules.items():
         met = {room(other) for other in imported_modules(name, path, modules)}

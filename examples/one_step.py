@@ -61,7 +61,7 @@ sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, eos
 
 
 def generate(how):
-    """Return what a worker submits. For each group: the tokens of one completion per seed, and their proofs."""
+    """Return what a worker submits: for each group, the tokens of one completion per seed, and their proofs."""
     groups = engine.generate(prompts, [plan.seeds for plan in plans], how)
     return [([one.tokens for one in group], toploc.build_many([one.hidden_TH for one in group])) for group in groups]
 

@@ -135,7 +135,7 @@ def wait(true: Callable[[], Any], what: str) -> None:
 
 
 def at(run: Run, kind: str, site: str) -> None:
-    """Wait for the moment of this fault, in a round in which the others wait for `site`."""
+    """Wait until a fault of this kind can happen to `site`."""
 
     def now() -> bool:
         offered, rounds = run.offered(), run.rounds()

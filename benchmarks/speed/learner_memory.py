@@ -260,7 +260,7 @@ def there(tensor: Tensor) -> Tensor:
 
 
 def row() -> Pack:
-    """Return a row of real numbers, and what the CPU's attention derives from it."""
+    """Return a row of tensors that are not fake. Compute what the CPU's attention derives from it."""
     packed = pack([Tree([1] * PROMPT, [[1] * LENGTH for _ in range(COMPLETIONS)])])
     _ = packed.layout.segments, packed.layout.restore_T, packed.layout.in_order, packed.layout.across
     return packed

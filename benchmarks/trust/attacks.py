@@ -281,7 +281,7 @@ def _honest_case(judge: Judge, honest: Attack, settings: Config, case: Case) -> 
 
 
 def make(attacker: Attack, settings: Config, number: int) -> tuple[Assignment, bytes, float]:
-    """Make one file as one of several workers in turn. Return assignment, file and seconds."""
+    """Make the file of submission `number`. Several workers take turns. Return assignment, file and seconds."""
     attacker.identity = identity(number % WORKERS)
     assignment = offline_assignment(settings, attacker.identity.public, number)
     started_s = time.perf_counter()
@@ -290,7 +290,7 @@ def make(attacker: Attack, settings: Config, number: int) -> tuple[Assignment, b
 
 
 def by_thresholds(case: Case) -> list[str]:
-    """Return the TOPLOC thresholds that some proof exceeds, without Shoal's limits on the mean."""
+    """Return the sets of TOPLOC thresholds that some proof exceeds. Shoal's limits on the mean do not count here."""
     prefill = case.computed()
     hiddens = list(torch.split(prefill.hidden_NH, prefill.lengths))
     try:

@@ -96,7 +96,7 @@ def exposures(model: Model) -> np.ndarray:
 
 
 def honest_rates(model: Model) -> np.ndarray:
-    """Return tokens beyond each part of the margin per unit of exposure, in the noisiest pair of dtypes measured."""
+    """Return how many tokens per unit of exposure are beyond each part of the margin, in the noisiest pair of dtypes."""
     stored = measured(model)
     return np.array(stored["beyond"][model.pair]) / stored["total_exposure"]
 

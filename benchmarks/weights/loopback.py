@@ -187,8 +187,8 @@ class Turn:
         return seconds
 
     def settle(self) -> None:
-        """Give every transfer the same start: no dirty pages, and equally much memory just freed. A virtual machine needs
-        seconds to get new memory from its host."""
+        """Give every transfer the same start: no dirty pages, and equally much memory just freed. The memory matters
+        because a virtual machine needs seconds to get more of it from its host."""
         os.sync()
         with tempfile.TemporaryFile(dir=self.folder) as file:
             for _ in range(self.size_bytes // BLOCK_BYTES):

@@ -28,7 +28,7 @@ RUNS_S, STOPS_S = 0.02, 0.18
 
 @dataclass
 class Fault:
-    """`begun_s`, `ended_s`: seconds since churn began. A kill ends when a new process has the killed process's name."""
+    """`begun_s` and `ended_s` are in seconds since the churn began. A kill ends when a new process has the killed process's name."""
 
     kind: str
     role: str
@@ -42,7 +42,7 @@ class Fault:
 
 
 def draw(names: list[str], seed: int) -> Iterator[Fault]:
-    """Yield endless faults for processes with these names. A role is a name without its number."""
+    """Yield faults for processes with these names, without end. A role is a name without its number."""
     chance = random.Random(seed)
     roles = sorted({role_of(name) for name in names})
     while True:

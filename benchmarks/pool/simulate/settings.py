@@ -35,7 +35,7 @@ class Case:
 
 
 def rig(draw: random.Random, spread: float, relays_bps: float, workers: int) -> Rig:
-    """Return a worker whose speed and link differ from the mean by a factor of up to `spread`, log-uniform."""
+    """Return a worker whose speed and link each differ from the mean by a random factor of up to `spread` (log-uniform)."""
     speed, link = (spread ** draw.uniform(-1, 1) for _ in range(2))
     group_s = GENERATE_S * WORKERS / (BATCH / USEFUL) / speed
     down_bps = min(LINK_BPS * link, relays_bps / workers)
@@ -52,8 +52,9 @@ def rig(draw: random.Random, spread: float, relays_bps: float, workers: int) -> 
 def pool(workers: int, async_level: int, *, grows: bool, spread: float = 1.0, relays: int = 0) -> Setting:
     """Return the setting of a pool with this many workers.
 
-    `grows`: beyond WORKERS, batch, learner and validators grow in proportion to the workers. The larger learner trains the
-    larger batch in the same time. `relays`: each relay sends 10 Gb/s in all; 0: as many relays as are needed.
+    With `grows`, batch, learner and validators grow in proportion to the workers beyond WORKERS. The larger learner trains
+    the larger batch in the same time. `relays` is the number of relays, and each sends 10 Gb/s in all. 0 means as many
+    relays as are needed.
     """
     draw = random.Random(workers)
     factor = max(workers // WORKERS, 1) if grows else 1

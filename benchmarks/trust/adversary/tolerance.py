@@ -96,7 +96,7 @@ class SpendsTolerance(Attack):
     def swaps(
         self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]
     ) -> tuple[list[Swap], float]:
-        """Return the second-best token of every position, nearest first, and the exposure: the sum of 1 - P(token)."""
+        """Return the second-best token of every position, in order of margin. Return the exposure: the sum of 1 - P(token)."""
         result, movable = [], 0.0
         for g, group in enumerate(groups):
             for number, completion in enumerate(group):
@@ -145,8 +145,8 @@ class SpendsTolerance(Attack):
         swaps: Sequence[Swap],
         old: Sequence[Completion],
     ) -> list[list[int]]:
-        """Return each completion's tokens with its swap and the tokens that the seed yields after it. All swaps share one
-        position."""
+        """Return the tokens of each completion: those before its swap, the swapped token, and those that the seed yields
+        afterwards. All swaps are at the same position."""
         kept = [[*one.tokens[: swap.position], swap.token] for swap, one in zip(swaps, old, strict=True)]
         room = self.sampling.max_tokens - len(kept[0])
         going = [n for n, swap in enumerate(swaps) if room and swap.token not in self.sampling.eos_ids]
@@ -162,7 +162,7 @@ class SpendsTolerance(Attack):
         return kept
 
     def chosen(self, tried: Sequence[Tried], tokens: int, movable: float) -> list[Tried]:
-        """Return the swaps within the plan's budget, nearest first, at most one for each completion."""
+        """Return the swaps within the plan's budget, at most one for each completion. Swaps of smaller margin go first."""
         plan, limits = self.spending, self.config.validator
         nats = plan.mean * limits.sampling_margin_mean * tokens
         near = plan.rate * self.config.evidence.rates[0] * movable / (1.0 + plan.decoys)

@@ -44,7 +44,7 @@ def enter(peers: Path) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Rates in bits per second of IP packets, headers included."""
+    """Rates are in bits per second, and count the headers of IP packets too."""
 
     origin_bps: float
     relay_bps: float
