@@ -193,7 +193,7 @@ def compare(
     rounds: int,
     also: dict[str, Callable[[], None]] | None = None,
 ) -> dict[str, Any]:
-    """Return the seconds of each computation, in turns, and figures derived from their medians."""
+    """Let the computations take turns. Return the seconds of each, and figures derived from their medians."""
     sequences = [case.prompts[row.group] + row.tokens for case in cases for row in case.rows]
     tokens = sum(len(row.tokens) for case in cases for row in case.rows)
     fitting = [rows for rows in PLAIN_ROWS if rows < 2 * len(sequences)] or [1]

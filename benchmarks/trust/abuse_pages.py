@@ -122,7 +122,7 @@ def start_serve(folder: Path, environment: dict[str, str]) -> tuple[subprocess.P
 
 
 def model_folder(parent: Path) -> Path:
-    """Return the folder of a random model with SmolLM2's tokenizer. Make it once."""
+    """Return the folder of a random model with SmolLM2's tokenizer. The first call makes it."""
     folder = parent / "model"
     if not folder.exists():
         tokenizer = load_tokenizer(sources.resolve(sources.SMOLLM2))
@@ -158,7 +158,7 @@ async def completion(site: Site) -> None:
 
 
 async def login(site: Site) -> None:
-    """Log in with a wrong name, which costs as much as a right one. Use a new address each time, to avoid rate limits."""
+    """Log in with a wrong name, which costs as much as a right one. A new address each time avoids rate limits."""
     address = f"127.0.{secrets.randbelow(250)}.{1 + secrets.randbelow(250)}"
     connector = aiohttp.TCPConnector(local_addr=(address, 0))
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as own:

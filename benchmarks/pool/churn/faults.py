@@ -28,7 +28,7 @@ RUNS_S, STOPS_S = 0.02, 0.18
 
 @dataclass
 class Fault:
-    """`begun_s` and `ended_s` are in seconds since the churn began. A kill ends when a new process has the killed process's name."""
+    """`begun_s` and `ended_s` are in seconds since the churn began. A kill ends when a new process has the same name."""
 
     kind: str
     role: str

@@ -161,7 +161,7 @@ class Pool:
         return figures
 
     async def _register(self, count: int) -> dict[str, Any]:
-        """Add `count` workers. The first MEASURED register over HTTP, which is timed. The others are put into the database."""
+        """Add `count` workers. The first MEASURED register over HTTP, which is timed. The others go into the database."""
         new, first = identities(count), len(self.workers)
         known, rest = new[:MEASURED], new[MEASURED:]
         joining = [

@@ -14,7 +14,7 @@ HIGHER = 1.005  # sample Pss when resident memory exceeds its last sampled value
 
 
 class Scales:
-    """Sample while the `with` block runs. `together_bytes` is the peak, `samples` the number of samples."""
+    """Samples memory while the `with` block runs. `together_bytes` is the peak, `samples` the number of samples."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -79,7 +79,7 @@ class Attack(Producer):
 
     @torch.inference_mode()
     def restated(self, completion: Completion) -> Completion:
-        """Return the completion with logprobs at the stated temperature, from its hidden states (no new forward)."""
+        """Return the completion with logprobs at the stated temperature, from its hidden states, without a new forward."""
         hidden_TH = completion.hidden_TH.to(self.model.device, self.model.dtype)
         sampled = model_positions(completion.turns, len(completion.tokens))
         tokens_T = torch.tensor([completion.tokens[at] for at in sampled], device=hidden_TH.device)

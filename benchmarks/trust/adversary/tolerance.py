@@ -96,7 +96,7 @@ class SpendsTolerance(Attack):
     def swaps(
         self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]
     ) -> tuple[list[Swap], float]:
-        """Return the second-best token of every position, in order of margin. Return the exposure: the sum of 1 - P(token)."""
+        """Return the second-best token of every position, in order of margin, and the exposure (the sum of 1 - P(token))."""
         result, movable = [], 0.0
         for g, group in enumerate(groups):
             for number, completion in enumerate(group):
