@@ -188,7 +188,9 @@ def test_verification_finds_signatures_by_another_key_or_for_another_purpose() -
     assert first_bad(entries) == 3
     assert first_bad(some_entries(identity=OTHER)) == 1, "another key's chain must fail at its first entry"
     wrong = COORDINATOR.sign(bytes.fromhex(some_entries()[0].digest), domain="manifest")
-    assert first_bad([some_entries()[0].model_copy(update={"signature": wrong})]) == 1, "another domain must fail"
+    assert first_bad([some_entries()[0].model_copy(update={"signature": wrong})]) == 1, (
+        "a signature for another domain must fail"
+    )
 
 
 def test_an_entry_that_the_coordinator_rewrites_no_longer_fits_the_next_entry() -> None:

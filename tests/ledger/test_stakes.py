@@ -162,7 +162,9 @@ STRANGER = "0x" + "22" * 20
 def test_the_committed_bytecode_is_what_the_source_compiles_to() -> None:
     vyper = pytest.importorskip("vyper", reason="the compiler is not installed: make evm")
     committed = artifact()
-    assert vyper.__version__.startswith(committed["vyper"]), "another compiler made it: compile it again"
+    assert vyper.__version__.startswith(committed["vyper"]), (
+        "compile the contract again, because its compiler was another version"
+    )
     source = files("shoal.ledger").joinpath("stakes.vy").read_text()
     compiled = vyper.compile_code(source, output_formats=["abi", "bytecode"])
     assert (compiled["abi"], compiled["bytecode"]) == (committed["abi"], committed["bytecode"])
@@ -195,7 +197,7 @@ def test_a_stranger_can_only_reclaim_its_own_deposit() -> None:
     stakes.deposit("c3" * 32, 7)
     stakes.register("c3" * 32, "worker")
     assert (account(stakes, "c3" * 32).stake, other.deposited("c3" * 32)) == (7, 5), (
-        "only the payer's own deposit is staked"
+        "only the payer's own deposit must be staked"
     )
     stakes.slash("c3" * 32, "w-9", "cd" * 32)
     other.reclaim("c3" * 32)

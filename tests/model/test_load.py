@@ -108,7 +108,7 @@ def test_weights_are_stored_in_bfloat16_and_a_tied_output_head_once(
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert "model.embed_tokens.weight" in stored and "lm_head.weight" not in stored
     assert tiny_model.lm_head.weight.data_ptr() == tiny_model.model.embed_tokens.weight.data_ptr(), (
-        "the head is not tied"
+        "the loaded model's head must be tied"
     )
     untied = make_tiny(3, tie_word_embeddings=False)
     assert tied_names(untied) == set()

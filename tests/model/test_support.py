@@ -190,7 +190,7 @@ def test_a_window_under_an_unknown_config_name_is_noticed(tiny_folder: Path, mon
 
     model = load_model(tiny_folder)
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", windowed)
-    check_logprobs_(model, tiny_folder)  # its sequences are too short to show the window
+    check_logprobs_(model, tiny_folder)  # passes, because its sequences are shorter than the window
     model.config.local_window_tokens = 100
     with pytest.raises(UnsupportedModelError, match="differ from plain transformers"):
         check_logprobs_(model, tiny_folder)

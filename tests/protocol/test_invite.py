@@ -51,7 +51,7 @@ def test_a_copied_invite_contains_address_key_run_role_and_name() -> None:
         "shoal1." + "[" * 9,
     ],
 )
-def test_any_other_text_is_an_invite_error(text: str) -> None:
+def test_a_text_that_is_not_an_invite_is_refused(text: str) -> None:
     with pytest.raises(InviteError, match="invite"):
         Invite.decode(text)
 
@@ -85,7 +85,7 @@ def changed() -> str:
         *((nonsense, "the invite is") for nonsense in ("", "null", "{}", "[]", "\x00", '{"payload": 1}')),
     ],
 )
-def test_a_payload_of_another_signer_purpose_run_or_form_is_refused(text: str, words: str) -> None:
+def test_a_payload_by_another_signer_or_for_another_purpose_or_run_is_refused(text: str, words: str) -> None:
     assert open_payload(payload_of("invite"), COORDINATOR.public, RUN).role == "validator"
     with pytest.raises(InviteError, match=words):
         open_payload(text, COORDINATOR.public, RUN)
@@ -125,7 +125,7 @@ def test_an_invites_role_and_expiry_are_checked() -> None:
         made.check("worker", now_s=2_000_000_001)
 
 
-def test_two_pools_with_the_same_name_are_two_runs() -> None:
+def test_two_pools_with_the_same_name_have_different_run_ids() -> None:
     """Otherwise a request, a file or a seed of one pool would be valid in the other."""
     ids = [run_id("sums", identity.public) for identity in (COORDINATOR, OTHER)]
     assert ids[0] != ids[1] and all(id.startswith("sums-") for id in ids)

@@ -46,7 +46,7 @@ WAIT_S = 120.0
 # Errors that reading a malformed answer can raise.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 KINDS = ("registered", "credited", "slashed")
-NO_PAYER = "0x" + "00" * 20  # for a member without a payer: nobody can stake for it
+NO_PAYER = "0x" + "00" * 20  # for a member without a payer, so nobody can stake for it
 
 
 class ChainLostError(LedgerError):
@@ -147,7 +147,7 @@ class Web3Chain:
         finally:
             sys.setrecursionlimit(limit)  # a dependency sets 100,000; deeply nested JSON would then crash the process
         self.web3: Any = Web3(Web3.HTTPProvider(url, request_kwargs={"timeout": ANSWER_S}))
-        self._host = urlsplit(url).netloc.rpartition("@")[2]  # for messages: the rest of the URL may hold a key
+        self._host = urlsplit(url).netloc.rpartition("@")[2]  # for messages, because the rest may hold a key
         self._signer = self.web3.eth.account.from_key(private_key) if private_key else None
         self._poll_s = poll_s
         with self._named_errors():

@@ -33,7 +33,7 @@ KEYS = 16  # a sequence's number of keys is rounded up to a multiple of this
 ROWS = 8  # the rows of a product are rounded up to a multiple of this, because few rows would use other kernels
 QUERIES = 128  # queries of one sequence that are computed together; keys that none of them sees are left out
 NEAR = 64  # sequences whose numbers of keys differ by less are computed together
-CACHED = 1 << 18  # elements of a tensor that are used at once, few enough for the CPU's cache
+CACHED = 1 << 18  # the most elements of a tensor that are used at once; they fit the CPU's cache
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Step:
     def attend(self, query_BhD: Tensor, key_BkKD: Tensor, value_BkKD: Tensor, scale: float) -> Tensor:
         """Attend to the cache's first keys and values, in any dtype. Return output_BhD, float32.
 
-        Queries after the cache's last row are padding: their output is 0.
+        Queries after the cache's last row are padding, so their output is 0.
         """
         padded, heads, depth = query_BhD.shape
         batch, key_heads, keys, _ = key_BkKD.shape
@@ -279,7 +279,7 @@ def plan(layout: RowLayout, heads: int, depth: int) -> Plan:
 
 
 class _Packed(torch.autograd.Function):
-    """Attention within a row of trees. Positions after the layout's last one are padding: their output is 0."""
+    """Attention within a row of trees. Positions after the layout's last one are padding, so their output is 0."""
 
     @staticmethod
     def forward(

@@ -68,7 +68,7 @@ def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Nu
             torch.manual_seed(seed)
             drawn = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
             return drawn.to(device, getattr(torch, dtype))
-        with quiet(warnings=adapters.stored_in(config) is None):  # transformers warns of adapters
+        with quiet(warnings=adapters.stored_in(config) is None):  # it would warn of adapters
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=getattr(torch, dtype),

@@ -27,8 +27,8 @@ from torch.autograd.function import once_differentiable
 
 from shoal.model import products
 
-PRODUCT_BYTES = 128 << 20  # float32 logits of one matrix product: large, for full speed
-CACHED_BYTES = 4 << 20  # logits processed together: they fit the CPU's cache
+PRODUCT_BYTES = 128 << 20  # bytes of float32 logits from one matrix product; large products run at full speed
+CACHED_BYTES = 4 << 20  # bytes of logits that are processed together; they fit the CPU's cache
 ATTRIBUTE = "shoal_logits"  # a model's attribute with its LogitChange
 
 # (a slice of the targets, their logp_C, their entropy_C or None) -> the sum of their losses
@@ -97,7 +97,7 @@ class Scoring:
 
     temperature: float = 1.0
     with_entropy: bool = False
-    exact: bool = False  # logits have the bits of `products.linear`
+    exact: bool = False  # whether `products.linear` computes the logits
     change: LogitChange = NOTHING
 
 

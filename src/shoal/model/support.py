@@ -33,8 +33,8 @@ from shoal.model.tree import SHORTEST_ROOT, Tree, blocks, forward_hidden, pack
 
 TOLERANCE = 1e-3  # nats per token, mean
 LENGTH = 32  # tokens of each compared sequence: prompt and completion
-BEYOND = 16  # tokens by which the sequences exceed a small window
-SMALL = 512  # the largest window that the sequences exceed
+BEYOND = 16  # tokens by which the sequences are longer than every small window
+SMALL = 512  # tokens; a larger window is not small
 LIMITING = re.compile("window|chunk|local_attention|block_size|topk")  # config fields that may hold a window's size
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")  # config fields that scale logits

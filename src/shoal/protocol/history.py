@@ -41,7 +41,7 @@ from shoal.protocol.signing import SignedAuth, UnsignedAnswerError, check_answer
 
 MAX_SAMPLES = 512  # the newest are kept
 BUSY = 429  # HTTP status
-PAUSE_S, PATIENCE_S = 0.5, 30.0  # the pause between two attempts; the limit for all of them
+PAUSE_S, PATIENCE_S = 0.5, 30.0  # the pause between two attempts; the time limit of all attempts
 AUDIENCE, OFFER_BYTES = "offer", 64 << 10  # the audience of a request for an offer; the largest offer
 MAX_BYTES = 16 << 20  # the largest state or page of history
 MAX_PAGES = 1000  # pages of history per `look`, because a malicious server could send new pages without end

@@ -3,8 +3,8 @@
 Invariants: a signature serves one purpose, because the mandatory `domain` is signed together with the message. So a
 ledger signature cannot pass as the signature of a manifest. A key has one spelling: `verify` accepts only the lowercase
 hex of a canonical point. Otherwise a banned key could return under another spelling.
-Left out: passphrases (a worker restarts unattended; the file's mode protects the key), key rotation (a new key is a new
-node), hardware keys.
+Left out: passphrases (because a worker restarts unattended; the file's mode protects the key), key rotation (because a
+new key is a new node), hardware keys.
 """
 
 import re

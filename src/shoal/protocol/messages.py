@@ -1,6 +1,6 @@
 """Every message between members of a pool. Public data of a run is in `history`; rollout files are in `store/`.
 
-Invariant: models are strict: unknown fields, wrong types and out-of-range numbers are refused.
+Invariant: models are strict, so unknown fields, wrong types and out-of-range numbers are refused.
 This module imports nothing else of Shoal.
 
     sender        route                                 request -> answer
@@ -102,7 +102,7 @@ class RunOffer(Message):
     workers: Count  # live workers
     places_free: Count | None  # None: no limit
     requirements: dict[str, Any]  # `[requirements]` of the run's config
-    invite: str = Field(default="", max_length=4_000)  # for any worker with stake; "": private invites only
+    invite: str = Field(default="", max_length=4_000)  # for any worker with stake; "": there is none
 
 
 class Capability(Message):
@@ -198,7 +198,7 @@ class Assignment(Message):
     policy_digest: str = Hex64
     nonce: str = Hex32  # only the coordinator can compute it; the same assignment always gets the same nonce
     groups: int = Field(ge=1)
-    deadline_s: float  # unix time; a worker that lost the task gets another then. A late upload is still allowed
+    deadline_s: float  # unix time, after which a worker that lost the task gets another; late uploads are allowed
     upload_path: str
     max_bytes: int
 
@@ -323,23 +323,24 @@ class Reason(StrEnum):
     SIGNATURE = "signature"  # not signed by the worker that has the task, or the signature does not match the rows
     CONTEXT = "context"  # made for another assignment, or for other prompts
     REPLAYED = "replayed"  # the worker's own accepted submission already has these rollouts
-    TASKS = "tasks"  # not the derived tasks, targets or seeds
-    BOUNDS = "bounds"  # token ids, lengths or numbers out of range
-    ENVIRONMENT = "environment"  # a false or missing answer of an environment
-    UNREPEATABLE = "unrepeatable"  # an environment's answer that differs here, but may be right on another machine
+    TASKS = "tasks"  # the tasks, targets or seeds are not the derived ones
+    BOUNDS = "bounds"  # token ids, lengths or numbers are out of range
+    ENVIRONMENT = "environment"  # an environment's answer is false or missing
+    UNREPEATABLE = "unrepeatable"  # an environment's answer differs here, but may be right on another machine
     REWARD = "reward"  # the claimed reward differs from the recomputed one
-    PROOF = "proof"  # TOPLOC: not the hidden states of the claimed version
-    LOGPROBS = "logprobs"  # not the logprobs of the claimed version
+    PROOF = "proof"  # the TOPLOC proof is not that of the claimed version's hidden states
+    LOGPROBS = "logprobs"  # the logprobs are not those of the claimed version
     SAMPLING = "sampling"  # tokens differ from those that the seeds yield
-    TERMINATION = "termination"  # stopped early
+    TERMINATION = "termination"  # a completion stopped early
     DISTRIBUTION = "distribution"  # tokens are too likely, or too unlikely, to be samples at the configured temperature
-    SPECIAL_TOKENS = "special_tokens"  # a token that only chat templates use, and that its seed does not yield
+    SPECIAL_TOKENS = "special_tokens"  # a token is one that only chat templates use, and its seed does not yield it
     INEXACT = "inexact"  # within the limits, but not bit-identical, although the worker claims the same exactness class
     SPENDING = "spending"  # each submission is within the limits, but all together deviate more than honest numerics
 
 
-# Soft reasons can be caused by a broken disk, a coordinator restored to an older state, an answer changed in transit, or a
-# program that the model wrote. A hard reason follows from the worker's signature: nobody else can cause it (docs/trust.md).
+# Soft reasons can be caused by a broken disk, a coordinator restored to an older state, an answer changed in transit, or
+# a program that the model wrote. A hard reason follows from the worker's signature, so nobody else can cause it
+# (docs/trust.md).
 SOFT = frozenset(
     {
         Reason.UNREADABLE,

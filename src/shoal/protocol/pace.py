@@ -15,26 +15,25 @@ from contextlib import contextmanager
 
 from shoal.errors import ShoalError
 
-# Requests per second, each with a burst of BURST_S. A node sends one heartbeat per second. A validator that waits for work
-# sends ten claims per second.
-MEMBER_RATE = 40.0
-OPEN_RATE = 50.0  # per address, for open routes: a dashboard sends seven requests per second
+# The next four rates are in requests per second. Each allows a burst of BURST_S.
+MEMBER_RATE = 40.0  # a node sends one heartbeat per second, and a validator that waits for work sends ten claims
+OPEN_RATE = 50.0  # per address, for open routes; one dashboard sends seven requests per second
 REFUSED_RATE = 20.0  # per address; refusals beyond it are delayed
 RARE_RATE = 1.0  # per member, for requests that it sends when it joins, leaves or has lost its state
 AT_ONCE = 16  # requests of one member in progress; each may hold a body as large as its route allows
 LARGE_AT_ONCE = 2  # of these, requests whose body or answer is a large file in memory
-# The next two rates are in bytes per second, and have the same burst.
+# The next two rates are in bytes per second, with the same burst.
 MEMBER_BYTES = 4 << 20  # of answers to one member
-OPEN_BYTES = 4 << 20  # of answers to one address: a dashboard opened late reads a long history at once
+OPEN_BYTES = 4 << 20  # of answers to one address, because a dashboard opened late reads a long history at once
 # A byte of task data, or of a discarded upload, counts as this many bytes, because the server does not compute it.
 FILE_WEIGHT = 1 / 4
-# Limits on bytes of answers that were made and not yet received. An answer may exceed them if its reader has no other.
+# Limits on bytes of answers not yet received. If a reader has no other unread answer, a single one may exceed them.
 LARGE_BYTES = 64 << 10  # smaller answers are not counted: a connection's own buffers hold them
 MEMBER_UNREAD, ADDRESS_UNREAD = 16 << 20, 4 << 20
 STRANGERS_UNREAD = 64 << 20  # of all addresses together
 DISCARD_RATE = 8 << 20  # bytes per second, of all refused bodies together
 MAX_HOLD_S = 5.0  # delay of a refusal; far below an honest client's timeout
-BURST_S = 10.0  # a client may be ahead of its rate by this much
+BURST_S = 10.0  # a client may be ahead of its rate by this many seconds
 MAX_CLIENTS = 100_000
 
 

@@ -202,7 +202,7 @@ class Admission:
         async def route(request: web.Request) -> web.StreamResponse:
             try:
                 return _response(await respond(request))
-            except (web.RequestPayloadError, ConnectionResetError) as error:  # broken encoding; the client has left
+            except (web.RequestPayloadError, ConnectionResetError) as error:  # bad encoding, or the client has left
                 return refusal(400, str(error))
             except SignatureError as error:
                 return refusal(TOO_EARLY if error.reason == "replayed" else 401, str(error))

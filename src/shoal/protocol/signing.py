@@ -15,8 +15,8 @@ signature of one kind cannot pass as one of another kind.
 
 `SignedAuth` signs for the pool's httpx clients. Servers call `verify_head` and `sign_answer`. Clients call
 `check_answer`.
-Left out: answers to unsigned requests; other headers (a server must not base a decision on an uncovered header, such as
-Content-Type); more than one signature.
+Left out: answers to unsigned requests; other headers (a server must not base a decision on a header that the signature
+does not cover, such as Content-Type); more than one signature.
 """
 
 import re

@@ -6,7 +6,7 @@ The package imports nothing else from Shoal.
     limits                programs, their limits and their results
     forkserver, launch    start a server: namespaces, bubblewrap, uid
     server, program       run inside: the server forks each program, which confines itself and then runs
-    kernel, seccomp       system calls and the system call filter that confine it
+    kernel, seccomp       system calls and the system call filter that confine a program
     process, channel      exchange bytes and frames with a running program
     function              call functions with plain data
 
@@ -27,7 +27,7 @@ The tiers `bubblewrap` and `kernel` both promise:
 - only listed system calls work, so mount, unshare, io_uring, keyctl, ptrace, bpf, userfaultfd, clone3 and memfd fail
 - a program cannot create user namespaces; two mechanisms forbid this in `bubblewrap`, one in `kernel`
 
-Both have the same Landlock rules, seccomp filter and limits. In `bubblewrap` the widely reviewed bwrap builds the
+Both tiers have the same Landlock rules, seccomp filter and limits. In `bubblewrap` the widely reviewed bwrap builds the
 namespaces; in `kernel`, `launch.py` builds them. A third tier, `plain`, is for code that this machine's owner trusts.
 It bounds wall time, output, CPU time and memory. Apart from that, the code runs as the current user with all installed
 packages.

@@ -1,8 +1,8 @@
 """A seccomp filter with an allowlist of system calls.
 
 Invariant: a call that is not listed fails with EPERM, including calls of future kernels. `clone3` fails with ENOSYS, so
-that libc falls back to `clone`, whose flags a filter can read. No promise rests on this filter alone: namespaces,
-Landlock and limits hold without it.
+that libc falls back to `clone`, whose flags a filter can read. Most promises hold without this filter, because
+namespaces, Landlock and limits enforce them, too. In the tier `kernel`, only this filter forbids user namespaces.
 
 x86_64 is tested. The aarch64 numbers come from the kernel's asm-generic/unistd.h and were never tested.
 """
