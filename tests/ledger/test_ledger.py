@@ -239,7 +239,7 @@ def test_the_error_for_an_export_names_the_line_that_is_not_an_entry(tmp_path: P
     assert caught.value.seq == 2
 
 
-def test_a_damaged_row_is_named_by_its_seq() -> None:
+def test_the_error_for_a_damaged_row_names_its_seq() -> None:
     ledger, connection = open_ledger()
     ledger.append("accepted", {})
     connection.execute("DROP TRIGGER ledger_no_update")

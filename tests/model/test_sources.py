@@ -47,7 +47,7 @@ def test_a_relative_folder_resolves_to_its_absolute_path(tiny_folder: Path, monk
 
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("name", ["org/no-such-model", "two/many/parts", "spaces are not allowed"])
-def test_an_unknown_hub_name_is_refused_with_a_hint_for_folders(name: str) -> None:
+def test_the_error_for_an_unknown_hub_name_says_how_to_name_a_folder(name: str) -> None:
     with pytest.raises(
         ModelNotFoundError, match=f"'{name}' was not found.*for a local folder write ./{name}"
     ) as caught:
@@ -55,7 +55,7 @@ def test_an_unknown_hub_name_is_refused_with_a_hint_for_folders(name: str) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_the_tiny_model_is_in_the_cache_or_an_error_names_its_command(empty_cache: Path) -> None:
+def test_the_tiny_model_is_found_in_the_cache_and_the_error_without_it_names_its_command(empty_cache: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="does not exist on this machine yet: run `shoal sft`"):
         resolve(TINY)
     folder = empty_cache / "models" / "tiny-v2"

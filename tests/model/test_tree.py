@@ -225,7 +225,7 @@ def test_the_parts_of_a_split_tree_fit_a_row_and_keep_its_prompt_and_completions
     assert all(part.n_tokens <= row_tokens and part.prompt == tree.prompt for part in parts)
 
 
-def test_a_completion_too_long_for_any_row_is_refused_with_the_sizes() -> None:
+def test_the_error_for_a_completion_too_long_for_a_row_gives_the_sizes() -> None:
     with pytest.raises(ValueError, match="prompt of 3 and a completion of 4 tokens do not fit a row of 6"):
         split(Tree([1, 2, 3], [[4], [5, 6, 7, 8]]), 6)
 

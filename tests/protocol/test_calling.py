@@ -38,7 +38,7 @@ def test_requests_are_repeated_while_the_coordinator_is_away(tmp_path: Path, cap
 
 
 def test_a_large_body_is_sent_completely_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """httpcore copies the rest of a piece each time it has sent a part: 270 MB in one piece took 15 s on loopback."""
+    """httpcore copies the rest of a piece each time it has sent a part, so 270 MB in one piece took 15 s on loopback."""
     monkeypatch.setattr(calling, "SEND_BYTES", 1000)
     coordinator = FakeCoordinator()
     node, data = join(coordinator, tmp_path), bytes(range(250)) * 10

@@ -103,7 +103,7 @@ def test_a_coordinators_url_has_scheme_and_host(text: str) -> None:
         *("http://h/v1", "http://h?x=1", "http://h?", "http://h:1#", "http://u@h", "http://:password@h"),
     ],
 )
-def test_any_other_url_is_refused_with_an_example(text: str) -> None:
+def test_the_error_for_any_other_url_shows_an_example(text: str) -> None:
     with pytest.raises(AddressError, match="write http://HOST:PORT"):
         server_url(text)
 

@@ -141,7 +141,7 @@ def test_repr_shows_no_secret() -> None:
     assert repr(ALICE) == "Identity()"
 
 
-def test_signed_refuses_changes_other_signers_and_other_purposes() -> None:
+def test_a_signed_text_that_is_changed_or_for_another_signer_or_purpose_is_refused() -> None:
     signed = Signed.model_validate_json(Signed.make(ALICE, "fünf", domain="manifest").model_dump_json())
     assert signed.open(ALICE.public, domain="manifest") == "fünf"
     for changed in ({"payload": "x"}, {"signature": "0" * 128}, {"signature": "x"}):
@@ -154,6 +154,6 @@ def test_signed_refuses_changes_other_signers_and_other_purposes() -> None:
 
 
 @pytest.mark.parametrize("text", ['{"payload": "a", "key": "b"}', '{"payload": "\\ud800", "key": "", "signature": ""}'])
-def test_signed_refuses_a_malformed_message(text: str) -> None:
+def test_a_malformed_signed_text_is_refused(text: str) -> None:
     with pytest.raises(ValidationError):
         Signed.model_validate_json(text)

@@ -232,7 +232,7 @@ def test_a_closed_sandbox_has_no_processes_and_refuses_programs(box: Sandbox) ->
     assert process.receive() is None
 
 
-def test_everything_dies_with_a_killed_parent(box: Sandbox) -> None:
+def test_if_the_parent_is_killed_all_processes_of_its_sandbox_die(box: Sandbox) -> None:
     script = (
         "import sys, time\n"
         "from shoal.sandbox import Sandbox, Program\n"

@@ -1,4 +1,4 @@
-"""The hash chain: how entries are hashed, linked, signed, verified and exported; and heads. `table` stores the entries.
+"""The hash chain: how entries are hashed, linked, signed, verified and exported. `table` stores the entries.
 
 Invariants: entry n holds the digest of entry n-1, and the coordinator signs each digest. If an entry in a copy is changed,
 moved or removed, `verify_chain` names the first wrong entry. A head is the position and digest of the newest entry that

@@ -15,9 +15,9 @@ Settling copies the ledger's entries about accounts into the contract, one by on
     credited     credit(worker, entry digest, tokens)        a digest is credited once
     slashed      slash(worker, entry digest, hash of the rejected file)
 
-The contract refuses an entry that it already has. The settler also asks for each entry before it sends it. So if the
-settler crashes, repeats itself or misses an answer, each entry still counts once. Because the contract stores
-the entries' digests, a ledger that lacks one of them is not the ledger that was settled.
+The contract refuses an entry that it already has. The settler also asks, before it sends an entry, whether the contract
+has it. So if the settler crashes, repeats itself or misses an answer, each entry still counts once. Because the
+contract stores the entries' digests, a ledger that lacks one of them is not the ledger that was settled.
 Left out: several entries in one transaction; reorganisations of the chain (where these happen, wait for more blocks
 before you rely on an entry); fees that rise while a transaction waits.
 """
@@ -50,7 +50,7 @@ NO_PAYER = "0x" + "00" * 20  # for a member without a payer, so nobody can stake
 
 
 class ChainLostError(LedgerError):
-    """The chain gives no answer, or an invalid one. A transaction may be in a block anyway: check before resending it."""
+    """The chain gives no answer, or an invalid one. A transaction may be in a block anyway, so check before a retry."""
 
     restart_helps = True
 

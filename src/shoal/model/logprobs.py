@@ -1,9 +1,9 @@
 """Compute logprobs and entropies of chosen tokens from hidden states, a slice of tokens at a time.
 
-The full logits of a batch (tokens x vocabulary) are the largest tensor in training a small model. Here they exist for a
-few hundred tokens at a time. `chosen_loss` computes a slice's gradients while its logits exist, as Liger Kernel does (arXiv
-2410.10989). `chosen_logprobs`, for a loss that needs all tokens at once (gspo), recomputes the logits in the backward pass.
-Let z be the logits divided by the temperature, p their softmax, and H the entropy of p. Then:
+The full logits of a batch (tokens x vocabulary) are the largest tensor in training a small model. Here logits exist for
+a few hundred tokens at a time. `chosen_loss` computes a slice's gradients while its logits exist, as Liger Kernel does
+(arXiv 2410.10989). `chosen_logprobs`, for a loss that needs all tokens at once (gspo), recomputes the logits in the
+backward pass. Let z be the logits divided by the temperature, p their softmax, and H the entropy of p. Then:
 
     d logp(t) / dz = onehot(t) - p          d H / dz = -p * (log p + H)
 

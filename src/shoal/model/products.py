@@ -123,7 +123,7 @@ def _pieces(weight_NK: Tensor, y_RN: Tensor, columns: int) -> Iterable[tuple[Ten
 
 @cache
 def _way(rows: int, depth: int, width: int, dtype: torch.dtype, threads: int) -> Way | None:
-    """Return the first way that gives the reference's bits. If none does, return None; at UNIT rows, raise OrderError."""
+    """Return the first way that gives the reference's bits. Otherwise return None, or raise OrderError at UNIT rows."""
     # Enough columns for a full piece and for the last piece of a wide product.
     columns = COLUMNS[0] + width % COLUMNS[0] if width > COLUMNS[0] else width
     x_DK, weight_CK, expected_DC = _reference(depth, columns, dtype)

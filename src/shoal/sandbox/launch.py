@@ -116,7 +116,7 @@ def topmost_private_folder(path: str) -> str:
 
 
 def minimal_root(binds: Sequence[str], links: Sequence[Sequence[str]], devices: Sequence[str]) -> None:
-    """Enter a read-only root with `binds`, `links`, `devices` and an empty /tmp; needs a new mount namespace."""
+    """Enter a read-only root with `binds`, `links`, `devices` and an empty /tmp. This needs a new mount namespace."""
     sources = [os.open(path, os.O_PATH) for path in (*binds, *devices)]
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", STAGE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755,size=1m")

@@ -20,7 +20,7 @@ Outcome = Literal["exited", "killed", "timeout", "memory", "output"]
 
 
 class SandboxError(Exception):
-    """The sandbox itself failed or does not work here. A program that fails gives a `Result`, never this."""
+    """The sandbox itself failed or does not work here. A program that fails gives a `Result`, never this error."""
 
 
 class StartError(SandboxError):

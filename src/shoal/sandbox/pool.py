@@ -40,7 +40,7 @@ except PermissionError:
 class Sandbox:
     """Runs `size` programs at once; further callers wait at most `QUEUE_S`.
 
-    `tier`: a name, or None for the strongest that works. Raise SandboxError if it does not work here.
+    `tier`: a name, or None for the strongest that works. Raise SandboxError if the tier does not work here.
     `preloaded`: source by module name, executed once in each server, for programs to import.
     `budget`: when it runs out, all programs are stopped.
     `python`: the interpreter of the tier "plain", whose programs have this user's rights.
@@ -148,7 +148,7 @@ class Sandbox:
 
 @cache
 def problem(tier: Tier) -> str:
-    """Return why a tier does not work here, with the remedy; empty if it works. It is tested once per process."""
+    """Return why a tier does not work here, with the remedy; "" if it works. Each tier is tested once per process."""
     if not sys.platform.startswith("linux"):
         return f"the sandbox needs Linux, and this is {sys.platform}"
     if tier == "bubblewrap" and forkserver.bwrap() is None:

@@ -225,7 +225,7 @@ def kill_all(child: int, plain: bool) -> tuple[int, int]:
 
 
 def kill_descendants() -> None:
-    """Kill and reap all children until there are none. Orphans become children too, because this is a subreaper."""
+    """Kill and reap all children until none is left. Orphans become children, because this process is a subreaper."""
     while True:
         for child in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
             os.kill(child, signal.SIGKILL)
