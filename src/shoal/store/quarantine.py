@@ -5,7 +5,7 @@ costs the caller only the child. The child decodes the file. The parent takes pl
 sizes, and verifies the signature over them itself. The child ends when its parent ends, or when it has read one file
 for twice the time limit.
 Called by the validator.
-Left out: a sandbox (this guards against crashes, not against code execution by a file); a memory limit on systems other
+Left out: a sandbox (a child guards against crashes, not against code execution by a file); a memory limit on systems other
 than Linux; reads by several threads at once.
 """
 
@@ -69,7 +69,7 @@ class Quarantine:
     def read(self, data: bytes) -> RolloutFile[Rollout]:
         """Return a submission with a valid signature.
 
-        Raise RolloutFileError (also if the file crashes the child) or BadSignatureError; OSError if no child starts.
+        Raise RolloutFileError (also if the file crashes the child) or BadSignatureError. Raise OSError if no child starts.
         """
         result = self._decode(data) or self._decode(data)
         if result is None:

@@ -21,7 +21,7 @@ def instruction(target_length: int) -> str:
 
 
 def cycled_target(section: TaskSection, number: int) -> int:
-    """Return the target length of task `number` of an evaluation or filter, cycling through all targets; 0: none."""
+    """Return the target length of task `number` of an evaluation or filter, which cycles through all; 0 if none."""
     targets = section.length_targets
     return targets[number % len(targets)] if targets else 0
 

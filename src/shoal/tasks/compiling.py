@@ -173,7 +173,8 @@ def compile_tasks(section: TaskSection, folder: Path) -> Built:
 def build_tasks(config: Config, folder: Path) -> tuple[Config, list[str]]:
     """Build a pool's task set in its folder. Return the config with `tasks.digest`, and readable notes.
 
-    A pool's task set never changes. Raise ConfigError, also if the folder holds a different set.
+    Raise ConfigError if the set cannot be built. Also raise it if the folder holds a different set, because a pool's
+    task set never changes.
     """
     before = read_built(folder)
     section = config.tasks

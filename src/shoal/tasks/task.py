@@ -44,7 +44,7 @@ class Grade:
     def certain(self) -> bool:
         """Return whether every machine with the same versions gives this score.
 
-        False if the grader failed or came near a limit, or if code ran, which may read clocks and addresses.
+        It is False if the grader failed or came near a limit, or if code ran, which may read clocks and addresses.
         """
         return self.repeatable and self.outcome != "grader_error" and not self.tier
 
@@ -78,7 +78,7 @@ class Environment(Protocol):
         ...
 
     def tolerated(self, task: Task, seed: int, turns: Sequence[str]) -> Sequence[str] | None:
-        """Return other answers that an honest machine may give; None: any answer.
+        """Return other answers that an honest machine may give, or None for any answer.
 
         A validator calls it only if a worker's answer differs from `respond`'s. For a tolerated answer, the submission is
         rejected without slashing the worker.

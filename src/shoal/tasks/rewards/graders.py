@@ -44,8 +44,8 @@ class Graders:
     ) -> None:
         """Raise GradeError, or TasksNotFoundError for a verifiers environment that this machine does not allow.
 
-        `files`: code of user rewards by file name, from the task set. Once `budget` has run out, no reward runs: ignore
-        the grades from then on.
+        `files`: code of user rewards by file name, from the task set. Once `budget` has run out, no reward runs, so
+        ignore the grades from then on.
         """
         self.section = section
         self.files = files or {}

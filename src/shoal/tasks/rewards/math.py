@@ -17,8 +17,8 @@ How the final answer is chosen:
 4. Otherwise it is the whole text, if that is mathematics without prose.
 5. Otherwise it is the last formula in math delimiters or environments, or the last number in prose.
 
-This runs in the caller, so every step takes time linear in the text. math-verify's own extraction is not used: it takes
-the first of two guesses ("3 or 5" becomes 3) and half of an interval.
+This runs in the caller, so every step takes time linear in the text. math-verify's own extraction is not used, because it
+takes the first of two guesses ("3 or 5" becomes 3) and half of an interval.
 Left out: partial credit, proofs, answers that say the same in other words.
 """
 
@@ -251,7 +251,7 @@ def _formulas(text: str) -> list[Span]:
 
 
 def _in_dollars(inner: str, after: str) -> bool:
-    """Return whether dollar signs enclose a formula. As in pandoc, no space may follow the first, no digit the second."""
+    """Return whether dollar signs enclose a formula. As in pandoc, it has no space at its ends and no digit after it."""
     if (inner[:1].isspace() or inner[-1:].isspace()) and not COMMAND.search(inner.replace("\\$", "")):
         return False
     return not after.isdigit() and not (prose(inner) and " " in inner.strip())

@@ -5,7 +5,7 @@
     {"kind": "asserts", "entry": "f", "code": "def check(candidate): ..." or assert lines, "prompt": "code to continue"}
 
 Invariants: nothing is executed or unpickled here. A pickled string is read as data, and any other pickle is refused.
-Tests without one of these three shapes raise a TestsError with the reason.
+Tests of any other shape raise a TestsError with the reason.
 """
 
 import base64

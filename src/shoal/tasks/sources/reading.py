@@ -38,7 +38,7 @@ MAX_TESTS_BYTES = 64 << 20
 
 
 class SourceReader:
-    """Reads one split of a source. Records the recognized schemas, and the number of left-out rows by reason."""
+    """Reads one split of a source. It records the recognized schemas, and the number of left-out rows by reason."""
 
     def __init__(self, source: SourceSection, split: str) -> None:
         self.source = source

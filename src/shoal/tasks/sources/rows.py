@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield every row with its number, counted from 1. In JSON lines, count empty lines too. Raise TasksNotFoundError.
+    """Yield every row with its number, counted from 1. In JSON lines, empty lines count, too. Raise TasksNotFoundError.
 
     `columns`: the only columns to read from Parquet; JSON rows have all their columns.
     """
