@@ -39,7 +39,7 @@ def test_silent_keys_among_eight_hardly_slow_the_run(held_by: int) -> None:
 def test_no_honest_worker_is_slashed_or_suspended(
     seeds: range, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulate a hundred pools with mixed speeds, crashing workers, lost uploads and a coordinator that restarts."""
+    """Simulate many pools with mixed speeds, crashing workers, lost uploads and a coordinator that restarts."""
     monkeypatch.setattr(simulation, "STEPS", 6)
     for seed in seeds:
         draw = random.Random(seed)

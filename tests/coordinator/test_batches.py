@@ -113,7 +113,7 @@ def evaluation(version: int, *, final: bool) -> Evaluation:
     return Evaluation(version=version, greedy=0.5, sampled=None, n=4, final=final)
 
 
-def test_workers_end_with_the_last_version_and_the_run_with_its_evaluation(harness: Harness) -> None:
+def test_workers_finish_with_the_last_version_and_the_run_finishes_with_its_evaluation(harness: Harness) -> None:
     harness.join(CAROL, "relay")
     harness.pool.learning.evaluated(evaluation(0, final=False))
     harness.publish(6)
@@ -147,4 +147,4 @@ def test_newest_groups_with_equal_rewards_are_counted(harness: Harness) -> None:
     harness.accepted()
     harness.accepted(useful=(False, False))
     signal = harness.status().signal
-    assert (harness.status().step, signal.groups, signal.useful) == (1, 2, 0), "counted other steps' groups"
+    assert (harness.status().step, signal.groups, signal.useful) == (1, 2, 0), "groups of step 0 were counted"

@@ -212,7 +212,7 @@ def test_the_second_validator_checks_all_of_a_submission_whatever_was_drawn_for_
 
 
 def doubted(harness: Harness) -> str:
-    """Upload a submission for Alice, and reject it by the first validator. The second has not checked it. Return its id."""
+    """Let Alice upload a submission, and the first validator reject it. The second has not checked it. Return its id."""
     id = uploaded(harness)
     assert claimable(harness, VALIDATOR) == [id]
     harness.judge(id, Reason.PROOF, confirmed=False)

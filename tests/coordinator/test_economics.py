@@ -28,14 +28,14 @@ class Life:
     """What a liar knows before its next submission, for each of LIVES keys."""
 
     number: int
-    share: np.ndarray  # of submissions that are fully checked
+    share: np.ndarray  # share of its submissions that are fully checked
     rng: np.random.Generator
     pending: np.ndarray  # number of submissions whose credit is pending
 
 
 @dataclass(frozen=True)
 class Lie:
-    saved: float  # share of a submission's cost
+    saved: float  # share of a submission's cost that the lie saves
     full: float  # probability that a full check rejects it
     spot: float  # probability that a spot check rejects it
 
@@ -153,6 +153,6 @@ def test_honest_work_is_paid_in_full() -> None:
 
 
 def test_without_escrow_lies_would_pay() -> None:
-    """The simulation can detect a profitable lie: here credit is immediate and there are no spot checks."""
+    """Show that the simulation can detect a profitable lie. Here, credit is immediate, and no spot check rejects it."""
     pay, cost = profit(when_trusted, Lie(1.0, 1.0, 0.0), FLOOR, 0)
     assert pay > cost

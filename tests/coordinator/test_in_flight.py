@@ -50,7 +50,7 @@ def test_a_newcomer_gets_no_task_during_an_upload(harness: Harness) -> None:
     assert harness.state(first.id) == "open", "newer weights must not end its upload"
 
 
-def test_an_announced_file_that_never_arrives_is_missed(proven: Harness) -> None:
+def test_a_task_whose_announced_file_never_arrives_counts_as_missed(proven: Harness) -> None:
     first = proven.task()
     second = beat(proven, first.id).assignment
     assert second is not None
@@ -245,7 +245,7 @@ def test_a_slow_worker_with_several_tasks_has_missed_none(several: Harness) -> N
     assert several.state(first) == several.state(second) == "stale" and not missed(several)
 
 
-def test_an_upload_in_progress_is_not_missed_when_its_version_becomes_too_old(several: Harness) -> None:
+def test_an_upload_in_progress_does_not_count_as_missed_when_its_version_becomes_too_old(several: Harness) -> None:
     """Other workers filled the batches, or the machine is slow. Neither is the worker's fault."""
     (first,) = take(several, 1)
     several.publish(1)

@@ -68,7 +68,7 @@ def test_any_sequence_follows_the_table_and_keeps_bans_and_suspensions(
         assert node.evicted == was_banned
         assert node.suspended_until_s >= before.suspended_until_s
         if moved and node.state == "active":
-            assert node.suspended_until_s <= now_s, "it works again before its suspension ended"
+            assert node.suspended_until_s <= now_s, "the node became active before its suspension ended"
         now_s += length_s / 3
 
 

@@ -88,7 +88,7 @@ def test_an_expired_claim_goes_to_another_validator_whose_verdict_alone_counts(h
 
 
 def test_a_submission_expires_when_relays_no_longer_hold_its_version(caplog: pytest.LogCaptureFixture) -> None:
-    """A dead validator leaves its claim behind. The next one would wait in vain for weights that nobody serves."""
+    """Otherwise a validator that claims it would wait for weights that nobody serves."""
     harness = open_pool(prompts_per_step=20)
     for key in (ALICE, BOB):
         harness.join(key)
@@ -140,7 +140,7 @@ def test_accepting_needs_the_stored_file_and_counts_once(harness: Harness) -> No
 
 
 @pytest.mark.parametrize(("key", "reason"), [(ALICE, "replayed"), (BOB, "context")])
-def test_rollouts_that_were_accepted_before_are_rejected_even_if_the_validator_missed_it(
+def test_rollouts_that_were_accepted_before_are_rejected_even_if_the_validator_accepts_them(
     harness: Harness, key: str, reason: str
 ) -> None:
     """A worker is slashed only for a copy of its own work."""

@@ -103,7 +103,7 @@ def test_a_restarted_meeting_still_expects_a_site_that_healed(tmp_path):
     assert meeting.round == 2 and meeting.waiting_for() == ["b"]
 
 
-def test_the_first_round_waits_for_all_sites_for_wait_s(tmp_path):
+def test_the_first_round_waits_for_all_sites_but_at_most_wait_s(tmp_path):
     clock = Clock()
     meeting = open_meeting(tmp_path, terms(sites=3), clock)
     (a,) = joined(meeting, "a")

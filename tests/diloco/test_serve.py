@@ -149,7 +149,7 @@ def test_a_state_is_fetched_in_pieces_and_a_broken_connection_costs_only_one_pie
         assert len(cutting.requests) == len(pieces) + len(cutting.requests) // 2  # each cut costs one more piece
 
 
-def test_a_state_that_takes_longer_than_a_round_is_an_error(tmp_path):
+def test_downloading_the_state_more_slowly_than_rounds_end_is_an_error(tmp_path):
     with served(tmp_path / "meet", terms()) as host:
         a = RemoteTrainee(host, "site-a", tmp_path)
         piece = a.remote._piece

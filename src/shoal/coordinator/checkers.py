@@ -12,7 +12,7 @@ rejects.
 
     both reject           hard: the worker is slashed. inexact: no credit, and the mismatch is counted
     the second accepts    the worker gets credit; the first validator is suspect and is asked for a new fingerprint
-    no second verdict     the first verdict counts; inexact: no credit
+    no second verdict     the first verdict counts. hard: the worker is slashed. inexact: no credit
 
 Once the relays have dropped the version, or the run's last step is trained, nobody can confirm a rejection. Then the
 first verdict counts (`judgement`), so a liar gains nothing by a delay.

@@ -73,7 +73,7 @@ class PoolFolderError(UserError):
 class Nonces:
     """A `signing.NonceStore` that survives restarts.
 
-    A nonce is deleted only once a nonce more than `keep_s` newer is stored. From then on, requests as old as the
+    A nonce is deleted only once another is stored that is more than `keep_s` newer. From then on, requests as old as the
     deleted nonce are refused. So a clock that jumps back cannot make a used nonce valid again. `keep_s` must be at
     least twice MAX_AGE_S, or slow requests are refused. Do not call `spend` inside a transaction: a rollback would undo
     it.
@@ -208,7 +208,7 @@ def create_pool(folder: Path, config: Config, run: str, url: str, *, task_data: 
     check_empty(folder)
     expires_s = int(time.time() + INVITE_DAYS * 86_400)
     folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)  # the key is in it
+    folder.chmod(0o700)  # because the key is in it
     (folder / INVITES).mkdir()
     identity = Identity.load_or_create(folder / KEY)
     address = Address(url=url, run=run_id(run, identity.public))

@@ -83,7 +83,7 @@ class Groups:
         checked: bool,
         accepted_during: int,
     ) -> None:
-        """`useful`: may be trained on; `checked`: fully prefilled; `accepted_during`: the open step."""
+        """`useful`: the group may be trained on. `checked`: it was prefilled whole. `accepted_during`: the open step."""
         outcomes = result.outcomes
         self.connection.change(
             "INSERT INTO groups (submission, grp, version, reward, useful, flat, tokens, accepted_during,"
@@ -160,7 +160,7 @@ class Groups:
         return share
 
     def rewards_during(self, step: int) -> tuple[float, float] | None:
-        """Return, for groups accepted while `step` was open, the mean reward and the share with equal rewards."""
+        """Return the mean reward of the groups accepted while `step` was open, and the share of them with equal rewards."""
         reward, flat = self.connection.row(
             "SELECT avg(reward), avg(CASE WHEN flat THEN 1.0 ELSE 0.0 END) FROM groups WHERE accepted_during = ?", step
         )

@@ -183,7 +183,7 @@ class Members:
         self.db.nodes.move(key, "drain", "it asked to leave", self.db.clock())
 
     def _refresh(self, key: str) -> Member:
-        """Return the member, after transitions that are due: an elapsed suspension ends, a drained worker leaves."""
+        """Make the transitions that are due: an elapsed suspension ends, a drained worker leaves. Return the member."""
         node, now_s = self.db.nodes.get(key), self.db.clock()
         if node is None:
             raise PoolError("this key is not registered", 403)
@@ -247,7 +247,7 @@ class HeartbeatBuffer:
         self._downloads.append((key, version, to_s - min(intake.took_s, MAX_DOWNLOAD_S), to_s, intake.size_bytes))
 
     def record_downloads(self, rows: Sequence[Download]) -> None:
-        """Write downloads, ignoring known ones; keep the newest MAX_DOWNLOADS."""
+        """Write the downloads that are not in the table yet. Keep the newest MAX_DOWNLOADS."""
         for row in rows:
             self.db.connection.change(
                 "INSERT INTO transfers (node, version, from_s, to_s, size_bytes) VALUES (?, ?, ?, ?, ?)"

@@ -113,7 +113,7 @@ class Member:
 
     @property
     def joined_by_stake(self) -> bool:
-        """Whether it joined with an open invite, whose entry includes the key."""
+        """Whether it joined with an open invite. Then `invite` includes the key."""
         return " " in self.invite
 
 
@@ -172,7 +172,7 @@ class Nodes:
 
     def beat_all(self, beats: Sequence[tuple[str, float, int | None, str]]) -> None:
         """Record heartbeats of different nodes: key, time, version, stats."""
-        whole = len(beats) - len(beats) % BATCH_ROWS  # only two forms of the statement, so both stay prepared
+        whole = len(beats) - len(beats) % BATCH_ROWS  # so the statement has only two forms, and both stay prepared
         for first in range(0, whole, BATCH_ROWS):
             self._beat(beats[first : first + BATCH_ROWS])
         for beat in beats[whole:]:

@@ -7,8 +7,9 @@ Any rejection, even a soft one, resets n to 0. Every submission gets the cheap c
 validator claims the submission, so nobody can predict it. Once the waiting unchecked groups are as many as a batch may
 take, every submission is fully checked.
 
-Each submission that was prefilled whole and judged by tolerances is one observation. Bets against the honest bounds in
-`[evidence]` add up over all observations. They detect a worker that exploits the tolerances a little at a time:
+Each submission that was prefilled whole and judged by tolerances is one observation. A bet gains if the observed
+figures exceed the honest bounds in `[evidence]`, and loses otherwise (`shoal.evidence`). Over all observations, these
+bets detect a worker that exploits the tolerances a little at a time:
 
     beyond     tokens differ from their seeds' tokens more often, or by more, than honest numerics explain
     better     the differing tokens are in a group's better completions;  worse: in its worse ones
@@ -130,7 +131,8 @@ class Trust:
     def dismiss(self, worker: str, submission: str, why: str) -> bool:
         """Dismiss a worker; drop its open tasks and unbatched groups.
 
-        Return False if it was already dismissed, or if the evidence does not suffice: a verdict alone dismisses nobody.
+        Return False if it was already dismissed, or if the evidence does not suffice, because a verdict alone dismisses
+        nobody.
         """
         process = self.evidence.of(worker)
         if process.evidence < DISMISSAL_NATS or not self.db.nodes.move(worker, "dismiss", why, self.db.clock()):

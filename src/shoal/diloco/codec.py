@@ -36,7 +36,7 @@ NAMES = {  # how a file's header names these types
 BLOCK, LARGEST = {"int8": 1024, "int4": 512}, {"int8": 127, "int4": 7}
 FP16_MAX = 65504.0
 HEADER_BYTES = 1024  # upper bound of safetensors' header
-PART = 1 << 20  # numbers processed at a time, a multiple of every block size; bounds float64 copies
+PART = 1 << 20  # numbers processed at a time, a multiple of every block size; keeps float64 copies small
 
 
 class CodecError(ShoalError):

@@ -5,9 +5,9 @@ passed since the first offer. Then the offers that are not outliers (`refused`) 
 once. Its bytes are the round's result: every site and the meeting decode the same bytes and make the same step. Later
 rounds do not wait for a missing site until it comes back.
 
-Invariant: answers survive a kill at any moment. A round's files are written before `meeting.json` names the next round. A
-restarted meeting continues with the round that `meeting.json` names. Only the open round's offers are lost, and sites send
-them again. So at most one outer step is lost, and never a part of one.
+Invariant: after a kill at any moment, all answers given before remain true. A round's files are written before
+`meeting.json` names the next round. A restarted meeting continues with the round that `meeting.json` names. Only the
+open round's offers are lost, and sites send them again. So at most one outer step is lost, and never a part of one.
 Not thread-safe. Left out: lying sites (a majority can move the median of norms; a single site can send a wrong
 direction of modest length), and distributing the work of averaging.
 """
@@ -100,7 +100,7 @@ class Meeting:
         """Add a site. Raise MeetingError if its model, tokenizer, data or recipe differs."""
         expected = {key: greeting.about[key] for key in ("data",) if key in greeting.about} | self.about
         compare(name, greeting.about, expected)
-        self.about = expected  # the meeting reads no data: the first site defines which data the run uses
+        self.about = expected  # the meeting reads no data, so the first site defines which data the run uses
         member = self.members.join(name, greeting, self.round)
         self._save()
         return Welcome(accepted=member.accepted)
@@ -154,7 +154,7 @@ class Meeting:
         if self.dealt and name not in self.dealt:
             raise RoundClosedError(f"the work of round {round} was dealt before {name} joined")
         if name in self.offers:
-            return  # keep the first offer: decoding another would delay the other sites
+            return  # keep the first offer, because decoding another would delay the other sites
         try:
             change = Encoded.from_bytes(data, self.terms.kind, self.terms.shapes.size)
         except CodecError as error:
@@ -204,7 +204,7 @@ class Meeting:
         terms, missing = self.terms, self.waiting_for()
         norms = {name: each.norm for name, each in self.offers.items()}
         own = 0.0
-        if not self.norms:  # no past norms: compare with the parameters
+        if not self.norms:  # without past norms, compare with the norm of the parameters
             own = float(torch.linalg.vector_norm(self.agreed.parameters, dtype=torch.float64))
         left_out = refused(norms, self.norms, terms.outlier, own)
         kept = sorted(set(self.offers) - set(left_out))

@@ -126,7 +126,9 @@ def _conditions(model: Any, dtype: DtypeName, device: str) -> str:
     """Return the digest of everything that the self-test's result may depend on."""
     config: dict[str, Any] = json.loads(
         model.config.to_json_string(use_diff=False),
-        object_hook=lambda fields: {name: value for name, value in fields.items() if not name.startswith("_")},  # paths
+        object_hook=lambda fields: {
+            name: value for name, value in fields.items() if not name.startswith("_")
+        },  # no paths
     )
     conditions = {
         "config": config,

@@ -30,7 +30,7 @@ from ..support import payload
 RUN = "test-0"
 PATIENCE_S = 60.0  # far more than anything here needs
 
-ANYONE = httpx.Client(timeout=PATIENCE_S, verify=False)  # because loading certificates takes 30 ms and nothing uses TLS
+ANYONE = httpx.Client(timeout=PATIENCE_S, verify=False)  # saves the 30 ms to load certificates; nothing uses TLS
 
 CONFIG = parse(
     {

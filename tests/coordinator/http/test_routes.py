@@ -35,7 +35,7 @@ def test_the_runs_description_is_signed_by_the_coordinators_key(site: Site) -> N
     assert set(descriptor.keys) == set(ROLES) - {"worker"}
 
 
-def test_health_status_and_metrics_are_open(site: Site) -> None:
+def test_health_status_and_metrics_are_public(site: Site) -> None:
     assert ANYONE.get(f"{site.url}/healthz").json() == {"run": RUN, "protocol": VERSION}
     status = Status.model_validate_json(ANYONE.get(f"{site.url}/v1/status").content)
     assert status.run == RUN and len(status.nodes) >= len(ROLES)
@@ -231,7 +231,7 @@ def test_a_large_body_is_refused_before_any_of_it_is_read(
     assert announced(site, signer, method, path) == status
 
 
-def test_a_body_from_a_sender_without_its_task_or_claim_is_refused_before_any_of_it_is_read(site: Site) -> None:
+def test_a_body_whose_sender_has_no_task_or_claim_for_it_is_refused_before_any_of_it_is_read(site: Site) -> None:
     assert announced(site, "worker", "PUT", "/v1/submissions/x", size_bytes=4_096) == 404
     assert announced(site, "validator", "PUT", "/v1/accepted/x", size_bytes=4_096) == 404
     task = task_of(site.register("someone", "worker"))

@@ -159,7 +159,7 @@ class FileRoutes:
                 await asyncio.to_thread(file.write, piece)
             async with self._storing:  # otherwise uploads that end at the same time would all be kept
                 check_newest()
-                kind.may_store(head.key, id, file.content_hash)  # before naming: a refused file leaves nothing
+                kind.may_store(head.key, id, file.content_hash)  # before naming, so that a refused file leaves nothing
                 content_hash = await asyncio.to_thread(file.commit)
                 await kind.record(head.key, id, content_hash, self.store.remove)
         return Stored(size_bytes=sum(received), hash=content_hash)

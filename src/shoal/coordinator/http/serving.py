@@ -65,7 +65,7 @@ class ServedRun:
     ) -> None:
         """Open the run. Its metrics go to `record_to` (default: `folder`).
 
-        `reports`: when the run has finished, also write a summary and a picture there. Raise TrackerError, PoolError,
+        `reports`: write a summary and a picture there, too, once the run has finished. Raise TrackerError, PoolError,
         LedgerError, database errors, and InviteError if the published invite is not this run's.
         """
         identity = Identity.load_or_create(folder / KEY)
@@ -255,8 +255,8 @@ async def _serve(served: ServedRun, port: int, stop: threading.Event, url: str) 
 
     On loopback, only the total number of connections is limited, because all nodes behind a proxy share its address.
     Each key is still limited after its signature is checked: `Pace.in_progress` serves at most AT_ONCE of its requests
-    at a time. Idle connections do not count towards this limit: the listener closes them after `Patience.idle_s`. It
-    closes a stranger's connection after answering.
+    at a time. Idle connections do not count towards this limit, but the listener closes them after `Patience.idle_s`.
+    It closes a stranger's connection after answering.
     """
     coordinator, section = served.coordinator, served.coordinator.config.coordinator
     per_address = MAX_CONNECTIONS if section.host in LOOPBACK else CONNECTIONS
