@@ -113,7 +113,7 @@ class Config(Section):
         if self.coordinator.prompts_per_step % learner.optimizer_steps_per_step:
             yield "coordinator.prompts_per_step must be a multiple of learner.optimizer_steps_per_step"
         if learner.sites and self.coordinator.prompts_per_step < learner.sites:
-            yield "coordinator.prompts_per_step is below learner.sites: a site would have no group"
+            yield "coordinator.prompts_per_step is below learner.sites, so a site would have no group"
         if self.sampling.max_tokens >= learner.row_tokens:
             yield "learner.row_tokens must exceed sampling.max_tokens (a row holds prompt and completion)"
         with_environment = [source.label for source in tasks.sources if source.environment]

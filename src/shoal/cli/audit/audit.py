@@ -174,7 +174,7 @@ def check_settled(run: AuditedRun, rpc: str) -> str:
         return ""
     rpc = rpc or settings_of(run.folder).ledger.rpc
     if not rpc:
-        return f"chain: the contract {section.contract} is not compared: name a node of its chain with --rpc"
+        return f"chain: the contract {section.contract} is not compared; name a node of its chain with --rpc"
     from shoal.ledger.evm import open_contract
 
     link = f"contract {section.contract}"

@@ -39,7 +39,7 @@ WEIGHTS = "model.safetensors"
 def check_files(run: AuditedRun, state: AuditState) -> list[str]:
     """Check the places listed at the top of this file. Return a line for each that exists. Raise BrokenError."""
     manifests = _origin(run, state)
-    origin = f"origin: {len(manifests)} versions, every manifest and shard"
+    origin = f"origin: every manifest and shard of {len(manifests)} versions"
     lines = [_store(run), _tasks(run), origin, *_versions(run, state, manifests), *_checkpoints(run, state)]
     return [line for line in [*lines, *_records(run)] if line]
 

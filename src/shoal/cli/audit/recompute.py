@@ -116,7 +116,7 @@ def judge_again(run: AuditedRun, sample: list[Accepted], weights: Path, dtype: D
             with checking(link):
                 finding = _judge(judge, run, submission.id, submission.worker, submission.file)
             if finding is not None:
-                raise BrokenError(link, f"a validator would reject it ({finding.reason}): {finding.detail}")
+                raise BrokenError(link, f"a validator would reject the file ({finding.reason}): {finding.detail}")
 
 
 def judge_rejections(run: AuditedRun, state: AuditState, *, limit: int) -> str:
