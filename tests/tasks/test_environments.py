@@ -189,7 +189,9 @@ def test_a_conversation_ends_at_each_limit(conversation: Conversation, caplog: p
     room = MAX_TOKENS - len(answer)
     assert conversation.reply(TASK, 7, [0] * (room - 2) + [EOS], []) is not None
     for _ in range(2):
-        assert conversation.reply(TASK, 7, [0] * (room - 1) + [EOS], []) is None, "no room must end the conversation"
+        assert conversation.reply(TASK, 7, [0] * (room - 1) + [EOS], []) is None, (
+            "a lack of room must end the conversation"
+        )
     [logged] = caplog.records
     assert f"does not fit into sampling.max_tokens = {MAX_TOKENS}" in logged.message
     turns = [3, 1, 3, 1]

@@ -21,7 +21,10 @@ def instruction(target_length: int) -> str:
 
 
 def cycled_target(section: TaskSection, number: int) -> int:
-    """Return the target length of task `number` of an evaluation or filter, which cycles through all; 0 if none."""
+    """Return the target length of task `number`, or 0 if there are no targets.
+
+    The tasks of an evaluation or filter cycle through all targets.
+    """
     targets = section.length_targets
     return targets[number % len(targets)] if targets else 0
 
