@@ -2,7 +2,7 @@
 
 vLLM generates with the current weights of the attack's torch model, including changed weights. An attack's other
 computations, such as a forward over invented tokens, use the torch model itself. Lies that change the forward by a hook
-would not reach vLLM. `REACH` names the lies that do.
+would not reach vLLM. `REACH` names the lies that reach it.
 """
 
 import tempfile

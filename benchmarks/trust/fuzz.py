@@ -104,7 +104,8 @@ def run(name: str, random: Random, cases: int, part: Callable[[Random, int, Note
     }
     grown_mib = (end_bytes - warm_bytes) / 2**20
     sys.stdout.write(
-        f"{name}: {int(done)} cases in {seconds:.0f} s, {len(crashes)} crashes, {measured['readers_ended']} readers ended, "
+        f"{name}: {int(done)} cases in {seconds:.0f} s, {len(crashes)} crashes, "
+        f"{measured['readers_ended']} files ended a reader, "
         f"slowest {slowest_s:.2f} s, memory {grown_mib:+.0f} MiB\n"
     )
     for crash in crashes[:5]:

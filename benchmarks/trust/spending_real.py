@@ -3,7 +3,7 @@
     python -m benchmarks.trust.spending_real configs/tiny.toml --better DIR/v000024 --most 30
 
 `spending.py` simulates this worker over many submissions. Here a model generates, the attacks of `adversary/` make their
-changes, the validator's code prefills and judges, and the coordinator's bets and capital detect the worker or do not. Worker
+changes, the validator's code prefills and judges, and the coordinator's bets and capital may detect the worker. Worker
 and validator compute in fp32, where an honest worker has no mismatch, so every mismatch is the attacker's. --better is a
 later version of the same run, for the attacker that moves its weights towards that version (or away from it).
 

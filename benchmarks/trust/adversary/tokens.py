@@ -85,7 +85,7 @@ class EndSuppressed(OtherSampling):
 
 
 class BestOfFour(Attack):
-    """Samples every completion four times and submits the one with the highest reward, under the derived seed.
+    """Samples every completion four times. Submits the one with the highest reward as if the derived seed had yielded it.
 
     A tie goes to the completion that the derived seed yields.
     """

@@ -89,8 +89,8 @@ class Shardcast:
 
 class BitTorrent:
     """libtorrent over TCP only, without choking. All peers, including relays, get each other's addresses, so no tracker is
-    needed. With the origin as a super seed, a transfer took 1.6 to 1.7 times the bound. A plain seed took 2.0 to 2.5, and
-    `high_performance_seed` 2.8. libtorrent sends nothing for the first 10 s."""
+    needed. With the origin as a super seed, a transfer took 1.6 to 1.7 times the bound. With a plain seed it took 2.0
+    to 2.5 times the bound, and with `high_performance_seed` 2.8 times. libtorrent sends nothing for the first 10 s."""
 
     def start(self, stage: Stage) -> None:
         nodes = stage.network.nodes
