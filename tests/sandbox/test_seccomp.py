@@ -67,7 +67,7 @@ def test_a_call_of_another_machine_type_kills_the_program(machine: str) -> None:
     assert decide(machine, 0, arch=0x40000003) == KILL  # i386
 
 
-def test_no_number_occurs_twice_in_the_table() -> None:
+def test_no_system_call_number_occurs_twice_in_the_table() -> None:
     rows = [row.split() for row in ALLOWED.replace("\n", " ").split(",")]
     assert {len(row) for row in rows} == {3}
     for column in (1, 2):

@@ -84,7 +84,9 @@ def test_even_a_short_message_is_charged_the_overhead_of_its_row(
     assert db.execute("SELECT count(*) FROM message").fetchone()[0] < 100
 
 
-def test_each_user_has_a_quota(db: sqlite3.Connection, user: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_users_quota_does_not_limit_another(
+    db: sqlite3.Connection, user: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "USER_BYTES", LIMIT)
     other = asyncio.run(Accounts(db, hasher=CHEAP).register("bob", PASSWORD, "here")).session.user
     tree = Conversations(db)
@@ -102,7 +104,7 @@ def test_a_reply_whose_proof_does_not_fit_is_saved_without_it(ada: User, monkeyp
     assert ada.read(id)["messages"][-1]["content"] == done["message"]["content"]
 
 
-def test_nothing_is_generated_for_a_user_without_quota(
+def test_nothing_is_generated_for_a_user_whose_quota_is_used_up(
     page: Running, ada: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     id = ada.begin()

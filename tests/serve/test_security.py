@@ -111,9 +111,8 @@ def test_guessing_passwords_is_rate_limited_and_does_not_lock_out_a_known_browse
     responses = [guesser.enter("login", f"wrong guess {n}") for n in range(22)]
     assert responses[0].status_code == 401 and responses[0].json()["error"] == "name or password is wrong"
     assert responses[-1].status_code == 429 and int(responses[-1].headers["Retry-After"]) > 0
-    assert (
-        victim.enter("login").status_code == 200
-    )  # the victim's browser has logged in before, so it has its own limit
+    # The victim's browser has logged in before, so it has a limit of its own.
+    assert victim.enter("login").status_code == 200
 
 
 def test_forwarded_addresses_count_only_behind_a_proxy(page: Running, tiny_folder: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def stream(data: bytes, shard_bytes: int = SHARD_BYTES) -> Stream:
 
 
 def announced(folder: Path, data: bytes, shard_bytes: int = SHARD_BYTES, *, delta: bool = True) -> ShardStore:
-    """A store that has the manifest of version 7, which is an anchor, but none of its shards."""
+    """Make a store that has the manifest of version 7, which is an anchor, but none of its shards."""
     store = ShardStore(folder)
     manifest = Manifest(
         run=RUN,
@@ -57,7 +57,7 @@ def put(path: Path, data: bytes) -> None:
 
 
 def whole(folder: Path, data: bytes | None = None, shard_bytes: int = SHARD_BYTES) -> ShardStore:
-    """A store with the manifest and all shards of version 7."""
+    """Make a store with the manifest and all shards of version 7."""
     data = content() if data is None else data
     store = announced(folder, data, shard_bytes)
     for index, shard in enumerate(cut(data, shard_bytes)):

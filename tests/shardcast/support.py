@@ -89,7 +89,7 @@ def origin(tmp_path: Path, *, keep: int = 5, **options: Any) -> Origin:
 
 
 def published(tmp_path: Path, *versions: int, **options: Any) -> Origin:
-    """An origin that published these versions in full. Version v is `model_folder(seed=v)`."""
+    """Return an origin that has published these versions in full. Version v is `model_folder(seed=v)`."""
     source = origin(tmp_path, **options)
     for version in versions:
         source.publish(model_folder(tmp_path / f"model{version}", seed=version), version)
@@ -97,7 +97,7 @@ def published(tmp_path: Path, *versions: int, **options: Any) -> Origin:
 
 
 def stepped(tmp_path: Path, *versions: int, **options: Any) -> Origin:
-    """An origin that published these versions, as deltas if possible. Version v is `weights_folder(v)`."""
+    """Return an origin that has published these versions, as deltas if possible. Version v is `weights_folder(v)`."""
     source = origin(tmp_path, **{"anchor_every": 100, **options})
     for version in versions:
         source.publish(weights_folder(tmp_path / f"model{version}", version), version)
@@ -231,7 +231,7 @@ class Middle:
         self.cut_after_bytes = inf  # after this many sent bytes, connections break
         self.hold_after_bytes = inf  # after this many sent bytes, nothing more is sent until this is raised
         self.passes_ranges = True
-        self.silent: Callable[[str], bool] = lambda path: False  # whether this path gets no response
+        self.silent: Callable[[str], bool] = lambda path: False  # says whether a path gets no response
         self.refuse: Callable[[str], web.Response | None] = lambda path: None
         self.change: Callable[[str, bytes], bytes] = lambda path, data: data
 
@@ -299,7 +299,7 @@ async def mirroring(mirror: Relay) -> AsyncIterator[Relay]:
     task = asyncio.create_task(mirror.mirror())
     try:
         yield mirror
-        assert not task.done(), "mirror() ended"
+        assert not task.done(), "mirror() must not end by itself"
     finally:
         task.cancel()
         with suppress(asyncio.CancelledError):

@@ -313,7 +313,7 @@ async def test_half_a_shard_is_resumed_after_a_disconnect(tmp_path, ranges):
         assert middle.sent_bytes == 12_000 + 37_612
 
 
-# The fallback is used, or the client waits
+# When the client uses the fallback, and when it waits
 
 
 def no_shards(path: str) -> web.Response | None:

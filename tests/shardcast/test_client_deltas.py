@@ -130,7 +130,7 @@ def test_a_process_verifies_an_unmodified_version_once(tmp_path, monkeypatch):
 
     read = []
     against(act, tmp_path / "origin")
-    assert len(read) == 1, "the modified version was not verified again, or more than once"
+    assert len(read) == 1, "the modified version must be verified exactly once more"
 
 
 def test_a_delta_applies_to_a_version_that_only_the_cache_has(tmp_path):
@@ -150,7 +150,7 @@ def test_a_delta_whose_parent_nobody_has_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("comes", ["parent", "parent elsewhere", "anchor"])
-def test_a_newcomer_waits_for_the_parent_of_the_newest_version_or_an_anchor(tmp_path, comes):
+def test_a_client_without_a_cached_version_waits_for_a_parent_or_an_anchor(tmp_path, comes):
     source = stepped(tmp_path, 0, 1)
     shutil.copytree(source.store.path, tmp_path / "fresh")
     shutil.copytree(source.store.path, tmp_path / "other")

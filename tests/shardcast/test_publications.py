@@ -232,7 +232,7 @@ def test_a_store_of_an_older_format_is_refused(tmp_path):
     published(tmp_path, 0)
     path = tmp_path / "origin" / "v000000" / "manifest.json"
     path.write_text(path.read_text().replace('\\"format\\":5', '\\"format\\":3'))
-    with pytest.raises(ValueError, match="a manifest of format 3; this version of Shoal reads 5"):
+    with pytest.raises(ValueError, match="the manifest has format 3; this version of Shoal reads format 5"):
         origin(tmp_path)
 
 

@@ -21,9 +21,8 @@ class StopMatcher:
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0  # length of the longest prefix of the stop string that the input ends with
-        self._fallback = [
-            0
-        ]  # for each matched length (from 1), the length of the next shorter prefix that also matches
+        # For each matched length (from 1), the length of the next shorter prefix that also matches.
+        self._fallback = [0]
         for character in text[1:]:
             self._fallback.append(self._extend(self._fallback[-1], character))
 
@@ -51,7 +50,7 @@ class Detokenizer:
         self.tokenizer, self.eos_ids, self.max_tokens = tokenizer, eos_ids, max_tokens
         self.stops = [StopMatcher(stop) for stop in stops if stop]
         self.finish: Finish | None = None
-        self.count = 0  # tokens
+        self.count = 0  # tokens added so far
         self.stopped: str | None = None  # the stop string that ended the text
         self._tokens: list[int] = []  # a window of tokens; tokenizers need the preceding tokens to place spaces
         self._returned = 0  # tokens of the window whose text was returned

@@ -46,7 +46,7 @@ class ServeRequest(DecodeRequest):
 
     stops: tuple[str, ...] = ()
     top: int | None = None
-    proof: bool = False  # keep hidden states
+    proof: bool = False  # keep the hidden states, from which the proof is made
     prompt_only: bool = False  # return the prompt's logprobs and generate nothing
     caller: str = ""  # the caller whose quota is charged
 
@@ -60,7 +60,7 @@ class Generation:
     ready: Piece | None = None  # the last step's piece, until it is delivered
     cancelled: bool = False
     submitted_s: float = field(default_factory=time.monotonic)
-    last_piece_s: float = 0.0  # when the newest piece was made; 0: none yet
+    last_piece_s: float = 0.0  # when the newest piece was made; 0 if there is none yet
     tokens: list[int] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)  # for each token, the hidden state that it was sampled from
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the prompt's second token on

@@ -4,7 +4,7 @@
 
 Invariant: the server listens before the model is loaded and answers 503 until then. If the scheduler or the loader
 fails, the process exits with that error; the server never answers from a broken state.
-Left out: TLS (put a proxy in front, see docs/operate.md), several processes.
+Left out: several processes, and TLS, for which docs/operate.md describes a proxy.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class Metrics:
         self._between = Histogram("shoal_serve_token_seconds", between, registry=self.registry, buckets=TOKEN_BUCKETS_S)
 
     def observe(self, generation: Generation, piece: Piece) -> None:
-        """Record the latency of a piece; called in the scheduler's thread."""
+        """Record the latency of a piece. The scheduler's thread calls this."""
         if piece.finish == "cancelled":
             return
         now_s = time.monotonic()
@@ -103,13 +103,13 @@ class Settings:
     folder: Path  # for keys and conversations
     host: str = "127.0.0.1"
     port: int = 8000
-    open: bool = False  # one local user: no login, no keys
+    open: bool = False  # if true, there is one local user, and nobody needs a login or key
     chat: bool = True
     registration: bool = True
     secure_cookies: bool = False  # set if the page is reached over HTTPS
-    hosts: Collection[str] = ()  # accepted Host headers; empty: any
+    hosts: Collection[str] = ()  # accepted Host headers; if empty, all are accepted
     limits: ServeLimits = field(default_factory=ServeLimits)
-    hasher: PasswordHasher | None = None  # for passwords; None: argon2's recommended cost
+    hasher: PasswordHasher | None = None  # hashes passwords; None gives argon2's recommended cost
 
 
 def engine_of(source: ModelSource) -> Callable[[], TorchEngine]:

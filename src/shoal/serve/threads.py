@@ -22,7 +22,7 @@ from shoal.serve.errors import BusyError
 from shoal.serve.versions import LoadedModel
 from shoal.watch.page.guard import json_body
 
-WAIT_S = 30.0  # for a slot
+WAIT_S = 30.0  # longest wait for a slot
 MAX_WAITING = 256  # waiting calls per caller
 RETRY_S = 5
 SMALL_BYTES = 64 << 10  # smaller bodies need no slot, because the connection limit bounds their memory

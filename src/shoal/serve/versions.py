@@ -53,9 +53,9 @@ class ModelSource:
     """Where versions come from. A request for model `name` gets the newest version; `name@7` is version 7."""
 
     name: str
-    folder: Path | None  # holds the versions; None: a single model
+    folder: Path | None  # holds the versions; None if the source is a single model
     base: Path | None  # the single model, or the run's base model
-    config: Config | None = None  # of the run
+    config: Config | None = None  # the run's config
 
     def offers(self) -> list[Offer]:
         """List the versions that can be loaded now, newest first."""
@@ -146,7 +146,7 @@ class LoadedModel:
         return self.offer.id
 
     def text(self, token: int) -> str:
-        """Decode one token by itself; cached."""
+        """Decode one token by itself. The text is cached."""
         text = self._texts.get(token)
         if text is None:
             text = self._texts[token] = str(self.tokenizer.decode([token]))

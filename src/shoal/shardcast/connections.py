@@ -89,8 +89,8 @@ class Patience:
 
     headers_s: float = 10.0  # from accept to the first complete request
     idle_s: float = 75.0  # between two requests
-    stall_s: float = 30.0  # in which a client for which data waits reads nothing, or reads too slowly on average
-    slowest_Bps: float = 10_000.0  # a client that reads less per second reads too slowly
+    stall_s: float = 30.0  # for this long, a client may read nothing or too slowly while data waits for it
+    slowest_Bps: float = 10_000.0  # a client that reads fewer bytes per second, on average, reads too slowly
 
 
 PATIENCE = Patience()
@@ -115,7 +115,7 @@ class ClientConnection(socket.socket):
 
     def cut(self) -> None:
         """Reset the connection. The transport's `abort` would leave a running `sendfile` hanging."""
-        with suppress(OSError):  # the reader has already closed it
+        with suppress(OSError):  # the reader may have closed the connection already
             self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
             self.shutdown(socket.SHUT_RDWR)
 
@@ -175,7 +175,7 @@ class Listener(socket.socket):
         if self._of_address[address] >= self.per_address or not self._has_room():
             self.refused += 1
             accepted.close()
-            raise ConnectionAbortedError("too many connections")  # asyncio ignores it, as if the client had left
+            raise ConnectionAbortedError("too many connections")  # asyncio ignores this, as if the client had left
         connection = ClientConnection(self, peer, accepted.detach())
         prefer_bbr(connection)  # set it again, because a route's setting overrides the listener's
         if earlier := self.open.get(peer):

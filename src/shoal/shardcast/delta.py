@@ -136,7 +136,7 @@ class Reader:
 
     def _plane(self, size_bytes: int, raw_bytes: int) -> bytes:
         if size_bytes > raw_bytes:
-            raise DeltaError(f"a plane of {raw_bytes} bytes takes {size_bytes} bytes")
+            raise DeltaError(f"a plane of {raw_bytes} bytes takes {size_bytes} bytes in the delta")
         data = self.take(size_bytes)
         if size_bytes == raw_bytes:
             return data

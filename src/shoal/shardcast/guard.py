@@ -79,14 +79,15 @@ def check(text: str, pool_key: str, audience: str, servers: Collection[str], now
         raise Refused("malformed pass: too long")
     grant, shown = _opened(text, pool_key)
     if grant.audience != audience:
-        raise Refused(f"granted for {grant.audience!r}, this is {audience!r}")
+        raise Refused(f"the grant is for {grant.audience!r}, but this is {audience!r}")
     if now_s >= grant.expires_s:
         raise Refused(f"the grant expired {now_s - grant.expires_s:.0f} s ago")
     if shown.server not in servers:
-        raise Refused(f"signed for {shown.server[:200]!r}, which is another server")
+        raise Refused(f"the pass was signed for {shown.server[:200]!r}, which is another server")
     if abs(now_s - shown.created_s) > PASS_S:
         raise Refused(
-            f"signed {now_s - shown.created_s:.0f} s ago, outside of the allowed {PASS_S:.0f} s: check the clock"
+            f"the pass was signed {now_s - shown.created_s:.0f} s ago, outside of the allowed {PASS_S:.0f} s: "
+            "check the clock"
         )
     return grant.reader
 

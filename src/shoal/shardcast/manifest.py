@@ -207,7 +207,7 @@ class SignedManifest(_Record):
             stated = _FORMAT.search(self.manifest)
             if stated and stated[1] != str(FORMAT):
                 raise ManifestError(
-                    f"a manifest of format {stated[1]}; this version of Shoal reads {FORMAT}"
+                    f"the manifest has format {stated[1]}; this version of Shoal reads format {FORMAT}"
                 ) from error
             raise ManifestError(f"bad signature: {public_key} did not sign this manifest") from error
         manifest = self.unchecked()
@@ -345,14 +345,14 @@ def latest(first: Newest | None, second: Newest | None, now_s: float) -> Newest 
     return max(first, second, key=lambda newest: (abs(now_s - newest.as_of_s) <= CURRENT_S, newest.as_of_s))
 
 
-MAX_VERSIONS = 10_000  # that one server may list
-MAX_HOPS = 64  # servers on a path from the origin, which counts too
+MAX_VERSIONS = 10_000  # most versions that one server may list
+MAX_HOPS = 64  # most servers on a path, including the origin
 MAX_LISTING_BYTES = 256 << 10  # limit of versions.json, twice the size of the largest Listing
 VERSION_PATTERN = r"v\d{6,9}"
 
 
 class Listing(_Record):
-    """versions.json. A listing fetched over HTTP is only a claim until the versions' manifests are verified."""
+    """The contents of versions.json. If fetched, they are only a claim until the versions' manifests are verified."""
 
     versions: tuple[Annotated[int, Field(ge=0, le=MAX_VERSION)], ...] = Field(max_length=MAX_VERSIONS)
     path: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...] = Field(default=(), max_length=MAX_HOPS)

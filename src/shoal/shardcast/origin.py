@@ -78,7 +78,7 @@ def files_at(path: Path) -> tuple[Path, list[FileEntry]]:
     Raise ManifestError, PublishError."""
     folder = path.resolve() if path.is_dir() else path.parent
     paths = _files_in(folder) if path.is_dir() else [path]
-    check_paths([file.relative_to(folder).as_posix() for file in paths])  # before reading any file
+    check_paths([file.relative_to(folder).as_posix() for file in paths])  # raises before any file is read
     if not paths:
         raise ManifestError(f"{folder} has no files; put the files to publish there")
     return folder, [_entry(file, folder) for file in paths]

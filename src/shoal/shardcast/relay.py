@@ -58,7 +58,7 @@ class Place:
         self.own = own
         self.parents: list[Source] = []  # the first is preferred
         self.siblings: dict[str, Source] = {}  # by the id of their store
-        self.behind: set[Source] = set()  # servers that are, or may be, downstream of this relay or this relay itself
+        self.behind: set[Source] = set()  # this relay itself, and servers that are or may be downstream of it
 
     def find(self, listings: Mapping[Source, Listing]) -> tuple[str, ...]:
         """Set parents and siblings from the paths in the listings. Return the first parent's path; () without parents."""
@@ -129,7 +129,7 @@ class ShardFile:
 
 
 PARTS: tuple[Part, ...] = ("delta", "full")
-PARALLEL = 2  # concurrent shards per owner
+PARALLEL = 2  # shards fetched at a time from each owner
 MAX_QUERIED = 8  # servers that a relay queries in each round of `mirror`
 VERSION_TIMEOUT_S = 3600.0  # for one part of a version
 FORGET_SILENT_S = 10.0  # this long after its last answer, the listing of a silent server is forgotten

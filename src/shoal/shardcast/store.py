@@ -43,7 +43,7 @@ from shoal.shardcast.manifest import (
 )
 
 KEEP = 5  # newest versions to keep, as INTELLECT-2's relays do; the parents of their deltas are kept too
-FILE_MODE, FOLDER_MODE = 0o644, 0o755  # in a public store, so that another user's nginx can serve it
+FILE_MODE, FOLDER_MODE = 0o644, 0o755  # a public store has these modes, so that another user's nginx can serve it
 # Held locks by process and store. The process id is needed, because a forked child does not hold its parent's locks.
 _LOCKS: dict[tuple[int, Path], FileLock] = {}
 
@@ -51,8 +51,8 @@ _LOCKS: dict[tuple[int, Path], FileLock] = {}
 class ShardStore:
     def __init__(self, path: Path, *, keep: int = KEEP, lease_s: float = 60.0, public: bool = True) -> None:
         """Keep the newest `keep` versions and the parents of their deltas. Also keep the newest `keep` of the older
-        versions that were read within `lease_s`. They are limited, because readers could fill the disk otherwise. If
-        `public`, every user of this machine may read the store, whatever the umask."""
+        versions that were read within `lease_s`; if all were kept, readers could fill the disk. If `public`, every user
+        of this machine may read the store, whatever the umask."""
         self.path, self.file_mode = path, FILE_MODE if public else None
         self.keep, self.lease_s = keep, lease_s
         self._requested_s: dict[int, float] = {}

@@ -26,7 +26,7 @@ from shoal.serve.threads import FairThreadPool
 from shoal.watch.page.guard import HttpError, RateLimit
 
 FORMAT = 2
-RESERVE_BYTES = 1 << 30  # free disk space to leave, because a run may need it
+RESERVE_BYTES = 1 << 30  # this much disk space stays free, because a run may need it
 SCHEMA = f"""
 PRAGMA user_version = {FORMAT};
 CREATE TABLE IF NOT EXISTS user(

@@ -48,7 +48,7 @@ class Conversations:
             raise HttpError(409, "your conversations fill your quota; delete some first")
 
     def summaries(self, user: int) -> list[dict[str, Any]]:
-        """Return id, title and time of the last change of the user's conversations, last changed first."""
+        """Return the user's conversations, last changed first: the id, title, and time of the last change of each."""
         query = "SELECT id, title, changed_s FROM conversation WHERE user = ? ORDER BY changed_s DESC LIMIT ?"
         return [dict(row) for row in self.db.execute(query, (user, MAX_LISTED))]
 

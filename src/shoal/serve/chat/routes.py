@@ -1,7 +1,7 @@
 """The page's own routes, under /chat: files, accounts, conversations, replies, verification.
 
-Invariant: every change needs a session, its CSRF token in a header, a JSON body, and a request from this page. Users see
-only their own data.
+Invariant: a request that changes data must come from this page. It needs a JSON body, a session, and the session's CSRF
+token in a header. (Registration and login need no session.) Users see only their own data.
 Left out: email, teams, uploaded files.
 """
 
@@ -167,7 +167,7 @@ class Chat:
         return response
 
     def _address(self, request: web.Request) -> str:
-        """Return the address to rate-limit: behind a proxy, the address that the proxy appended to X-Forwarded-For."""
+        """Return the address to rate-limit. Behind a proxy, it is the last address in X-Forwarded-For."""
         forwarded = request.headers.get("X-Forwarded-For", "") if self.secure_cookies else ""
         return network(forwarded.rpartition(",")[2].strip() or request.remote or "")
 

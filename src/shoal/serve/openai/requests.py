@@ -31,7 +31,7 @@ NEUTRAL_ONLY = dict.fromkeys(SAMPLING, FULL_DISTRIBUTION) | dict.fromkeys(OTHERS
 
 
 class RequestFields(BaseModel):
-    """Strict fields, as in OpenAI's schema: no extra fields, no string for a number."""
+    """Strict fields, as in OpenAI's schema: no extra fields, and no string in place of a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -124,7 +124,7 @@ class OpenAI:
     versions: Versions
     scheduler: ServeScheduler
     keys: Keys
-    config: Config | None  # of the served run
+    config: Config | None  # the served run's config
     threads: FairThreadPool
     bodies: FairSemaphore
 
@@ -264,10 +264,10 @@ def _prompts(params: CompletionRequest, loaded: LoadedModel) -> list[tuple[int, 
         check_length(loaded, len(prompt))
         tokens = tuple(loaded.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else tuple(prompt)
         if not tokens or not all(0 <= token < vocabulary for token in tokens):
-            raise RequestError("prompt: empty, or a token id outside the vocabulary", param="prompt")
+            raise RequestError("prompt: it is empty, or has a token id outside the vocabulary", param="prompt")
         tokenized.append(tokens)
     if not tokenized:
-        raise RequestError("prompt: empty", param="prompt")
+        raise RequestError("prompt: it is empty", param="prompt")
     return tokenized
 
 

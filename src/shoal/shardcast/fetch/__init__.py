@@ -31,7 +31,7 @@ class BadData(SourceError):
 class FetchError(ShoalError):
     """A fetch failed. The message names the servers and the next step."""
 
-    restart_helps = True  # other relays may be up by then
+    restart_helps = True  # other relays may be up after a restart
 
 
 class NoRouteError(FetchError):

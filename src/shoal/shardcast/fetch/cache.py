@@ -126,7 +126,7 @@ def _allocate(path: Path, size_bytes: int) -> None:
 
 
 POLL_S = 0.05
-RESULTS = ("result", "result2")  # folders into which successive passes of deltas write alternately
+RESULTS = ("result", "result2")  # the passes of a chain of deltas write into these two folders in turn
 TEMPORARY = ("full", "delta", *RESULTS)  # suffixes of an incomplete version's folders
 Stamps = tuple[tuple[int, int, int], ...]
 _VERIFIED: dict[Path, tuple[str, Stamps]] = {}  # each folder's digest and file stamps when this process verified it

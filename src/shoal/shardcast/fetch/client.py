@@ -49,7 +49,7 @@ class Progress:
     total_bytes: int = 0  # size of the streams to fetch
     transferred_bytes: int = 0  # received over the network, including manifests and rejected shards
     by_source: dict[str, int] = field(default_factory=dict)
-    reused_bytes: int = 0  # from the cache or an interrupted fetch
+    reused_bytes: int = 0  # taken from the cache or from an interrupted fetch
     complaints: dict[str, str] = field(default_factory=dict)  # last failure of each server
     parent: int | None = None  # the cached version that the deltas started from
 
@@ -327,7 +327,7 @@ class Freshness:
         self.here = cache.newest(time.time())
 
     def outdated(self, manifest: Manifest) -> bool:
-        """Whether the origin has abandoned the manifest's publication, as far as this client knows."""
+        """Return whether the origin has abandoned the manifest's publication, as far as this client knows."""
         stated = self.access.newest or Newest.of(manifest)
         believed = latest(stated, Newest.of(self.here) if self.here else None, time.time())
         return believed is not None and believed.outdates(manifest)

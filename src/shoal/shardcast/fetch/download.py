@@ -322,7 +322,7 @@ class ShardSink(Sink, Protocol):
     """Store one shard."""
 
     def done(self) -> None:
-        """Called once the shard is written and verified."""
+        """Note that the shard is written and verified. This is called once."""
 
     def close(self) -> None: ...
 

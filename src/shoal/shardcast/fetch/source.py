@@ -154,7 +154,7 @@ class Arrival:
     """A version that arrived, complete and verified."""
 
     version: int
-    size_bytes: int  # transferred
+    size_bytes: int  # bytes transferred
     took_s: float
     at_s: float  # completion, on this process's monotonic clock
     rates_Bps: dict[str, float]  # of each sender, by its URL
@@ -165,11 +165,11 @@ class Arrival:
 class Access:
     """How a downloader reaches servers, and the servers' records. Many downloads share it."""
 
-    public_key: str  # the learner's, ed25519, hex
+    public_key: str  # the learner's ed25519 key, in hex
     run: str | None = None
     limits: Limits = field(default_factory=Limits)
     token: Callable[[str], str] | None = None  # returns a pass for the server at a URL, see `guard.Passes`
-    reach: Reach | None = None  # allowed addresses; None (any) if the user named the servers
+    reach: Reach | None = None  # allowed addresses; None, which allows all, if the user named the servers
     standings: dict[str, Standing] = field(default_factory=dict)  # by URL
     on_fetched: Callable[[Arrival], None] = lambda arrival: None
     newest: Newest | None = None  # the origin's latest statement that any server sent
@@ -180,7 +180,7 @@ class Access:
 
 
 LARGE_BYTES = 256 << 10  # larger manifests are parsed in a thread
-READ_BUFFER_BYTES, SMALL_BUFFER_BYTES = 2 << 20, 64 << 10  # for shards; for listings and manifests
+READ_BUFFER_BYTES, SMALL_BUFFER_BYTES = 2 << 20, 64 << 10  # the small one is for listings and manifests
 WAKE_BYTES = 32 << 10  # a shard is read in pieces of this size; a server must send one piece per idle timeout
 LONGEST_RETRY_AFTER_S = 30.0
 
@@ -228,7 +228,7 @@ def open_session(access: Access) -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(
             total=None, sock_connect=limits.connect_timeout_s, sock_read=limits.idle_timeout_s
         ),
-        auto_decompress=False,  # no decompression bombs; hashes are over plain bytes
+        auto_decompress=False,  # a server could send a decompression bomb
         cookie_jar=aiohttp.DummyCookieJar(),  # a server must not set cookies for other servers on its host
         headers={"Accept-Encoding": "identity"},
     )
