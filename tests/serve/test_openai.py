@@ -36,7 +36,7 @@ def test_the_official_client_can_list_models_chat_stream_and_complete(api: Runni
         assert len(completion.choices[0].logprobs.token_logprobs) == completion.usage.completion_tokens
         with pytest.raises(openai.NotFoundError, match="GET /v1/models"):
             client.chat.completions.create(model="absent", messages=MESSAGES)
-        message = whole.choices[0].message.model_dump()  # with null fields, as clients send a reply back
+        message = whole.choices[0].message.model_dump()  # clients send a reply back with its null fields
     assert api.chat([*MESSAGES, message, *MESSAGES]).status_code == 200
 
 

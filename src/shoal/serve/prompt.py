@@ -17,7 +17,8 @@ Message = Mapping[str, Any]  # role and content
 def encode(loaded: LoadedModel, messages: Sequence[Message]) -> tuple[int, ...]:
     """Return the prompt's tokens, up to the start of the assistant's turn. Raise PromptError.
 
-    Do not call this in the event loop, because tokenizing megabytes takes seconds. Refuse text that cannot fit first.
+    Do not call this in the event loop, because tokenizing megabytes takes seconds. Text that cannot fit is refused
+    before it is tokenized.
     """
     check_length(loaded, sum(len(message["content"]) for message in messages))
     tokenizer = loaded.tokenizer

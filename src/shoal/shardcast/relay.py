@@ -220,7 +220,7 @@ class Relay:
                 await self._complete(sources, version)
                 return True
             except (FetchError, OSError) as error:
-                self._note(error)  # try an older version
+                self._note(error)  # then try an older version
                 if listings and version not in listed:
                     self._drop(version)  # it is incomplete and no longer listed upstream
         return bool(listings)
@@ -268,7 +268,7 @@ class Relay:
         """Store and return the newest manifest of a version. Return None if there is none."""
         held = self._held.get(version)
         if held is not None and not self._missing.get(version):
-            return held  # an incomplete version is queried again, because the origin may have republished it
+            return held  # only an incomplete version is queried again, because the origin may have republished it
 
         async def offered(source: Source) -> Offer | None:
             try:
