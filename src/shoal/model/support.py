@@ -10,8 +10,8 @@ error, but wrongly.
                       and soft-capping of logits after the output head
 
 Tolerance. The comparison runs in float32 whatever dtype the model computes in, because bfloat16 hides the difference:
-SmolLM2-135M differs by 6e-6 nats per token in float32 and by 0.08 in bfloat16 (means over 65 tokens, three draws), and
-trained models that Shoal computes wrongly differ by 0.1 to 5. Among the causal architectures of transformers 5.23 with
+SmolLM2-135M differs by 6e-6 nats per token in float32 and by 0.08 in bfloat16 (means over 65 tokens, three draws).
+Trained models that Shoal computes wrongly differ by 0.1 to 5. Among the causal architectures of transformers 5.23 with
 random weights, correctly computed models have means up to 5e-7, and wrongly computed models have means from 1e-2. The
 tolerance lies between 5e-7 and 1e-2, and is 150 times the mean of SmolLM2. The mean is compared, not the maximum,
 because in a mixture of experts, rounding may send a single token to another expert.

@@ -2,14 +2,14 @@
 
     head verified -> role, length, rates -> nonce spent -> bounded body -> handler -> answer signed and sent
 
-Invariants: if a request has no valid signature, its key lacks the route's role, or it exceeds a rate, its body is not read
-and nothing is written. A handler gets a body only if it is the signed one and within its route's limit. The run signs every
-answer to a signed request, refusals included, because a node believes no other. A connection stays open only if a
-member signed its last request; any other connection is closed after its answer. So strangers hold no idle connections,
-and each refusal costs them a new connection. The more refusals an address causes, the longer each refusal is delayed.
-The rest of a refused body is read at a bounded rate and discarded. So a sender that reads the answer only after sending
-its body still gets the refusal, and a flood of bodies costs little time. Expected errors get an HTTP status. Any other
-error is a bug; its request gets a 500, and other routes keep working.
+Invariants: if a request has no valid signature or exceeds a rate, or if its key lacks the route's role, its body is not
+read and nothing is written. A handler gets a body only if it is the signed one and within its route's limit. The run
+signs every answer to a signed request, refusals included, because a node believes no other. A connection stays open
+only if a member signed its last request; any other connection is closed after its answer. So strangers hold no idle
+connections, and each refusal costs them a new connection. The more refusals an address causes, the longer each refusal
+is delayed. The rest of a refused body is read at a bounded rate and discarded. So a sender that reads the answer only
+after sending its body still gets the refusal, and a flood of bodies costs little time. Expected errors get an HTTP
+status. Any other error is a bug; its request gets a 500, and other routes keep working.
 
 A listener has one `Front`, and each run has one `Admission`. Limits are in `pace`.
 """

@@ -1,9 +1,9 @@
 """Signed HTTP requests and their signed answers: RFC 9421 message signatures with ed25519, RFC 9530 content digests.
 
-Invariants: a request is accepted only if the key it names signed it, for this audience, with this method, path, query
-and body, within a minute of the server's clock. Each request is accepted once. An accepted answer has the status and
-body of the coordinator's answer to this very request, because the answer's signature covers the request's signature. So
-nobody in between can change an answer, or use it for another request or at another time.
+Invariants: a request is accepted only if the key that it names signed it, for this audience, with this method, path,
+query and body, within a minute of the server's clock. Each request is accepted once. An accepted answer has the status
+and body of the coordinator's answer to this very request, because the answer's signature covers the request's
+signature. So nobody in between can change an answer, or use it for another request or at another time.
 
 A server verifies in three steps. `verify_head` needs the headers only, so a stranger is refused before the body is read.
 `SignedHead.spend` refuses a head that was already served. `SignedHead.check_body` compares the body's hash with the signed
