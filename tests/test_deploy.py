@@ -43,7 +43,7 @@ def expressions() -> list[str]:
     return alerts + [target["expr"] for panel in panels for target in panel["targets"]]
 
 
-def test_alerts_and_dashboard_use_exported_metrics_and_the_dashboard_uses_all(exported: set[str]) -> None:
+def test_alerts_and_dashboard_use_only_exported_metrics_and_the_dashboard_uses_all_of_them(exported: set[str]) -> None:
     watched = {name for text in expressions() for name in METRIC.findall(text)}
     assert len(watched) > 15
     assert watched - exported == set()
@@ -113,7 +113,7 @@ def made_by(init: str) -> set[str]:
     return set(invited_nodes(read_config(command_line().parse_args(shlex.split(init)))))
 
 
-def test_the_composed_pool_has_a_service_for_every_invite() -> None:
+def test_the_docker_compose_pool_has_a_service_for_every_invite() -> None:
     commands = [service["command"] for service in services().values()]
     named = {match[1] for text in commands if (match := re.search(r"invites/(\S+)\.invite", text))}
     assert named == made_by(services()["init"]["command"])

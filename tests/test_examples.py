@@ -51,7 +51,7 @@ def test_the_notebook_is_plain_python_without_outputs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_notebook_runs(tmp_path: Path) -> None:
+def test_the_notebook_runs_to_its_end(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(code())],
         cwd=tmp_path,

@@ -11,7 +11,7 @@ SECTIONS = re.findall(r"^## (.+?)$.*?^```python\n(.*?)^```$", PAGE.read_text(), 
 NEEDS_A_MODEL = "The engine"
 
 
-def test_every_part_that_stands_alone_has_a_block() -> None:
+def test_the_page_has_a_block_for_every_part_that_can_be_used_alone() -> None:
     titles = ["TOPLOC proofs", "Losses", "Seeded sampling", "Rewards and the sandbox", "SHARDCAST", NEEDS_A_MODEL]
     assert [title for title, _ in SECTIONS] == titles
     assert len(re.findall(r"^```python", PAGE.read_text(), re.MULTILINE)) == len(SECTIONS)

@@ -93,7 +93,7 @@ def test_a_function_sees_the_task_with_its_metadata_parsed_and_scores_each_compl
     ],
 )
 @pytest.mark.usefixtures("tier")
-def test_a_function_that_fails_is_a_grader_error(name: str, detail: str) -> None:
+def test_a_function_that_fails_gives_the_outcome_grader_error(name: str, detail: str) -> None:
     for result in grade(f"mine.py:{name}", "x", "x"):
         assert (result.score, result.outcome, result.repeatable) == (0.0, "grader_error", False)
         assert detail in result.detail
@@ -233,7 +233,7 @@ def test_the_trial_before_a_run_reports_a_missing_sandbox(monkeypatch: pytest.Mo
         rewards.try_out([TASK])
 
 
-def test_a_failing_machine_gives_no_grades(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_whose_sandbox_fails_gives_no_grades(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that reported 0 because its own sandbox fails would look like a liar, so grading must raise an error."""
     failures = [1, 2]
 
@@ -260,12 +260,12 @@ BLOCKS = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / "tasks.md").read_te
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.toml")), ids=lambda path: path.stem)
-def test_every_example_is_a_config(path: Path) -> None:
+def test_every_example_is_a_valid_config(path: Path) -> None:
     assert load(path).tasks.sources
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_every_config_on_the_page_on_tasks_is_valid(block: str) -> None:
+def test_every_config_in_the_docs_page_on_tasks_is_valid(block: str) -> None:
     assert parse(tomllib.loads(block))
 
 

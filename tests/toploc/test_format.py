@@ -24,7 +24,7 @@ def test_every_inverse_is_pythons_modular_inverse() -> None:
         inverse(torch.tensor([3, 0]))
 
 
-def test_evaluate_equals_big_integer_polynomials() -> None:
+def test_evaluate_gives_the_values_that_pythons_integers_give() -> None:
     draw = random.Random(1)
     coefficients = [[draw.randrange(PRIME) for _ in range(40)] for _ in range(3)]
     coefficients[2] = [PRIME - 1] * 40  # gives the largest possible products
@@ -61,7 +61,7 @@ def test_repeated_points_are_refused() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 700), st.integers(1, 40), st.sampled_from([1, 3, 40, 20000]), st.integers(0, 2**31))
-def test_magnitudes_are_those_of_a_full_sort(values: int, top_k: int, distinct: int, seed: int) -> None:
+def test_the_selected_magnitudes_are_those_of_a_full_sort(values: int, top_k: int, distinct: int, seed: int) -> None:
     top_k = min(top_k, values)
     generator = torch.Generator().manual_seed(seed)
     magnitude_BX = torch.randint(0, distinct, (3, values), generator=generator, dtype=torch.int16)
@@ -135,7 +135,7 @@ def test_proofs_equal_those_of_the_public_package(
     assert verify(hidden_TH[40:], proofs[1:]) == [EXACT] * 2
 
 
-def test_text_equals_that_of_the_public_package() -> None:
+def test_the_text_form_of_proofs_equals_that_of_the_public_package() -> None:
     """The text is what build_proofs_base64([two tokens, one token], 32, 4) of toploc 0.1.6 returns for these values."""
     rows = [
         [0.5, -3, 1.25, 0, 9, 0.125, -2, 0.75],
@@ -146,7 +146,7 @@ def test_text_equals_that_of_the_public_package() -> None:
     assert [to_base64(proof) for proof in proofs] == ["/9nI5pdSYE1URg==", "/9mke/vcMeruEQ=="]
 
 
-def test_a_proof_has_258_bytes_or_344_characters() -> None:
+def test_a_proof_has_258_bytes_and_its_text_344_characters() -> None:
     (proof,) = build(tie_free(32, 576))
     assert (len(proof), len(to_base64(proof))) == (258, 344)
 

@@ -103,7 +103,7 @@ def test_mixed_dtypes_and_counts_below_1_are_refused() -> None:
 
 @settings(deadline=None)
 @given(st.one_of(st.binary(max_size=20), st.binary(min_size=10, max_size=10)))
-def test_parse_refuses_or_returns_canonical_proofs(data: bytes) -> None:
+def test_parse_refuses_any_bytes_that_are_not_a_canonical_proof(data: bytes) -> None:
     try:
         modulus_B, coefficients_BK = parse([data], top_k=4)
     except ProofError as error:
@@ -116,7 +116,7 @@ def test_parse_refuses_or_returns_canonical_proofs(data: bytes) -> None:
 
 @settings(deadline=None)
 @given(st.binary(max_size=40))
-def test_base64_round_trip(data: bytes) -> None:
+def test_a_proof_is_unchanged_by_encoding_and_decoding_it_as_base64(data: bytes) -> None:
     assert from_base64(to_base64(data)) == data
 
 

@@ -37,7 +37,7 @@ def test_own_proofs_of_constant_hidden_states_verify() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_numeric_noise_passes(seed: int) -> None:
+def test_hidden_states_with_numeric_noise_pass(seed: int) -> None:
     hidden_TH = heavy_tailed(64, 576, seed)
     noise_TH = torch.randn(64, 576, generator=torch.Generator().manual_seed(seed))
     other_TH = hidden_TH * (1 + noise_TH / 256)  # the noise is about as large as one more rounding to bfloat16
@@ -65,7 +65,7 @@ def test_a_repeated_proof_passes_only_in_its_own_chunk() -> None:
         assert [BFLOAT16.passes(result) for result in results] == [chunk == repeated for chunk in range(16)]
 
 
-def test_other_tokens_of_the_same_model_fail() -> None:
+def test_proofs_of_other_tokens_of_the_same_model_fail() -> None:
     """In each channel, the other tokens have the same scale as the proven ones."""
     hidden_TH = heavy_tailed(64, 576)
     assert not BFLOAT16.passes(verify(hidden_TH[32:], build(hidden_TH[:32]))[0])
@@ -111,7 +111,7 @@ def test_every_entry_of_a_polynomial_of_low_degree_is_a_mismatch() -> None:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def test_figures_follow_the_definition() -> None:
+def test_compare_computes_the_figures_that_chunk_result_defines() -> None:
     """In the first row, three of five entries have equal exponents; their mantissas differ by 1, 2 and 6."""
     own = [0x3F80, 0x3F81, 0x3F90, 0x4000, 0x4080]
     proven = [0x3F81, 0xBF83, 0x3F8A, 0x4080, 0x4000]

@@ -158,7 +158,7 @@ def test_a_worker_need_not_claim_rewards(
 
 
 @pytest.mark.parametrize("failed", [{"outcome": "grader_error"}, {"repeatable": False}, {"tier": "kernel"}])
-def test_a_grade_that_may_differ_on_another_machine_accuses_nobody(
+def test_nobody_is_accused_because_of_a_grade_that_may_differ_on_another_machine(
     honest: list[Rollout],
     worker: Producer,
     validator: Validator,
@@ -248,7 +248,7 @@ def test_work_for_another_submission_number_is_rejected(worker: Producer, valida
         lambda rows: [replace(row, target_length=1) for row in rows],
     ],
 )
-def test_missing_moved_or_doubled_rows_and_other_seeds_or_targets_are_rejected(
+def test_missing_or_moved_or_doubled_rows_and_wrong_seeds_or_targets_are_rejected(
     honest: list[Rollout], verdict_on: Callable[..., Verdict], change: Callable[[list[Rollout]], list[Rollout]]
 ) -> None:
     verdict = verdict_on(change(honest))
@@ -326,7 +326,7 @@ def test_an_end_token_must_be_likely_or_yielded(
     for rollouts in (OUTLIERS, OUTLIERS + 1):
         changed = at(ending(case, token), rollouts, logprobs_N=logprob, margins_N=margin)
         finding = termination(rules, changed).finding
-        assert (finding is not None) == (rejects and rollouts > OUTLIERS), "numerics may cause a few"
+        assert (finding is not None) == (rejects and rollouts > OUTLIERS), "up to OUTLIERS must be tolerated"
 
 
 @pytest.mark.parametrize(
@@ -338,10 +338,10 @@ def test_a_special_token_must_follow_from_its_seed(
     assert special_tokens(rules, case).finding is None
     for rollouts in (OUTLIERS, OUTLIERS + 1):
         finding = special_tokens(rules, at(ending(case, token), rollouts, margins_N=margin)).finding
-        assert (finding is not None) == (rejects and rollouts > OUTLIERS), "numerics may cause a few"
+        assert (finding is not None) == (rejects and rollouts > OUTLIERS), "up to OUTLIERS must be tolerated"
 
 
-def test_tokens_likelier_than_samples_are_rejected_even_if_their_seeds_yield_them(rules: Rules, case: Case) -> None:
+def test_tokens_too_likely_to_be_samples_are_rejected_even_if_their_seeds_yield_them(rules: Rules, case: Case) -> None:
     prefill = case.computed()
     assert distribution(rules, case).finding is None
     truncated = replace(prefill, evidence_NA=prefill.evidence_NA + torch.tensor([0.0, 0.0, 1.0, 0.0]))

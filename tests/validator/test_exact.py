@@ -129,7 +129,7 @@ def flipped(proof: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("change", [lambda proofs: [], lambda proofs: [flipped(proofs[0]), *proofs[1:]]])
-def test_a_missing_proof_or_one_with_a_flipped_bit_differs(
+def test_a_missing_proof_or_one_with_a_flipped_bit_is_inexact(
     validator: Validator, computed: Case, change: Callable[[list[bytes]], list[bytes]]
 ) -> None:
     assert exact_proofs(validator.judge.rules, computed).finding is None
@@ -189,7 +189,7 @@ def test_work_with_a_faked_fingerprint_is_inexact_and_not_slashed(validator: Val
     assert verdict.reason is Reason.INEXACT and verdict.replay is not None
 
 
-def test_a_changed_library_is_not_slashed_and_changes_the_fingerprint(
+def test_a_worker_with_a_changed_library_is_not_slashed_and_its_fingerprint_changes(
     validator: Validator, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Attention that sums in another order simulates the new library."""
@@ -216,7 +216,7 @@ def test_a_changed_library_is_not_slashed_and_changes_the_fingerprint(
     assert judged(validator, updated, rows, changed).reason is None, "the work must be accepted in its own class"
 
 
-def test_a_flipped_bit_in_a_workers_weight_is_inexact_until_it_reloads(
+def test_work_is_inexact_after_a_bit_of_a_weight_flipped_until_the_worker_reloads(
     validator: Validator, worker: Producer, tiny_folder: Path
 ) -> None:
     faulty = exact_producer(tiny_folder)
@@ -243,7 +243,7 @@ def test_a_flipped_bit_in_a_validators_weight_harms_no_worker(
     assert "this machine's memory" in caplog.text
 
 
-def test_a_lie_beyond_the_limits_is_hard_in_any_class(
+def test_a_lie_beyond_the_limits_is_rejected_for_a_hard_reason_in_any_class(
     validator: Validator, worker: Producer, rows: list[Rollout]
 ) -> None:
     lied = [replace(row, logprobs=[logprob - 0.7 for logprob in row.logprobs]) for row in rows]

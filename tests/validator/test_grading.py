@@ -154,7 +154,7 @@ def test_one_slow_submission_takes_no_time_from_the_others(
     assert shares == [2.0] * 3
     shares.clear()
     judge.examine([case, case], cheaply=[True, True])
-    assert shares == [0.75, 0.75, 3.0, 3.0], "before a prefill, grading may take at most a quarter of a case's share"
+    assert shares == [0.75, 0.75, 3.0, 3.0], "before a prefill, grading must get a quarter of a case's share"
 
 
 class Ticking:
@@ -193,8 +193,8 @@ def test_before_a_prefill_grading_may_take_as_long_as_the_prefill(
         assert examined.finding is None
         return examined.case.prefill is not None
 
-    assert [whole(), whole()] == [False, True], "before the first prefill, grading may take a second"
-    assert [whole(), whole()] == [False, True], "then grading may take as long as the last prefill"
+    assert [whole(), whole()] == [False, True], "before the first prefill, the limit must be a second"
+    assert [whole(), whole()] == [False, True], "then the limit must be the time of the last prefill"
 
 
 @pytest.mark.usefixtures("echo")

@@ -60,7 +60,7 @@ def modelless() -> Iterator[Validator]:
 # --- unreadable ------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_inflates_is_unreadable_and_decoded_neither_here_nor_in_the_child(
+def test_a_file_that_would_inflate_is_unreadable_and_no_process_decodes_it(
     modelless: Validator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {fault: make() for fault, make in BOMBS.items()}
@@ -74,7 +74,7 @@ def test_a_file_that_inflates_is_unreadable_and_decoded_neither_here_nor_in_the_
     assert modelless.judge.quarantine.child is child is not None, "the child process must survive every file"
 
 
-def test_an_honest_file_is_decoded_in_the_child_alone(
+def test_an_honest_file_is_decoded_only_in_the_child_process(
     validator: Validator, file: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for decoder in ("ParquetFile", "read_table"):

@@ -68,7 +68,9 @@ def test_honest_conversations_are_accepted(worker: Producer, validator: Validato
     given = assignment(number, step=number)
     data = worker.submission(given)
     rows = read_submission(data, max_rows=8, max_tokens=MAX_TOKENS).rows
-    assert any(row.turns for row in rows) and any(USER in row.tokens for row in rows), "the data lacks turns or USER"
+    assert any(row.turns for row in rows) and any(USER in row.tokens for row in rows), (
+        "no row has several turns or USER"
+    )
     verdict = judged(validator, given, data)
     assert verdict.reason is None, verdict.detail
     assert verdict.evidence["margin_max"] < 1e-3
@@ -79,7 +81,9 @@ def test_the_test_data_has_every_kind_of_ending(honest: list[Rollout], worker: P
     rows = [*honest, *more]
     assert {len(row.turns) // 2 + 1 for row in rows} == set(range(1, MAX_TURNS + 1))
     assert any(len(row.tokens) == MAX_TOKENS for row in rows)
-    assert any(row.tokens[-1] in ENDS and len(row.turns) == 2 for row in rows), "the environment ended no row"
+    assert any(row.tokens[-1] in ENDS and len(row.turns) == 2 for row in rows), (
+        "no row ends because the environment ended it"
+    )
 
 
 def test_the_accepted_file_marks_the_turns(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
@@ -233,7 +237,7 @@ def test_an_audit_refuses_turns_that_do_not_fit_the_tokens(
         read_header(data, config())
 
 
-def test_turns_in_a_run_of_single_turns_are_rejected(talkative_folder: Path, honest: list[Rollout]) -> None:
+def test_several_turns_are_rejected_if_the_run_allows_only_one(talkative_folder: Path, honest: list[Rollout]) -> None:
     from .support import config as single
 
     settings = single(sampling={"max_tokens": MAX_TOKENS})
@@ -253,7 +257,7 @@ def test_turns_in_a_run_of_single_turns_are_rejected(talkative_folder: Path, hon
 # --- checks that read only the model's tokens ------------------------------------------------------------------------
 
 
-def test_ends_are_checked_turn_by_turn(
+def test_end_tokens_are_checked_in_every_turn_of_the_model(
     worker: Producer, validator: Validator, honest: list[Rollout], turned: int
 ) -> None:
     """No seed yields these end tokens of the model, one in a middle turn. The environment may write any token."""
@@ -273,7 +277,7 @@ def test_ends_are_checked_turn_by_turn(
     assert finding.detail.startswith(f"{OUTLIERS + 1} ") and finding.detail.endswith(f"rollout {turned}")
 
 
-def test_the_environment_gets_the_rollouts_seed(worker: Producer, honest: list[Rollout], turned: int) -> None:
+def test_the_environment_gets_the_seed_of_the_rollout(worker: Producer, honest: list[Rollout], turned: int) -> None:
     row = honest[turned]
     assert worker.conversation is not None
     task = worker.tasks.train[worker.plan(ASSIGNMENT)[row.group].task_index]

@@ -36,7 +36,7 @@ def test_the_eta_uses_the_pace_of_the_last_steps_and_tolerates_a_wrong_clock() -
     assert eta(status(metrics=slow_start, steps=20, now_s=0.0)) == 8 * 10
 
 
-def test_a_sparkline_spans_its_values() -> None:
+def test_a_sparkline_is_scaled_to_its_lowest_and_highest_value() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([1, 1, 1], 8) == "▄▄▄"
     assert sparkline([-5.0], 8) == "▄"

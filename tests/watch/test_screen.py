@@ -129,7 +129,7 @@ def busy(workers: int, **values: Any) -> Snapshot:
 
 
 @pytest.mark.parametrize("workers", [1, 3, 4, 9])
-def test_every_node_has_a_row_in_80x24_or_is_counted(workers: int) -> None:
+def test_in_80x24_every_node_has_a_row_or_is_counted(workers: int) -> None:
     text = screen(busy(workers), 80, 24)
     assert len(text.splitlines()) <= 24
     shown = len(re.findall(r"│ (worker-|learner  +v|validator|evaluator|origin|relay)", text))

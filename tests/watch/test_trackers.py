@@ -64,7 +64,7 @@ def test_the_config_refuses_an_unknown_tracker() -> None:
         config("mlflow")
 
 
-def test_wandb_gets_config_and_values_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_the_config_and_the_values_of_each_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setitem(sys.modules, "wandb", fake("wandb", calls))
     monkeypatch.delenv("WANDB_PROJECT", raising=False)

@@ -125,7 +125,7 @@ def test_weights_are_loaded_between_submissions(tiny_folders: tuple[Path, Path])
     ]
 
 
-def test_a_task_of_other_weights_is_not_started(tiny_folder: Path) -> None:
+def test_a_task_that_needs_other_weights_is_not_started(tiny_folder: Path) -> None:
     """A coordinator restored from a backup may publish a version again, with other weights."""
     node = ScriptedNode([running(task(0)), running(task(0)), FINISHED])
     follower = at_version_0(tiny_folder, digest="e" * 64)
@@ -283,7 +283,7 @@ def test_in_flight_submissions_are_produced_at_once_and_uploaded_in_order() -> N
     assert pool.working_on == []
 
 
-def test_weights_are_loaded_when_everything_is_uploaded() -> None:
+def test_newer_weights_are_loaded_only_after_everything_is_uploaded() -> None:
     producer, follower = Paced(), at_version_0()
 
     def publish() -> None:

@@ -21,7 +21,7 @@ def read(data: bytes) -> RolloutFile[Any]:
     return read_submission(data, max_rows=6, max_tokens=6)
 
 
-def test_a_submission_fits_its_assignment(tiny_folder: Path) -> None:
+def test_the_content_of_a_submission_follows_from_its_assignment(tiny_folder: Path) -> None:
     producer = make_producer(tiny_folder, CONFIG, version=3)
     given = assignment(5, step=5, version=3)
     file = read(producer.submission(given))

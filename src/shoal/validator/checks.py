@@ -42,7 +42,7 @@ from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.prefill import ALTERNATIVES, submission_evidence
 
 REWARD_TOLERANCE = 1e-4  # absolute for rewards up to 1, relative for larger ones; files hold rewards as float32
-FAR = 4.0  # in units of `sampling_margin`: no larger margin can come from numerics
+FAR = 4.0  # numerics cannot cause a margin of more than this many times `sampling_margin`
 EOS_PROBABILITY = 0.1  # an end token that its seed does not yield must be more probable than this (INTELLECT-2)
 # Numerics can move a few tokens beyond `sampling_margin`. A submission may contain up to this many end tokens beyond
 # the margin, and as many special tokens.

@@ -17,7 +17,7 @@ changed its grade.
 
 Invariants: only the prefill and the validator's own rewards are read. The rollouts to generate again are drawn at
 random after the upload, so a worker cannot predict them.
-Left out: completions of several turns are not generated again.
+Completions of several turns are not generated again.
 """
 
 from dataclasses import replace

@@ -26,7 +26,7 @@ SITE_STEPS = 64  # this many newest steps are searched for sites
 SITE_KEPT = re.compile(r"^sites/(.+)/kept$")
 SITE_FIGURES = ("loss", "computed_s", "waited_s", "synced_s", "sent_bytes", "received_bytes")
 REASONS: dict[Reason, str] = {
-    Reason.UNREADABLE: "The file could not be read as rollouts: damaged, cut off, or larger than allowed.",
+    Reason.UNREADABLE: "The file could not be read as rollouts. It is damaged, cut off, or larger than allowed.",
     Reason.SIGNATURE: "The file is not signed by the worker that has the task, or its rows were changed after signing.",
     Reason.CONTEXT: "The file was made for a different task than the one it was uploaded for.",
     Reason.REPLAYED: "The worker submitted rollouts that were accepted before.",
@@ -35,14 +35,14 @@ REASONS: dict[Reason, str] = {
     Reason.ENVIRONMENT: "The file holds a tool answer that the tool does not give, or lacks one.",
     Reason.UNREPEATABLE: "A tool gave a different answer when called again; this can happen to an honest worker.",
     Reason.REWARD: "The worker claimed a different reward than its completions earn.",
-    Reason.PROOF: "The proofs do not match the stated weights: another model, an older version, or quantised weights.",
+    Reason.PROOF: "The proofs do not match the stated weights. The model may be another one, older, or quantised.",
     Reason.LOGPROBS: "The stated probabilities are not those of the stated weights.",
-    Reason.SAMPLING: "The tokens are not those that the seeds yield: sampled differently, or by another model.",
+    Reason.SAMPLING: "The tokens are not those that the seeds yield: they were sampled in another way or by another model.",
     Reason.TERMINATION: "Completions stop earlier than the model would have stopped.",
     Reason.DISTRIBUTION: "The tokens are too likely, or too unlikely, to be samples at the stated temperature.",
     Reason.SPECIAL_TOKENS: "The text contains tokens that only templates use and that the seeds do not yield.",
     Reason.INEXACT: (
-        "Within the limits, but not bitwise equal, although the machines are in one exactness class; one may be faulty."
+        "The work is within the limits, but not equal bit for bit as it must be within an exactness class."
     ),
     Reason.SPENDING: "Over all submissions, the worker exploited the tolerance of the checks; honest machines do not.",
 }

@@ -21,15 +21,8 @@ from shoal.errors import ShoalError
 from shoal.protocol.history import WorkerSample
 
 PROJECT = "shoal"
-COLUMNS = (
-    "policy_version",
-    "worker",
-    "task",
-    "prompt",
-    "completion",
-    "reward",
-    "tokens",
-)  # columns for samples
+# Columns of the table of samples.
+COLUMNS = ("policy_version", "worker", "task", "prompt", "completion", "reward", "tokens")
 
 
 class TrackerError(ShoalError):

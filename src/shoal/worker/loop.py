@@ -32,7 +32,7 @@ from shoal.shardcast.fetch.client import Follower
 from shoal.worker.produce import Producer
 
 IDLE_S = 0.1
-BUSY_S = 1.0  # time between checks of the upload while the worker requests no further task
+BUSY_S = 1.0  # time between checks of the upload while no task may be requested
 FOREVER_S = 1e9
 SHORT_S = 0.25  # wait this long for an upload before requesting the next task
 
@@ -139,8 +139,7 @@ class Worker:
                     self.check_upload(FOREVER_S)
                     return answer.state
                 if not self.working and (request := self.node.renewal()) is not None:
-                    # The file was produced under the old fingerprint, so it must arrive before the new fingerprint
-                    # does.
+                    # The file was produced under the old fingerprint, so it must arrive before the new one.
                     self.check_upload(FOREVER_S)
                     self.renew()
                     self.node.renewals = request

@@ -22,7 +22,7 @@ MAX_LANES = 40  # largest number of nodes per role; the busiest are shown
 ORDER = ("learner", "origin", "relay", "worker", "validator", "evaluator")
 MAX_QUEUE = 50  # largest number of waiting submissions; the oldest are shown
 MAX_REJECTED = 100  # largest number of rejections; the newest are shown
-RECENT = 256  # the wait is that of this many newest verdicts
+RECENT = 256  # the wait statistics cover this many newest verdicts
 Bar = dict[str, Any]
 
 
