@@ -86,7 +86,7 @@ def test_recomputed_logprobs_are_those_at_the_start_of_the_step(tiny_folder, tmp
     learner = alone(tiny_folder, tmp_path, row_tokens=512, optimizer_steps_per_step=3)
     figures = learner.train(unchecked())
     assert learner.policy.updates == 3
-    assert figures["policy/mismatch_kl"] > 0  # the later updates differ from the start of the step
+    assert figures["policy/mismatch_kl"] > 0  # in later updates the policy differs from that at the start
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 4}}], ids=["weights", "adapters"])

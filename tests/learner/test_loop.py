@@ -1,4 +1,4 @@
-"""The learner's loop on accepted files. A killed learner resumes and makes the same versions."""
+"""The learner's loop trains on accepted files. A killed learner resumes and makes the same versions."""
 
 import json
 import logging

@@ -10,7 +10,7 @@ from shoal.learner.training import CHECKPOINTS, METRICS, MODEL, claim, drop_afte
 
 def test_only_a_run_with_the_same_settings_can_claim_a_folder_again(tmp_path):
     claim(tmp_path / "new", {"model": "a", "lr": "1"})
-    (tmp_path / "new" / "model").mkdir()  # written by this run
+    (tmp_path / "new" / "model").mkdir()  # the run may write its own model there
     claim(tmp_path / "new", {"lr": "1", "model": "a"})
     with pytest.raises(ConfigError, match="holds a run with lr = 1, not 2: use its settings"):
         claim(tmp_path / "new", {"model": "a", "lr": "2"})

@@ -30,7 +30,7 @@ class Contestant:
     """A model to evaluate. `open` serves the model; it is called only if runs are missing."""
 
     label: str
-    facts: Mapping[str, Any]  # recorded; an evaluation resumes only if they are unchanged
+    facts: Mapping[str, Any]  # recorded in `eval.json`; an evaluation resumes only if they are unchanged
     open: Callable[[], AbstractContextManager[Endpoint]]
 
 

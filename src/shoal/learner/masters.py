@@ -3,7 +3,7 @@
 The optimizer updates the masters. The learner publishes the rounded weights and computes with them, as the workers do.
 With several ranks and bf16 compute, FSDP's fp32 shards are the masters themselves. FSDP casts them to bf16 when it
 gathers them.
-With `learner.lora` (LoRA, arXiv 2106.09685; `model/adapters`) low-rank adapters are trained instead of the weights. A
+With `learner.lora` (LoRA, arXiv 2106.09685; `model/adapters`), low-rank adapters are trained instead of the weights. A
 published version holds the base weights, which never change, and the adapters in bf16. Workers and validators apply the
 adapters as the learner does, so all compute the same policy. Only adapters are transferred. After the last step the
 adapters are merged into the base weights, and also written for peft.

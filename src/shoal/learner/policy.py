@@ -1,9 +1,9 @@
 """The policy being trained: a model, its fp32 masters, its optimizer, and one update.
 
 The optimizer updates fp32 masters. The model holds the masters rounded to bf16, as published, in this machine's compute
-dtype. So gradients are computed at exactly the weights that workers sample with. At RL learning rates an update is
-smaller than the distance between two bf16 numbers. So gradients at the masters would belong to a policy that no worker
-samples from.
+dtype. So gradients are computed at exactly the weights with which workers sample. Gradients at the masters would belong
+to a policy from which no worker samples, because at RL learning rates an update is smaller than the distance between
+two bf16 numbers.
 The learning rate of update u = 0, 1, ... is lr (u + 1) / W during the warm-up of W updates, and then lr.
 
 Invariant: between updates the model equals the rounded masters. An update happens on all ranks or not at all.
