@@ -28,9 +28,7 @@ class Site:
     newest: list[int]
     gone: set[int] = field(default_factory=set)  # versions that no relay serves
     posted: list[tuple[int, bool]] = field(default_factory=list)
-    fetched: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # each fetched version, and the newest version at that time
+    fetched: list[tuple[int, int]] = field(default_factory=list)  # each version, and the newest version at that time
     newest_at_post: list[int] = field(default_factory=list)
     reported: int = -1
 
