@@ -54,7 +54,7 @@ class DecodeRequest:
             )
         if not 0 <= self.seed < 1 << 64 or not 0 <= self.temperature < math.inf:
             raise ValueError(
-                f"seed {self.seed} is not of 64 bits, or temperature {self.temperature} is not a finite number"
+                f"seed {self.seed} must have at most 64 bits, and temperature {self.temperature} must be finite and >= 0"
             )
 
 
