@@ -109,8 +109,7 @@ def _sixteen_bit(hidden_TH: Tensor, sequence: int) -> Tensor:
 
 
 def largest(bits_BX: Tensor, top_k: int) -> Tensor:
-    """Return the indices, (B, K) int64 in any order, of the largest magnitudes in each row of raw 16-bit floats
-    (int16).
+    """Return the indices, (B, K) int64 in any order, of the largest magnitudes in each row of 16-bit floats (int16).
 
     Each row is laid out as a grid of 8 rows and N = X / 8 columns. The K columns with the largest maxima contain K
     magnitudes that are at least as large as any in other columns. So only the 8 · K values of these columns can be

@@ -67,7 +67,7 @@ def _inverse_table(device: torch.device) -> Tensor:
 def _reduce(value: Tensor) -> Tensor:
     """Return value mod PRIME for integers 0 <= value < 2^50.
 
-    The exact (value + 0.5) / PRIME is at least 2^-17 away from any integer, and the two roundings in computing it
+    The exact quotient (value + 0.5) / PRIME is at least 2^-17 away from any integer, and the two roundings in computing it
     change it by less than 2^-18. So its floor equals the floor of value / PRIME.
     """
     quotient = torch.add(value, 0.5).mul_(1 / PRIME).floor_()
@@ -100,7 +100,7 @@ def _combine(coefficients_BK: Tensor, step_BNA: Tensor, stride_BNG: Tensor) -> T
 
 
 def _from_roots(x_BK: Tensor) -> Tensor:
-    """Return the product of all (X − x_i) without its leading X^K: (B, K), ascending. It is computed as a tree."""
+    """Return the product of all (X − x_i) without its leading X^K: (B, K), ascending. A tree of products gives it."""
     points = x_BK.shape[1]
     padding = (1 << (points - 1).bit_length()) - points  # extra factors X; they shift the product's powers
     lower_BFC = torch.nn.functional.pad(_reduce(PRIME - x_BK), (0, padding))[:, :, None]  # F factors of X^C + lower

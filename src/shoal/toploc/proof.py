@@ -20,8 +20,8 @@ from torch import Tensor
 from shoal.toploc.field import PRIME
 
 # The modulus of an honest proof is PRIME or slightly less. A small modulus would map all tokens to the same few x: with
-# modulus H, x is the hidden dimension. Then a prover without the hidden states could commit to "dimension d is usually
-# v".
+# modulus H, x is the hidden dimension. Then a prover without the hidden states could commit to typical values of
+# each dimension.
 MODULUS_MIN = 2**15 + 1
 
 

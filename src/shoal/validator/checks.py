@@ -13,9 +13,9 @@ A worker of this validator's exactness class computes the same bits for every to
 work beyond the limits is a lie in any class. Work that is within the limits but differs in a bit is `inexact`, a soft
 rejection, because a flipped bit or an updated library can cause it.
 Invariants: a worker's figures are compared, never used. A hard reason follows from data that the worker itself signed, so
-no other party can cause it. For this, `context`, whose rejections are soft, comes first: a file that passes it was
-signed for exactly this assignment. Also for this, `derived_tasks` comes before `replayed`: it rejects rows that were
-made with another worker's seeds, so only a worker's own earlier rollouts can count as a replay.
+no other party can cause it. `context` comes first, and its rejections are soft, so that a file that reaches another
+check was signed for exactly this assignment. `derived_tasks` rejects rows that were made with another worker's seeds.
+It comes before `replayed`, so that only a worker's own earlier rollouts count as a replay.
 docs/trust.md lists the lies that are not caught.
 Papers: TOPLOC (arXiv 2501.16007); INTELLECT-2 (arXiv 2505.07291), section on validators.
 """
@@ -336,7 +336,7 @@ def exact_proofs(rules: Rules, case: Case) -> Outcome:
 
 
 def _unless_equal(case: Case, what: str, differing_N: torch.Tensor, how: Callable[[int], str]) -> Outcome:
-    """Reject if a token is marked in `differing_N`. Name the first one, and `what` differs, and `how`."""
+    """Reject if a token is marked in `differing_N`. `what` names the figures; `how` describes the first difference."""
     if not bool(differing_N.any()):
         return PASSED
     count, first = int(differing_N.sum()), int(differing_N.nonzero()[0])
@@ -375,8 +375,8 @@ def rewards(rules: Rules, case: Case) -> Outcome:
     """Does the grader here give the claimed rewards?
 
     Only grades on which all machines must agree are compared. A worker may claim no reward (NaN). If its header names
-    other versions of the graders, nothing is compared. Neither can do harm, because only the validator's own rewards
-    are used.
+    other versions of the graders, nothing is compared. The worker gains nothing by this, because only the
+    validator's own rewards are used.
     """
     if case.header.graded_with != versions():
         return PASSED

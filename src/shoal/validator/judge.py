@@ -3,8 +3,7 @@
 It uses no network, and it uses a clock only for time limits.
 
     open     turns a file into a Case, or a Finding if it is not a rollout file with a valid signature
-    examine  checks each file; prefills all cases that passed, in one pass, and checks the results; grades; checks
-    rewards
+    examine  checks each file, prefills the cases that pass in one pass, checks that, grades, checks the rewards
 
 Invariant: the judge accepts only what it has recomputed. So the accepted file has the validator's own prompts, rewards
 and logprobs. The exception is a case accepted after a spot check. Only a few of its rollouts were prefilled, so its
