@@ -136,9 +136,8 @@ def test_advantages_are_rewards_minus_the_mean_optionally_divided_by_the_sample_
     assert float(group_advantages(REWARDS, normalize_std=True).std(correction=1)) == pytest.approx(1, abs=1e-4)
     (micro,) = packed(row_tokens=512, normalize_std=True)
     result = dict(zip(micro.pack.target_N.tolist(), micro.advantage_N.tolist(), strict=True))
-    size = len(
-        GROUPS[0].completions
-    )  # half of the rewards are 1, so each advantage is 1/2 or -1/2, divided by the sample std
+    # Half of the rewards are 1, so each advantage is 1/2 or -1/2, divided by the sample std.
+    size = len(GROUPS[0].completions)
     for token in GROUPS[0].completions[0]:
         assert abs(result[token]) == pytest.approx(math.sqrt((size - 1) / size), abs=1e-4)
     for dtype in (torch.float64, torch.int64, torch.bool):
