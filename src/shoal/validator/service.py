@@ -181,8 +181,8 @@ class Validator:
     def examine(self, cases: Sequence[Case], claims: Sequence[Claim]) -> list[Examined]:
         """Run the checks. If a prefill leads to a rejection, reload the weights and repeat the prefill.
 
-        A worker can cause `inexact` rejections cheaply. So if all rejections are `inexact`, reload only as often as
-        takes at most RELOAD_SHARE of the time.
+        A worker can cause `inexact` rejections cheaply. So if all rejections are `inexact`, spend at most
+        RELOAD_SHARE of the time on reloads.
         """
         examined = self.judge.examine(self._by_class(cases, claims), cheaply=[not claim.full for claim in claims])
         doubtful = [n for n, result in enumerate(examined) if _rests_on_prefill(result)]

@@ -7,7 +7,7 @@ tokens, such as the reward. So honest mismatches are spread over the completions
 exposure, which is the sum of 1 - P(token). The rewards have no influence. If a worker decides near ties by the reward,
 its mismatches are concentrated in completions that became better, or in those that became worse.
 
-If `evidence.regenerated` is set, `regenerate` generates some rollouts that have a mismatch again, to see whether the
+If `evidence.regenerated` is set, `regenerate` generates some rollouts with a mismatch a second time, to see whether the
 other token of a near tie leads to another reward. For an honest worker, numerics decided the tie independently of the
 reward. So the new rollout is better as often as it is worse. A cheating worker always uploads the better rollout (or
 always the worse one). So each rollout whose reward changes is evidence, even if such rollouts are rare and their
@@ -82,7 +82,7 @@ def spent(case: Case, config: Config, evidence: dict[str, float]) -> ToleranceSp
 
 
 def regenerate(judge: Judge, case: Case, limit: int) -> tuple[int, int]:
-    """Generate up to `limit` rollouts that have a mismatch again.
+    """Generate up to `limit` rollouts with a mismatch a second time.
 
     Return for how many of them the uploaded rollout has a higher reward than the new one, and for how many a lower one.
     """

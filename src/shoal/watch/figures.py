@@ -152,7 +152,7 @@ def clamp(value: int) -> int:
 
 
 def sparkline(values: Sequence[float], cells: int) -> str:
-    """Draw `values` as block characters scaled to their range. If more than `cells`, average neighbouring values."""
+    """Draw `values` as block characters scaled to their range. If they are more than `cells`, average neighbours."""
     cells = min(max(cells, 4), len(values))
     edges = [index * len(values) // cells for index in range(cells + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]

@@ -81,7 +81,7 @@ def write_png(figure: Any, path: Path) -> None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return a centred moving mean over a tenth of the values, but at least three. It is shorter at both ends."""
+    """Return a centred moving mean over a tenth of the values, at least three. At both ends the window is shorter."""
     half = max(len(values) // 20, 1)
     windows = [values[max(index - half, 0) : index + half + 1] for index in range(len(values))]
     return [sum(window) / len(window) for window in windows]

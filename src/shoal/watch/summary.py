@@ -107,7 +107,7 @@ def summarize(config: Config, status: Status, history: RunHistory, measured: Leg
 
 
 def summary_table(summary: dict[str, Any], folder: Path | None = None) -> RenderableType:
-    """Draw the summary in a dozen lines. `folder`: the folder that holds its files, to be named."""
+    """Draw the summary in a dozen lines. `folder`: the folder that holds its files."""
     before, after = summary["heldout_before"] or {}, summary["heldout_after"] or {}
     generated, trained = count(summary["tokens_generated"]), count(summary["tokens_trained"])
     reasons = format_counts(summary["reject_reasons"])

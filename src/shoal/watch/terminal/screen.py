@@ -61,7 +61,7 @@ ORDER: tuple[Role, ...] = ("learner", "worker", "validator", "evaluator", "origi
 
 @dataclass(frozen=True)
 class Screen:
-    """The screen, laid out for the console's size. `elapsed_s`: the run's time so far, or None."""
+    """The screen, laid out for the console's size. `elapsed_s`: time so far, or None for time since the start."""
 
     status: Status
     history: RunHistory
