@@ -112,9 +112,9 @@ async def measure(server: Server, folder: Path, key: str, seconds: float, attack
     }
 
 
-async def measure_readers(origin: Server, folder: Path, key: str, seconds: float, *, rogue: bool) -> dict[str, Any]:
-    """Measure a relay and successive `shoal fetch` processes that read from `origin` and, if `rogue`, a rogue server."""
-    where, urls, attacker = free_port(), [origin.url], None
+async def measure_readers(server: Server, folder: Path, key: str, seconds: float, *, rogue: bool) -> dict[str, Any]:
+    """Measure a relay and successive `shoal fetch` processes that read from `server` and, if `rogue`, a rogue server."""
+    where, urls, attacker = free_port(), [server.url], None
     if rogue:
         place = ["-m", "benchmarks.trust.shardcast_attacks", "serve", "127.0.0.1", str(where), str(START_S)]
         attacker = await asyncio.create_subprocess_exec(sys.executable, *place)

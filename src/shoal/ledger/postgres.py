@@ -2,8 +2,8 @@
 
 Invariant: there is one session and no reconnection, so nothing is written after the server has ended the session. The
 process then stops with DatabaseLostError and must be restarted.
-This module needs the extra `postgres` (psycopg). Left out: a password in the URL, because every node can read the
-config. Instead, libpq reads the password from PGPASSWORD or ~/.pgpass.
+This module needs the extra `postgres` (psycopg). Left out: a password in the URL, because people share config
+files. Instead, libpq reads the password from PGPASSWORD or ~/.pgpass.
 """
 
 import functools
