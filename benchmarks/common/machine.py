@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
-DIGITS, WIDTH = 6, 120  # most digits of a number, and most characters of a line, in raw files
+DIGITS, WIDTH = 6, 120  # limits of a number's digits and of a line's characters, in raw files
 WRITTEN = [":!benchmarks/results", ":!docs"]  # git pathspecs that leave out what benchmarks write
 
 

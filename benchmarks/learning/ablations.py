@@ -1,12 +1,12 @@
-"""Measure parts of the recipe, on and off: the age of rollouts, the second clip, both filters, length budgets.
+"""Measure how parts of the recipe change learning: older rollouts, two-sided clipping, both task filters, length budgets.
 
     python -m benchmarks.learning.ablations levels --seeds 0 1 2
     python -m benchmarks.learning.ablations words --seeds 0 1 2 --set tasks.sources.0.path=FILE
 
-Each arm of a study trains SmolLM2-135M in one process, with the same tasks and seeds. Step s trains on the batch that
-version s - level sampled (version 0 for the first steps), as in the paper. In a real pool, rollouts may also be younger.
-For each seed, all arms run in turn. The recipe is INTELLECT-2's (arXiv 2505.07291, section 4), except for the learning
-rate, because the paper's 3e-7 is for 32 billion parameters.
+Each arm of a study trains SmolLM2-135M in one process, with the same tasks and seeds. As in the paper, step s trains on the
+batch sampled by version `s - level` (by version 0 in the first steps). In a real pool, rollouts may also be younger. For
+each seed, all arms run in turn. The recipe is INTELLECT-2's (arXiv 2505.07291, section 4), except for the learning rate,
+because the paper's 3e-7 is for 32 billion parameters.
 
 A run measures the reward of each version's samples, its mean over the last quarter of the run, and held-out accuracy before
 and after. An arm's means over the seeds are compared with those of the first arm, with 95 % intervals (Welch's t). Writes

@@ -2,11 +2,11 @@
 
     python -m benchmarks.weights.hanging_relay [--rounds 20] [--size-mb 8] [--out FILE]
 
-Two servers that hold both versions run in a separate process. A third server accepts connections and never answers. A client
-that has version 0 fetches version 1, as the newest version and by its number. Fetches with and without the third server take
-turns. The client has no record of the servers, so each time it may ask the hanging one first. The delay is the longest fetch
-with that server minus the median without it. The delay must be at most 0.3 s. The committed run is
-benchmarks/results/hanging_relay.json.
+Two servers that hold versions 0 and 1 run in a separate process. A third server accepts connections and never answers. A
+client that has version 0 fetches version 1 in two ways: it asks for the newest version, or for number 1. Fetches with and
+without the third server take turns. The client has no record of the servers, so each time it may ask the hanging one first.
+The delay is the longest fetch with that server minus the median without it. The delay must be at most 0.3 s. The committed
+run is benchmarks/results/hanging_relay.json.
 """
 
 import argparse

@@ -3,8 +3,9 @@
     SHOAL_VLLM_PYTHON=... python -m benchmarks.weights.vllm_update --versions DIR [--threads 1] [--dtype bfloat16]
 
 DIR holds the versions v000000, v000001, ... of a real run with SmolLM2 (`learner/versions` of `shoal run CONFIG --set
-learner.keep_versions=100`). They are moved into the origin's folder one after the other, with a pause, because servers clean
-up after each. Time counts from the moment at which the relay first shows a version's manifest to this process:
+learner.keep_versions=100`). They are copied into the origin's folder one at a time, with a pause before each, so that the
+servers can finish removing older versions. Time counts from the moment at which the relay first shows a version's manifest
+to this process:
 
     fetch_s    fetch the version's delta, apply and verify it, which gives a folder of the whole version
     load_s     vLLM replaces its weights in place with those of the folder
@@ -13,8 +14,8 @@ up after each. Time counts from the moment at which the relay first shows a vers
 
 The result has the token's logprob, and for comparison the logprobs of plain torch with the new version and with the
 previous one. In bf16 the engines may draw different tokens, whose logprobs are far apart, so these figures do not prove
-that vLLM has the new weights. Tests and proofs do. Writes every figure to benchmarks/results/vllm_update.json. Its `load`
-shows how busy the machine was.
+that vLLM has the new weights. The tests in tests/engine/vllm and the validators' checks of proofs show that it has. Writes
+every figure to benchmarks/results/vllm_update.json. Its `load` shows how busy the machine was.
 """
 
 import argparse

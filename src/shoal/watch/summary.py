@@ -172,11 +172,12 @@ def _waste_text(waste: dict[str, Any]) -> str:
 
 
 def _exact(exact: dict[str, int]) -> str:
-    """Return text like `80 submissions, 12.3k tokens equal to the last bit, 0 unequal`."""
+    """Return text like `80 submissions, 12.3k tokens recomputed bit for bit, 0 tokens rejected as inexact`."""
     if not exact["submissions"] and not exact["mismatched_tokens"]:
         return "none; the checks allowed small differences, because numerics are fast or machines differ"
     equal, unequal = count(exact["tokens"]), exact["mismatched_tokens"]
-    return f"{exact['submissions']} submissions, {equal} tokens equal to the last bit, {unequal} unequal"
+    recomputed = f"{exact['submissions']} submissions, {equal} tokens recomputed bit for bit"
+    return f"{recomputed}, {unequal} tokens rejected as inexact"
 
 
 def _counts(counts: dict[str, int]) -> str:

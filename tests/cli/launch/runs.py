@@ -11,7 +11,8 @@ import psutil
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEADLINE_S = 900.0  # for a whole run on a very busy machine; on a quiet one it takes under a minute
 # The gain in held-out greedy accuracy that 24 steps must reach. Honest runs gain about twice as much, and runs that do not
-# learn gain exactly 0: test_swarm.test_the_bound_separates_runs_that_learn_from_others checks both in benchmarks/results/.
+# learn gain exactly 0. test_swarm.test_the_bound_separates_learning_runs_from_non_learning_runs checks both facts for the
+# runs in benchmarks/results/.
 MIN_GAIN = 0.1
 
 

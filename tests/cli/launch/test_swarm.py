@@ -79,7 +79,7 @@ def test_a_swarm_trains_on_verified_rollouts(finished: tuple[Path, str]) -> None
     assert sum(summary["restarts"].values()) == 0
 
 
-def test_the_bound_separates_runs_that_learn_from_others() -> None:
+def test_the_bound_separates_learning_runs_from_non_learning_runs() -> None:
     honest = committed_gains("tiny-learning")
     # A new run misses the bound with a probability under 1e-4: Student's t with 9 degrees of freedom exceeds 6.02 that
     # rarely.
@@ -371,7 +371,7 @@ def calling_config(folder: Path) -> Path:
     return path
 
 
-def test_every_kind_of_cheat_has_a_whole_run() -> None:
+def test_every_kind_of_cheat_is_covered_by_a_whole_run() -> None:
     assert {*EXPECTED, "forged_tool", "faked_fingerprint"} == set(CHEATS)
 
 

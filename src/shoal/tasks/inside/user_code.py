@@ -4,11 +4,11 @@ Invariant: `random` is seeded again for every call and the hash seed is fixed, s
 gives the same result everywhere. Each call creates a new environment.
 
 If the run is trusted, `load` runs once, in the server that all calls are forked from. Otherwise each call carries the
-code to load. A call is [code to load or None, arguments]. The arguments and the result are:
+code to load. A call is [code to load or None, arguments]. Each line shows arguments and their result:
 
-    None                         "class" or "function"
-    [task as dict, completion]   the score
-    [task as dict, seed, turns]  the environment's answer, or None
+    None                         "class" or "function", whichever the loaded object is
+    [task as dict, completion]   the score that the function returns
+    [task as dict, seed, turns]  the answer of an environment of the class, or None
 """
 
 import json

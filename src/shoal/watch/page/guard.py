@@ -16,7 +16,7 @@ from shoal.protocol.pace import Rates
 
 BODY_S = 10.0  # time limit for the whole body to arrive
 MAX_KEYS = 50_000  # largest number of keys that a rate limit remembers
-STRINGS, CONTAINERS = 50_000, 20_000  # most strings, and most lists and objects, in one JSON document
+STRINGS, CONTAINERS = 50_000, 20_000  # limits in one JSON document: of strings, and of lists and objects
 
 
 class HttpError(ShoalError):

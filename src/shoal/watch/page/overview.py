@@ -207,7 +207,7 @@ def _cheating(status: Status, accepted: int, rejected: int) -> dict[str, str]:
     if not accepted and not rejected:
         return _answer(question, "Nothing checked yet", "none", "There is no verdict yet.")
     exact = status.exact
-    bits = f", {count(exact.tokens)} tokens equal to the last bit" if exact.submissions else ""
+    bits = f", {count(exact.tokens)} tokens recomputed bit for bit" if exact.submissions else ""
     soft = f"; {rejected} rejected for reasons that prove nothing" if rejected else ""
     return _answer(question, "Nobody was caught", "good", f"{accepted} submissions accepted{bits}{soft}.")
 
@@ -224,7 +224,7 @@ def _counts(status: Status, state: str) -> dict[str, int]:
 
 def _pace(history: RunHistory) -> str:
     busy = busy_frac(history.metrics)
-    return "" if busy is None else f"; the learner computes {percent(busy, 0)} of its time"
+    return "" if busy is None else f"; the learner was busy {percent(busy, 0)} of the time"
 
 
 def _heldout(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, Evaluation] | None:
