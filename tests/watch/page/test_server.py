@@ -42,7 +42,7 @@ def test_every_path_responds(finished: Path, serving: Serving) -> None:
     assert [answer["answer"] for answer in overview["answers"]][2] == "Caught"
     assert responses["/api/flow"].json()["verdicts"].keys() == {"", "bounds", "proof"}
     by_reason = {row["reason"]: row for row in responses["/api/validation"].json()["rejected"]}
-    assert "another model" in by_reason["proof"]["words"] and by_reason["proof"]["hard"]
+    assert "The model may be another one" in by_reason["proof"]["words"] and by_reason["proof"]["hard"]
     assert not by_reason["bounds"]["hard"]
 
 
