@@ -1,4 +1,6 @@
-"""Each attack in ATTACKS submits changed rows. Those detectable with any model are rejected for the expected reason."""
+"""Each attack in ATTACKS submits changed rows. Attacks that are detectable with any model are rejected for the expected
+reason.
+"""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -108,7 +110,7 @@ def test_attacks_that_are_detectable_with_any_model_are_detected(
     case = judge.open(ASSIGNMENT, ALICE.public, files[name])
     assert isinstance(case, Case), case
     finding = judge.examine([case])[0].finding
-    # an attack that is not in REASONS samples differently, which either of two checks may detect
+    # An attack that is not in REASONS samples differently. The check of sampling or that of termination detects it.
     expected = [REASONS[name]] if name in REASONS else [Reason.SAMPLING, Reason.TERMINATION]
     assert (finding and finding.reason) in expected, finding
 

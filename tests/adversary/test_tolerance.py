@@ -123,7 +123,7 @@ def test_regeneration_detects_each_changed_completion(
     assert 0 < sum(regenerate(judge, lied, 3)) <= 3, "of 3 regenerated rollouts, 1 to 3 must have a different reward"
     assert sum(regenerate(judge, honest, 32)) <= 1
     near = replace(lied, grades=[replace(grade, repeatable=False) for grade in lied.grades])
-    assert regenerate(judge, near, 32) == (0, 0), "rewards near the time limit must not be compared"
+    assert regenerate(judge, near, 32) == (0, 0), "rewards whose grading came near its time limit must not be compared"
 
 
 @pytest.mark.parametrize("regenerated", [0, 4])

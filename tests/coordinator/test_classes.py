@@ -71,7 +71,7 @@ def test_without_a_live_validator_of_its_class_any_validator_checks_a_submission
     assert claimable(harness, OTHER_VALIDATOR) == [id]
 
 
-def test_a_claim_keeps_the_fingerprint_that_its_worker_reported_before_the_first_claim(harness: Harness) -> None:
+def test_the_first_claim_of_a_submission_fixes_its_workers_fingerprint(harness: Harness) -> None:
     uploaded(harness)
     [claim] = harness.claims(VALIDATOR, 8)
     assert claim.fingerprint == ONE
@@ -101,7 +101,7 @@ def test_the_newest_common_version_decides_whether_two_nodes_are_in_one_class(ha
     assert checkers.peers(ALICE) == [], "without a fingerprint Alice must be in no class"
 
 
-def test_with_exact_classes_only_workers_in_a_live_validators_class_get_tasks() -> None:
+def test_if_classes_is_exact_a_worker_gets_tasks_only_if_a_live_validator_is_in_its_class() -> None:
     harness = classes(alice=ONE, bob=TWO, first=ONE, second=ONE, classes="exact")
     assert harness.beat(ALICE, fingerprint=ONE).assignment is not None
     refused = harness.beat(BOB, fingerprint=TWO)
@@ -128,7 +128,7 @@ def test_inexact_work_is_rejected_only_after_a_second_validator_of_the_class_con
 
 
 @pytest.mark.parametrize("reason, replay", [(Reason.INEXACT, INEXACT), (Reason.PROOF, None)])
-def test_if_the_second_validator_accepts_the_first_must_renew_its_fingerprint(
+def test_the_first_validator_must_renew_its_fingerprint_if_the_second_refutes_it(
     harness: Harness, reason: Reason, replay: Replay | None
 ) -> None:
     """The first validator's rejection does not count, and nobody is slashed."""
@@ -156,7 +156,7 @@ def test_a_repeated_first_verdict_changes_nothing(harness: Harness) -> None:
     assert harness.state(id) == "validating"
 
 
-def test_without_a_second_validator_of_the_class_inexact_work_is_unpaid_but_does_not_suspend() -> None:
+def test_without_a_second_validator_of_the_class_inexact_work_is_unpaid_but_the_worker_is_not_suspended() -> None:
     harness = classes(alice=ONE, first=ONE, second=TWO)
     for _ in range(MISMATCHES + 2):
         id = uploaded(harness)
@@ -196,7 +196,7 @@ def test_a_lie_is_slashed_once_any_second_validator_confirms_it() -> None:
     assert harness.kinds()[-2:] == ["rejected", "slashed"]
 
 
-def test_the_second_validator_checks_all_of_a_submission_whatever_was_drawn_for_the_first() -> None:
+def test_the_second_validator_checks_all_of_a_submission_even_if_the_first_made_a_spot_check() -> None:
     """Otherwise the second validator could draw rollouts without a lie, and the first validator would be blamed."""
     harness = classes(alice=ONE, first=ONE, second=TWO)
     id = uploaded(harness)
@@ -231,7 +231,7 @@ def slashed_by_the_first(harness: Harness, id: str) -> None:
 
 
 @pytest.mark.parametrize("second", ["claims too late", "claims it and dies", "never claims"])
-def test_a_lie_whose_version_is_gone_before_the_second_verdict_is_slashed_by_the_first(
+def test_the_first_verdict_slashes_the_worker_if_the_version_is_gone_before_a_second_one(
     harness: Harness, second: str
 ) -> None:
     id = doubted(harness)
@@ -362,7 +362,7 @@ def test_mismatches_long_ago_do_not_suspend_the_worker(harness: Harness) -> None
 
 @pytest.mark.parametrize("classes", ["any", "exact"])
 def test_unconfirmed_mismatches_exclude_a_worker_from_all_classes_for_a_while(classes: str) -> None:
-    """The only validator then prefills the worker's submissions just once, and accepts honest work with tolerances."""
+    """The only validator then checks the worker's submissions with tolerances, in one prefill instead of two."""
     settings = {"validator": {"classes": classes}, "prompts_per_step": 64}
     harness = staffed_pool(workers=(ALICE,), validators=(VALIDATOR,), **settings)
     harness.beat(VALIDATOR, wants=False, fingerprint=ONE)

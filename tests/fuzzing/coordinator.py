@@ -1,8 +1,8 @@
 """Sends damaged requests (see `requests`) to a coordinator on loopback.
 
-The outcome of a case (see `damage`) is the answer's HTTP status. The coordinator promises one below 500, or 507, within
-DEADLINE_S.
-Only an incomplete request may get no answer. This module uses only routes and messages, not the coordinator's internals.
+The outcome of a case (see `damage`) is the answer's HTTP status. The coordinator promises to answer within DEADLINE_S,
+with a status below 500 or with 507. Only an incomplete request may get no answer.
+This module uses only routes and messages, not the coordinator's internals.
 """
 
 import asyncio
@@ -24,7 +24,8 @@ from .damage import CRASH, Note
 from .requests import DEADLINE_S, RUN, Site
 
 IDLE_S = 0.02  # how long to wait for an answer before ending a request that may be incomplete
-CASES_PER_POOL = 2_000  # no more cases per coordinator, because valid requests may end its run or fill it
+# After this many cases a new coordinator is started, because valid requests may have ended the run or filled the store.
+CASES_PER_POOL = 2_000
 CONFIG = parse(
     {
         "coordinator": {"prompts_per_step": 4},
@@ -63,8 +64,8 @@ async def _fuzz(random: Random, cases: int, note: Note, folder: Path, config: Co
                 outcome = "500 by aiohttp, for an Expect header that is not text"
             elif outcome.startswith(("5", CRASH)) and outcome != "507":
                 outcome = f"{CRASH} {outcome} {log.last} from {request!r:.700}"
-            prefix = "" if outcome.startswith(CRASH) else "signed by its role: " if by_role else "request: "
-            note(prefix + outcome)
+            kind = "signed by a node of the required role" if by_role else "request"
+            note(outcome if outcome.startswith(CRASH) else f"{kind}: {outcome}")
     finally:
         await runner.cleanup()
     for context in log.background:

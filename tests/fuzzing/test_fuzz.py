@@ -34,5 +34,9 @@ def test_damaged_submissions_are_refused_or_unchanged() -> None:
 
 
 def test_damaged_requests_get_a_status_below_500(tmp_path: Path) -> None:
-    common = ["request: 400", "request: 401", *(f"signed by its role: {status}" for status in (200, 400, 404))]
+    common = [
+        "request: 400",
+        "request: 401",
+        *(f"signed by a node of the required role: {status}" for status in (200, 400, 404)),
+    ]
     check(lambda note: fuzz_requests(Random(0), 800, note, tmp_path), 800, common, 20)

@@ -142,7 +142,7 @@ def test_a_delta_turns_its_parent_into_the_version(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes in /proc/self/io")
 @pytest.mark.parametrize("anchor_every", [100, 1])
 def test_publishing_reads_the_version_and_its_parent_once_and_writes_only_anchors(tmp_path, anchor_every):
-    words = 3_000_000  # so many that the 64 KiB read in the search for private keys hardly count
+    words = 3_000_000  # so many that the 64 KiB which the search for private keys reads are negligible
     source = origin(tmp_path, anchor_every=anchor_every, shard_size_bytes=1 << 20)
     for version in range(3):
         weights_folder(tmp_path / f"model{version}", version, words=words, every=5_000)
@@ -252,8 +252,7 @@ def test_an_origin_killed_at_any_commit_of_a_delta_loses_nothing_and_resumes(tmp
     restarted = stepped(tmp_path)
     check_resumed(restarted, tmp_path)
     assert opened(restarted, 7).digest == digest
-    # With more than 4 commits, the origin died before it linked the files of version 8, so no delta is required.
-    assert "delta" in opened(restarted, 8).streams or commits > 4
+    assert "delta" in opened(restarted, 8).streams
     restarted.publish(weights_folder(tmp_path / "model9", 9), 9)
     assert "delta" in parts(restarted)[9]
 

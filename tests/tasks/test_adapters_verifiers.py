@@ -150,16 +150,19 @@ REFUSED = {
                 'prompt=f"{a} + {b}?"', 'prompt=[vf.UserMessage(content="Hi"), vf.AssistantMessage(content="Hi")]'
             )
         },
-        "a prompt of one message",
+        "a prompt other than one user message",
     ),
-    "no_prompt": ({"create": PARTS["create"].replace('prompt=f"{a} + {b}?", ', "")}, "a prompt of one message"),
+    "no_prompt": (
+        {"create": PARTS["create"].replace('prompt=f"{a} + {b}?", ', "")},
+        "a prompt other than one user message",
+    ),
     "no_reward": ({"reward": "    pass"}, ": a reward"),
     "more_than_data": (
         {
             "create": PARTS["create"].replace("return Sum(", "task = Sum(")
             + "\n        task.secret = 4\n        return task"
         },
-        "more than its data",
+        "state besides its data and config",
     ),
 }
 

@@ -91,4 +91,4 @@ def test_intervals_cover_the_truth_at_their_nominal_rate(draw: Draw, monkeypatch
         values, truth = draw(rng)
         estimate: Estimate = mean_over_questions(values)
         covered += estimate.low <= truth <= estimate.high
-    assert 0.91 <= covered / 400 <= 0.985  # the nominal rate is 95 %, and the standard error of this rate is 1.1 %
+    assert 0.91 <= covered / 400 <= 0.985  # the nominal rate is 95 %; the measured one has a standard error of 1.1 %

@@ -73,8 +73,8 @@ class PoolFolderError(UserError):
 class Nonces:
     """A `signing.NonceStore` that survives restarts.
 
-    A nonce is deleted only once another is stored that is more than `keep_s` newer. From then on, requests as old as the
-    deleted nonce are refused. So a clock that jumps back cannot make a used nonce valid again. `keep_s` must be at
+    A nonce is kept until one that is more than `keep_s` newer is stored. From then on, requests as old as the deleted
+    nonce are refused. So a clock that jumps back cannot make a used nonce valid again. `keep_s` must be at
     least twice MAX_AGE_S, or slow requests are refused. Do not call `spend` inside a transaction: a rollback would undo
     it.
     """
@@ -330,7 +330,7 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
     if unreachable:
         lines += [
             "",
-            f"{' and '.join(unreachable)} announce 127.0.0.1. Before the coordinator starts, set them in",
-            f"{folder / CONFIG} to addresses that other machines can reach.",
+            "Other machines cannot reach 127.0.0.1. Before you start the coordinator,",
+            f"set {' and '.join(unreachable)} in {folder / CONFIG} to addresses that they can reach.",
         ]
     return lines

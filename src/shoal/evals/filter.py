@@ -53,7 +53,8 @@ class PassRate:
     source: str
     n: int  # completions
     score: int  # sum of the scores, in millionths
-    tokens: int  # sampled tokens; the next three are numbers of completions, by outcome
+    tokens: int  # sampled tokens
+    # completions by outcome
     graded: int
     wrong_format: int
     grader_error: int

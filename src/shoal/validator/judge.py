@@ -3,16 +3,17 @@
 It uses no network, and it uses a clock only for time limits.
 
     open     turns a file into a Case, or a Finding if it is not a rollout file with a valid signature
-    examine  checks each file, prefills the cases that pass in one pass, checks that, grades, checks the rewards
+    examine  checks each file, prefills all cases that passed together, checks the prefill, grades, checks the rewards
 
 Invariant: the judge accepts only what it has recomputed. So the accepted file has the validator's own prompts, rewards
 and logprobs. The exception is a case accepted after a spot check. Only a few of its rollouts were prefilled, so its
 file keeps the worker's logprobs and says so. The learner then computes its own logprobs.
-Grading comes last, though it is often cheap, because a reward or an environment may run the program in a completion. A
-prefill shows that the run's own model wrote that program. Without a prefill, the worker may be its author. So before a
-prefill, grading may take only as long as the prefill would. A case whose grading takes longer is prefilled whole first.
-After a prefill, each case gets an equal share of `grading_s`. All grades of a group that is not graded in that time are
-grader errors: no batch takes the group, and its worker is not blamed.
+Grading comes after the prefill, even where grading is cheaper, because a reward or an environment may run a program
+from a completion. A prefill shows that the run's own model wrote that program. Without a prefill, the worker may be its
+author. So a case that got only a spot check is graded for at most as long as a prefill of the whole case would take. If
+its grading takes longer, the case is prefilled whole and graded again. After a whole prefill, each case gets an equal
+share of `grading_s`. All grades of a group that is not graded in that time are grader errors: no batch takes the group,
+and its worker is not blamed.
 """
 
 import math
@@ -51,7 +52,7 @@ from shoal.validator.checks import ANSWERS, EXACT, EXPENSIVE, FILE, REWARDS, Che
 from shoal.validator.prefill import prefill
 
 SPOT_ROLLOUTS = 2  # number of rollouts in a spot check; they are drawn after the upload
-MIN_GRADING_S = 1.0  # shortest time limit for grading before a prefill, because processes need time to start
+MIN_GRADING_S = 1.0  # shortest time limit for grading after a spot check, because processes need time to start
 LATE = Grade(0.0, "grader_error", "not graded within the validator's time limit", repeatable=False)
 
 
@@ -82,7 +83,7 @@ class Judge:
         self.grading_s = grading_s
         self.row_tokens = row_tokens  # tokens in a row of a prefill
         self.budget = Budget()
-        self.position_s = 0.0  # seconds per position of the last whole prefill
+        self.position_s = 0.0  # seconds per token in the last prefill of whole cases
         self.config = config
         self.run = run
         self.dtype = dtype
@@ -172,7 +173,8 @@ class Judge:
         return examined
 
     def _spot_checked(self, cases: Sequence[Case]) -> list[bool]:
-        """Draw and prefill a few rollouts of each case. Return whether they pass and all its logprobs are plausible."""
+        """Draw and prefill a few rollouts of each case. Return, for each case, whether these rollouts pass and all the
+        case's logprobs are plausible."""
         spots = [self._some_rollouts(case) for case in cases]
         checked = [run(_expensive(spot), self.rules, spot) for spot in self.prefill(spots)]
         return [plausible(case) and outcome.finding is None for case, outcome in zip(cases, checked, strict=True)]

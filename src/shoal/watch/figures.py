@@ -14,7 +14,7 @@ from shoal.protocol.messages import HARD, Reason, Role
 
 SILENT_S = 30.0  # a node is shown as silent after this long without a heartbeat
 ETA_STEPS = 10  # the ETA is extrapolated from this many newest steps
-NO_SIGNAL_GROUPS = 32  # warn after this many accepted groups in a row with equal rewards
+NO_SIGNAL_GROUPS = 32  # warn after this many consecutive accepted groups, each with equal rewards
 BLOCKS = "▁▂▃▄▅▆▇█"
 NONE = "–"
 SERVERS: tuple[Role, ...] = ("origin", "relay")

@@ -3,10 +3,10 @@ requests.
 
     upload finished submissions in order -> load newer weights if idle -> request a task -> produce it in a thread
 
-Up to `workers.in_flight` submissions are produced at once, and the engine decodes them in one batch. All computation runs in
-the loop's own thread while the loop waits for the submissions (`OneThread`). An upload that takes longer than SHORT_S
-continues in the background: the worker announces the file's hash, so the coordinator can give it the next task. Only one
-upload runs at a time.
+Up to `workers.in_flight` submissions are produced at once, and the engine decodes them in one batch. The threads that
+produce submissions leave all computation to the loop's thread, which does it while it waits for them (`OneThread`). An
+upload that takes longer than SHORT_S continues in the background: the worker announces the file's hash, so the
+coordinator can give it the next task. Only one upload runs at a time.
 Invariants: weights change only while nothing is generated. Submissions are uploaded in the order of their tasks. A
 submission is dropped only if the coordinator refuses it.
 A restart loses finished files that are not uploaded.
@@ -184,7 +184,7 @@ class Worker:
         why = f"weights: {follower.last_error}" if follower.last_error else answer.waiting_for
         if answer.assignment is not None:  # a validator would reject work with the loaded weights
             version = answer.assignment.policy_version
-            why = f"a newer version: this worker's weights of version {version} are not the pool's"
+            why = f"other weights: the pool's version {version} differs from the weights loaded here"
         self.node.doing(why, waiting=True)
         stop.wait(pause_s)
 
@@ -255,7 +255,7 @@ class Worker:
 
 
 def follow(node: Node, config: Config, cache: Path, publisher: str) -> Follower:
-    """Return a follower that fetches the newest version from the relays that heartbeat answers name."""
+    """Return a follower that fetches the newest version from the relays named in the heartbeat answers."""
     access = node.access(publisher, config)
 
     def newest_version() -> int | None:

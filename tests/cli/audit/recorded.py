@@ -1,4 +1,4 @@
-"""Record a finished run's folder with the code of coordinator, learner and origin, but without a model.
+"""Create the folder of a finished run. Coordinator, learner and origin run their real code, but there is no model.
 
 The run has three steps of three groups. Files are real and signed, rollouts are made up, and weights are a few numbers.
 One worker has one file rejected for a soft reason, and is slashed for another file.

@@ -65,7 +65,7 @@ def test_a_rejection_is_explained(chromium: Any, finished: Path, serving: Servin
     page = Watched(chromium, serving(finished)).open("validation")
     page.wait_for_selector(".reason")
     reason = page.locator(".reason", has_text="proof").first
-    assert "another model" in reason.inner_text()
+    assert "The model may be another one" in reason.inner_text()
 
 
 @pytest.mark.parametrize("width", [390, 1440])

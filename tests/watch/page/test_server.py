@@ -83,7 +83,9 @@ def test_no_response_contains_a_key_an_address_or_an_invite(finished: Path, serv
     assert str(finished) not in text
 
 
-def test_reported_markup_arrives_as_text_under_a_strict_policy(finished: Path, serving: Serving) -> None:
+def test_markup_in_a_completion_is_served_as_json_with_a_strict_content_security_policy(
+    finished: Path, serving: Serving
+) -> None:
     responses = get_all(serving(finished))
     assert MARKUP[:40] in responses["/api/about"].json()["samples"][0]["completion"]
     for response in responses.values():
@@ -119,7 +121,7 @@ def test_invalid_queries_are_refused(finished: Path, serving: Serving, path: str
     assert response.status_code == 400 and response.json()["error"]
 
 
-def test_methods_other_than_get_and_foreign_host_names_are_refused(finished: Path, serving: Serving) -> None:
+def test_post_requests_and_foreign_host_names_are_refused(finished: Path, serving: Serving) -> None:
     url = serving(finished)
     assert httpx.post(f"{url}/api/overview").status_code == 405
     assert httpx.get(f"{url}/api/overview", headers={"Host": "evil.example"}).status_code == 421

@@ -15,10 +15,11 @@ from shoal.errors import ShoalError
 from shoal.protocol.history import Grading, PoolWatch, Status, UnreachableError
 from shoal.watch.figures import grader_warning, no_signal_warning
 
-NO_SIGNAL_GROUPS = 512  # accepted groups in a row with equal rewards after which a run is stopped
+NO_SIGNAL_GROUPS = 512  # a run is stopped after this many consecutive accepted groups, each with equal rewards
 STALL_S = 900.0  # without an accepted submission or a trained step
 MIN_GRADED = 64  # rollouts before the grader's error rate is checked
-RECENT_GRADED = 512  # the same after a resume, so that all recent rollouts are newer than the resume
+# MIN_GRADED of a resumed run. By then, all recent rollouts in which errors are counted are newer than the resume.
+RECENT_GRADED = 512
 
 
 class Watch:
@@ -41,7 +42,7 @@ class Watch:
         self._progress_s = clock()
         # counts at the first look, which are from before the run was resumed
         self._graded_before = math.inf  # graded rollouts
-        self._flat_before = math.inf  # groups in a row with equal rewards
+        self._flat_before = math.inf  # consecutive groups, each with equal rewards
 
     def look(self) -> Status | None:
         """Return the run's state; None if the coordinator is unreachable, for example while it restarts."""

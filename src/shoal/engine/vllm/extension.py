@@ -34,7 +34,8 @@ class SeededRequest:
 
     id: str
     seed: int
-    first: int  # position in the completion of the first token to sample; the tokens before it are in vLLM's prompt
+    # The first token to sample, as a position in the completion. The tokens before it are in vLLM's prompt.
+    first: int
     temperature: float
 
 

@@ -290,7 +290,8 @@ class ForbiddenError(BaseException):
 
 
 NAMES = "from sympy import *"  # sympy runs this before it evaluates
-# Code that sympy generates for polynomials: tuples of exponents, without attributes or other calls.
+# Code that sympy generates for polynomials. It computes with tuples of exponents, uses no attributes, and calls only
+# min and max.
 MONOMIALS = re.compile(r"[\s()+\-*,=<>:0-9]|\b(?:def|return|if|else|monomial_[a-z]+|None|[abABkr]\d*|min|max)\b")
 NUMBERS_ONLY = re.compile(r"[\s()+\-*/,0-9.eE]|Integer|Float|Rational|Symbol|'[\w.+\-]*'")
 FORBIDDEN = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pty.", "urllib.", "http.", "ftplib.", "smtplib.")

@@ -93,6 +93,7 @@ def version_of(loaded: Any) -> str:
 def obstacle(loaded: Any, task: Any) -> str:
     """Return what a task needs beyond one reply to one message; empty if nothing."""
     kind, name, rewards = loaded.task_type(), loaded.config.id, task.hooks("reward")
+    parts = messages_of(task)
     alone = vf.environment_class(name) is vf.SingleAgentEnv and vf.default_harness_id(name) != name
     container = kind.NEEDS_CONTAINER or task.data.image or task.data.workdir
     container = container or any(getattr(kind, step) is not getattr(vf.Task, step) for step in ("setup", "finalize"))
@@ -105,8 +106,8 @@ def obstacle(loaded: Any, task: Any) -> str:
         ],
         "a judge model": task.config.judges,
         "a reward": not rewards,
-        "a prompt of one message": [part.role for part in messages_of(task)] not in (["user"], ["system", "user"]),
-        "text alone": not all(isinstance(part.content, str) for part in messages_of(task)),
-        "more than its data": set(vars(task)) != {"data", "config"},
+        "a prompt other than one user message": [part.role for part in parts] not in (["user"], ["system", "user"]),
+        "images or other content that is not text": not all(isinstance(part.content, str) for part in parts),
+        "state besides its data and config": set(vars(task)) != {"data", "config"},
     }
     return ", ".join(need for need, applies in needs.items() if applies)

@@ -202,7 +202,8 @@ def _after_mark(text: str, numbers_only: bool = False) -> str | None:
     spans = sorted([*(span for span in formulas if span[1] <= len(sentence)), *_numbers(sentence)])
     if not spans:
         return None if numbers_only else tidy(sentence) or None
-    # In "the value of $x$ is 3" the answer follows the verb. A number at the start of the sentence is the answer.
+    # In "the value of $x$ is 3" the answer follows the verb. But if the sentence starts with a
+    # number, that number is the answer, whatever verb follows.
     if block is not None or spans[0][0] > 0:
         inside = [(start, end) for start, end, _ in formulas]
         for verb in VERB.finditer(sentence):
