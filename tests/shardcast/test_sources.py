@@ -464,9 +464,10 @@ async def test_each_request_gets_a_new_token():
     sys.platform != "linux", reason="only on Linux does a socket wait for many bytes before it wakes its reader"
 )
 async def test_a_body_that_arrives_slowly_is_read_in_large_pieces():
-    data, sizes = random.Random(0).randbytes(200_000), []
+    data, sizes, readers = random.Random(0).randbytes(200_000), [], set()
 
     async def drip(request):
+        readers.add(request.transport.get_extra_info("peername"))
         response = web.StreamResponse(headers={"Content-Length": str(len(data))})
         await response.prepare(request)
         for at in range(0, len(data), 1_000):
@@ -484,6 +485,7 @@ async def test_a_body_that_arrives_slowly_is_read_in_large_pieces():
             incoming = Incoming(ShardEntry(0, len(data), blake3(data).hexdigest()), Sizes())
             await sources.shard(7, "full", incoming, deadline_s=time.monotonic() + 60)
     assert len(sizes) <= 2 * (len(data) // WAKE_BYTES + 3)
+    assert len(readers) == 1, "the reader must not wait for more than the body has, until the connection is closed"
 
 
 # Changing the set of servers
