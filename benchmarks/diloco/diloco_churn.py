@@ -3,7 +3,7 @@
     python -m benchmarks.diloco.diloco_churn --minutes 20 --out benchmarks/results/diloco_churn.json --figure churn.png
 
 Every few seconds a fault of KINDS happens. Each kind comes once, in a random order, before any is repeated. Killed
-processes are restarted within ten seconds. After the last fault, the run goes on until a round has all sites. The text is
+processes are restarted within ten seconds. After the last fault, the run continues until all sites take part. The text is
 the source of Python's standard library. The model is a random llama of two layers, so that faults, not training, take most
 of the time.
 

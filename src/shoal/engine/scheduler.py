@@ -27,7 +27,7 @@ from shoal.model.numerics import ROW_UNIT
 from shoal.model.sampling import choose
 
 LOGITS_BYTES = 64 << 20  # float32 logits in memory at once
-CACHED = 16  # rows whose float32 logits are processed together, because so many fit the CPU's cache
+CACHED = 16  # rows whose float32 logits are processed together: this many fit the CPU's cache
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def run(
     """
     if not out.is_dir():
         part = out.with_name(f"{out.name}.part")
-        shutil.rmtree(part, ignore_errors=True)  # the cache beside it stays
+        shutil.rmtree(part, ignore_errors=True)  # keep the cache, which is in another folder
         part.mkdir(parents=True)
         _run(endpoint, suite, part, out.with_name(f"{out.name}.cache"), seed, n, tasks)
         part.rename(out)

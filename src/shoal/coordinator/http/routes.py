@@ -37,7 +37,7 @@ from shoal.shardcast.guard import issue
 from shoal.store.folder import Folder, StoreError
 
 READER_GRANT_S = 600.0  # validity of a new reader grant
-MAX_REPORT_BYTES = 1 << 20  # of a learner's report, which lists a batch's submissions, and of a verdict without samples
+MAX_REPORT_BYTES = 1 << 20  # limit for a learner's report, which lists submissions, and for a verdict without samples
 MAX_HEARTBEAT_BYTES = 32 << 10  # a heartbeat's longest part lists MAX_SENDERS URLs
 MAX_SAMPLE_BYTES = 40 << 10  # per group in a verdict: two texts of 4,000 characters
 NUMBER = re.compile("[0-9]{1,15}")
