@@ -155,10 +155,11 @@ class Run:
         self.random = random.Random(seed)
         self.tasks = tasks.load(self.config.tasks)
         self.drawn = 0  # groups so far
-        model, (dtype, _) = resolve(self.config.model.name), pick(self.config.model.dtype)
-        self.policy = Policy(model, self.config.learner, dtype, "cpu", self.config.sampling.temperature)
+        model, device = resolve(self.config.model.name), self.config.model.device
+        dtype, _ = pick(self.config.model.dtype, device)
+        self.policy = Policy(model, self.config.learner, dtype, device, self.config.sampling.temperature)
         self.examiner = Examiner(self.config, self.tasks.files)
-        self.engine = TorchEngine(dtype)
+        self.engine = TorchEngine(dtype, device)
         self.temporary = tempfile.TemporaryDirectory()
 
     def __enter__(self) -> "Run":

@@ -36,7 +36,7 @@ PROMPTS = {
     "qwen": "{question}\nPlease reason step by step, and put your final answer within \\boxed{}.",
 }
 MARKED = re.compile(r"####(.*)")
-BATCH = 128
+BATCH = 256
 PATH = RESULTS / "gsm8k-eval.json"
 
 
@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k_test.jsonl")
     parser.add_argument("--n", type=int, default=500)
     parser.add_argument("--prompts", nargs="+", choices=list(PROMPTS), default=list(PROMPTS))
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"command": command_line(), "machine": describe(), "measurements": []}
     if PATH.exists():
@@ -62,7 +63,7 @@ def main() -> None:
             for temperature in (0.0, 1.0) if prompt == "config" else (0.0,):
                 if (name, prompt, temperature, arguments.n) in done:
                     continue
-                measured = measure(resolve(folder), problems, PROMPTS[prompt], temperature)
+                measured = measure(resolve(folder), problems, PROMPTS[prompt], temperature, arguments.device)
                 row = {"model": name, "prompt": prompt, "temperature": temperature, "n": arguments.n}
                 result["measurements"].append(row | measured | {"commit": commit()})
                 save(PATH, result)
@@ -70,11 +71,11 @@ def main() -> None:
                 sys.stdout.flush()
 
 
-def measure(folder: Path, problems: list[Task], prompt: str, temperature: float) -> dict[str, Any]:
+def measure(folder: Path, problems: list[Task], prompt: str, temperature: float, device: str) -> dict[str, Any]:
     """Return accuracies with intervals, and the mean length in tokens."""
-    settings = [f"model.name={folder}"] + ([f"tasks.prompt={json.dumps(prompt)}"] if prompt else [])
+    settings = [f"model.name={folder}", *([f"tasks.prompt={json.dumps(prompt)}"] if prompt else [])]
     config = load(ROOT / "configs" / "gsm8k.toml", settings)
-    examiner, engine = Examiner(config, {}), TorchEngine(pick("auto")[0])
+    examiner, engine = Examiner(config, {}), TorchEngine(pick("auto", device)[0], device)
     examiner.load(engine, folder)
     strict = lenient = tokens = 0
     for at in range(0, len(problems), BATCH):

@@ -13,6 +13,9 @@ from shoal.model.logprobs import token_logprobs
 from shoal.model.sampling import (
     LARGEST_NOISE,
     _fmix32_,
+    _gumbel_for_all,
+    _outscore_by_all,
+    _outscore_by_candidates,
     choose,
     gumbel,
     position_keys,
@@ -103,6 +106,14 @@ def test_noise_equals_a_plain_python_implementation() -> None:
 )
 def test_noise_is_a_known_number(seed: int, position: int, token: int, value: float) -> None:
     assert float(dense([seed], [position], token + 1)[0, token]) == pytest.approx(value, abs=1e-5)
+
+
+def test_a_gpus_way_of_sampling_gives_the_same_noise_tokens_and_margins() -> None:
+    logits_NV, seeds, positions = random_logits(50, SIZE), range(2**63 - 50, 2**63), range(50)
+    expected = _outscore_by_candidates(logits_NV, logits_NV.argmin(-1), seeds, positions)
+    torch.testing.assert_close(_outscore_by_all(logits_NV, logits_NV.argmin(-1), seeds, positions), expected)
+    noise_NV = _gumbel_for_all(position_keys(seeds, positions), logits_NV)
+    torch.testing.assert_close(noise_NV, dense(seeds, positions, SIZE))
 
 
 # ---- the distribution of noise

@@ -27,7 +27,7 @@ from shoal.model.numerics import ROW_UNIT
 from shoal.model.sampling import choose
 
 LOGITS_BYTES = 64 << 20  # float32 logits in memory at once
-CACHED = 16  # rows whose float32 logits are processed together: this many fit the CPU's cache
+CACHED = 16  # rows whose float32 logits a CPU processes together: this many fit its cache
 
 
 @dataclass(frozen=True)
@@ -252,9 +252,10 @@ class DecodeBatch:
         sequences = [self.live[row] for row in rows]
         seeds = [seq.request.seed for seq in sequences]
         positions = [seq.position() for seq in sequences]
+        size = CACHED if logits_NV.device.type == "cpu" else len(rows)
         parts = [
-            choose(logits_NV[i : i + CACHED], seeds[i : i + CACHED], positions[i : i + CACHED], temperature)
-            for i in range(0, len(rows), CACHED)
+            choose(logits_NV[i : i + size], seeds[i : i + size], positions[i : i + size], temperature)
+            for i in range(0, len(rows), size)
         ]
         tokens_N, logprobs_N = (torch.cat(part) for part in zip(*parts, strict=True))
         states_NH = hidden_NH.to("cpu", torch.bfloat16, copy=True)

@@ -24,6 +24,7 @@ from shoal.model.logprobs import token_logprobs
 # Noise spans 19.6 nats, so a sampled token's logprob is at least -19.6 - ln(vocabulary). The rest is a margin.
 LOWEST_LOGPROB = -50.0
 LARGEST_NOISE = 16.7  # nats; the largest that uniform numbers of 23 bits give
+UINT32 = 0xFFFFFFFF
 
 
 def rollout_seed(run: str, step: int, worker: str, submission: int, rollout: int, nonce: str = "") -> int:
@@ -83,8 +84,10 @@ def choose(
     `positions` are within the completion. `temperature` 0 is greedy (no noise; logprobs at temperature 1).
     """
     scaled_NV = logits_NV.float() if temperature in (0.0, 1.0) else logits_NV.float() / temperature
-    best_N = scaled_NV.numpy(force=True).argmax(-1)  # torch's argmax takes ten times as long
-    tokens_N = torch.from_numpy(best_N).to(logits_NV.device)
+    if scaled_NV.device.type == "cpu":
+        tokens_N = torch.from_numpy(scaled_NV.numpy(force=True).argmax(-1))  # torch's argmax takes ten times as long
+    else:
+        tokens_N = scaled_NV.argmax(-1)
     if temperature != 0.0:
         _, tokens_N = _outscore(scaled_NV, tokens_N, seeds, positions)
     return tokens_N, token_logprobs(scaled_NV, tokens_N)
@@ -102,10 +105,16 @@ def replay_margins(scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], po
 def _outscore(
     scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], positions: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the margin of each row's best score (logit plus noise) over the given token's score, and the best token.
+    """Return the margin of each row's best score (logit plus noise) over the given token's score, and the best token."""
+    if scaled_NV.device.type != "cpu":
+        return _outscore_by_all(scaled_NV, tokens_N, seeds, positions)
+    return _outscore_by_candidates(scaled_NV, tokens_N, seeds, positions)
 
-    Noise is computed only for tokens whose logit plus the largest possible noise reaches the given token's score.
-    """
+
+def _outscore_by_candidates(
+    scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], positions: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Compute noise only for tokens whose logit plus the largest possible noise reaches the given token's score."""
     scaled, given_N = scaled_NV.numpy(force=True), tokens_N.numpy(force=True)
     n_rows, vocabulary = scaled.shape
     keys_N, row_N = position_keys(seeds, positions), np.arange(n_rows)
@@ -125,4 +134,29 @@ def _outscore(
     winner_W = np.flatnonzero(score_C == best_N[row_C])[::-1]
     best_token_N = given_N.copy()
     best_token_N[row_C[winner_W]] = id_C[winner_W]
-    return torch.from_numpy(margin_N).to(scaled_NV.device), torch.from_numpy(best_token_N).to(scaled_NV.device)
+    return torch.from_numpy(margin_N), torch.from_numpy(best_token_N)
+
+
+def _outscore_by_all(
+    scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], positions: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Compute noise for all tokens, where the logits are. A GPU does this faster than it sends logits to the CPU."""
+    score_NV = scaled_NV + _gumbel_for_all(position_keys(seeds, positions), scaled_NV)
+    best_N, best_token_N = score_NV.max(-1)
+    return best_N - score_NV.gather(-1, tokens_N[:, None])[:, 0], best_token_N
+
+
+def _gumbel_for_all(keys_N: np.ndarray, like_NV: Tensor) -> Tensor:
+    """Return `gumbel` of each key and every token id, on the device of `like_NV`. Its int64 numbers stand for uint32."""
+    key_N1 = torch.from_numpy(keys_N.view(np.int64)).to(like_NV.device)[:, None]
+    id_V = torch.arange(like_NV.shape[1], device=like_NV.device)
+    bits_NV = _fmix32_of((id_V * 0x9E3779B1 + key_N1) & UINT32)
+    bits_NV = _fmix32_of(bits_NV ^ (key_N1 >> 32 & UINT32))
+    uniform_NV = (bits_NV >> 9).float().add_(0.5).mul_(2.0**-23)
+    return uniform_NV.log_().neg_().log_().neg_()
+
+
+def _fmix32_of(bits: Tensor) -> Tensor:
+    bits = (bits ^ bits >> 16) * 0x85EBCA6B & UINT32
+    bits = (bits ^ bits >> 13) * 0xC2B2AE35 & UINT32
+    return bits ^ bits >> 16
