@@ -3,7 +3,8 @@
     python -m benchmarks.speed.device learner worker validator --device cuda --out parts.json
     torchrun --nproc-per-node 2 -m benchmarks.speed.device learner --device cuda --out ranks.json     FSDP2 over NCCL
 
-    learner    one update of `--rows` rows of `--row-tokens` random tokens: tokens/s, MFU, peak memory of the device
+    learner    one update of `--rows` rows of `--row-tokens` tokens, filled with groups of random tokens: tokens/s of
+               completions, MFU, peak memory of the device
     worker     `--sequences` completions of `--tokens` tokens, by the torch engine, and by vLLM if SHOAL_VLLM_PYTHON is set
     validator  every check of one honest submission of `--config`: completion tokens/s
 
@@ -34,7 +35,7 @@ from shoal.learner.batch import micro_batches
 from shoal.learner.groups import Group
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
-from shoal.learner.report import forward_flops, shape_of
+from shoal.learner.report import shape_of, training_flops
 from shoal.model.dtype import DtypeName, measure_gflops, pick
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=Path("quickstart"), help="its model is measured")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--row-tokens", type=int, default=4096)
+    parser.add_argument("--row-tokens", type=int, default=16_384)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
@@ -83,12 +84,16 @@ def learner(arguments: argparse.Namespace, dtype: DtypeName, ranks: Ranks) -> di
     folder = resolve(settings.model.name)
     policy = Policy(folder, section, dtype, arguments.device, 1.0, ranks)
     draw, words = random.Random(0), vocabulary(folder)
-    sequences = [[draw.randrange(words) for _ in range(arguments.row_tokens)] for _ in range(arguments.rows)]
-    groups = [Group("s", 0, [s[0]], [s[1:]], [[-5.0] * (len(s) - 1)], [1.0]) for s in sequences]
+    lengths = [PROMPT_TOKENS, *[arguments.tokens] * GROUP]
+    groups = []
+    for _ in range(arguments.rows * (arguments.row_tokens // sum(lengths))):
+        prompt, *completions = ([draw.randrange(words) for _ in range(length)] for length in lengths)
+        logprobs = [[-5.0] * len(completion) for completion in completions]
+        groups.append(Group("s", 0, prompt, completions, logprobs, [float(n % 2) for n in range(GROUP)]))
     rows = micro_batches(groups, row_tokens=arguments.row_tokens, normalize_std=False)
     n_tokens = sum(group.n_tokens for group in groups)
     step_s = measure(lambda: policy.update(rows, n_tokens), arguments)
-    flops = 3 * sum(forward_flops(shape_of(policy.model), 1, [len(s) - 1]) for s in sequences)
+    flops = training_flops(shape_of(policy.model), groups, extra_forwards=0)
     peak_gflops = measure_gflops(getattr(torch, dtype), arguments.device) * ranks.size
     return {
         "step_s": step_s,
