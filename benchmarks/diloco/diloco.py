@@ -1,11 +1,15 @@
 """Compare DiLoCo with data-parallel training on equally many tokens, for a small llama on real text, in one process.
 
     python -m benchmarks.diloco.diloco --seeds 0 1 2        run the settings missing from benchmarks/results/diloco.json
+    python -m benchmarks.diloco.diloco --grid ablations     OpenDiLoCo's ablations, in diloco_ablations.json
     python -m benchmarks.diloco.diloco --table              print that file as a table
 
 Each step trains on the same `SEQUENCES` sequences in every setting. Data-parallel training computes one gradient over all of
 them. With n sites, each site makes an AdamW step on 1/n of them. As in the paper, a model is first trained data-parallel
 for a while. All sites start with its weights and moments, and so does data-parallel training.
+
+The ablations also train one site alone: with its own share of each step's sequences, and with n times as many steps of that
+share. Others have a model three times as large, or three times as many steps. The learning rate is always decayed to 0.
 
 The sites are simulated: they train in turn in this process. Their offers, averages and outer steps are made by the package's
 own code, and the byte counts are the sizes of the files that it sends. A ring all-reduce of float32 gradients sends
@@ -19,7 +23,8 @@ import statistics
 import tempfile
 import time
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +40,6 @@ from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import Figures, Greeting, Terms
 from shoal.diloco.site import Site
 
-RESULT = RESULTS / "diloco.json"
 SEQUENCES, BEFORE, STEPS = 8, 500, 1_500  # sequences in a step, steps before DiLoCo begins, and steps after that
 SIZE = Size(
     steps=BEFORE + STEPS,
@@ -56,29 +60,48 @@ class Setting:
     sites: int
     inner_steps: int  # 0: data-parallel
     kind: Kind = "fp16"
+    batch: int = SEQUENCES  # sequences of a step
+    steps: int = STEPS
+    width: int = SIZE.width
 
 
-GRID = [
-    Setting(1, 0),
-    *(Setting(4, 50, kind) for kind in ("fp32", "fp16", "int8", "int4")),
-    *(Setting(sites, 50) for sites in (8, 2, 1)),
-    *(Setting(sites, steps) for steps in (500, 100) for sites in (4, 8, 2, 1)),
-]
-EARLIER = {"fragments": 1, "delay": 0, "keep": 0.0}  # only runs of an earlier commit recorded these settings
+WIDE = 336  # three times as many parameters
+LONG = 3 * STEPS
+GRIDS = {
+    "diloco": [
+        Setting(1, 0),
+        *(Setting(4, 50, kind) for kind in ("fp32", "fp16", "int8", "int4")),
+        *(Setting(sites, 50) for sites in (8, 2, 1)),
+        *(Setting(sites, steps) for steps in (500, 100) for sites in (4, 8, 2, 1)),
+    ],
+    "diloco_ablations": [
+        Setting(1, 0),
+        Setting(4, 50),
+        Setting(1, 0, batch=SEQUENCES // 4),
+        Setting(1, 0, batch=SEQUENCES // 4, steps=4 * STEPS),
+        *(
+            Setting(sites, 50, kind)
+            for sites, kind in ((2, "fp16"), (2, "fp32"), (4, "fp32"), (8, "fp16"), (8, "fp32"))
+        ),
+        *(Setting(sites, steps, width=WIDE) for sites, steps in ((1, 0), (4, 50))),
+        *(Setting(sites, steps, steps=LONG) for sites, steps in ((1, 0), (4, 500), (4, 100))),
+    ],
+}
+EARLIER = {"fragments", "delay", "keep"}  # only runs of an earlier commit recorded these settings
 
 
-def start(train_N: Tensor, seed: int) -> Trainee:
+def start(train_N: Tensor, seed: int, width: int) -> Trainee:
     """Return the model from which every setting starts. It was trained for `BEFORE` data-parallel steps."""
-    trainee = Trainee(train_N, seed, list(range(SEQUENCES)), SIZE)
+    trainee = Trainee(train_N, seed, list(range(SEQUENCES)), replace(SIZE, width=width))
     for step in range(BEFORE):
         trainee.step(step)
     return trainee
 
 
-def dense(first: Trainee, held_N: Tensor) -> dict[str, Any]:
-    trainees = Trainees(first, 1)
-    for step in range(BEFORE, SIZE.steps):
-        trainees.step(step)
+def dense(setting: Setting, first: Trainee, held_N: Tensor) -> dict[str, Any]:
+    trainees = Trainees(first, 1, setting.batch)
+    for step in range(setting.steps):
+        trainees.step(BEFORE + step, BEFORE + step * STEPS // setting.steps)
     return {"perplexity": perplexity_of(trainees.tensors[0], first, held_N)}
 
 
@@ -89,8 +112,8 @@ def perplexity_of(tensors: dict[str, Tensor], first: Trainee, held_N: Tensor) ->
 
 
 def sparse(setting: Setting, first: Trainee, held_N: Tensor) -> dict[str, Any]:
-    trainees = Trainees(first, setting.sites)
-    rounds = STEPS // setting.inner_steps
+    trainees = Trainees(first, setting.sites, setting.batch)
+    rounds = setting.steps // setting.inner_steps
     terms = Terms(Shapes.of(first.tensors), rounds, kind=setting.kind, sites=setting.sites, wait_s=1e9)
     sent = received = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -100,8 +123,8 @@ def sparse(setting: Setting, first: Trainee, held_N: Tensor) -> dict[str, Any]:
         sites = [Site(name, terms, Agreed.of(first.tensors, terms.shapes)) for name in names]
         for name in names:
             meeting.join(name, Greeting(about={}, placed=True))
-        for step in range(1, STEPS + 1):
-            trainees.step(BEFORE + step - 1)
+        for step in range(1, setting.steps + 1):
+            trainees.step(BEFORE + step - 1, BEFORE + (step - 1) * STEPS // setting.steps)
             if step % setting.inner_steps == 0:
                 offers = [site.offer(tensors) for site, tensors in zip(sites, trainees.tensors, strict=True)]
                 for name, (digest, offered) in zip(names, offers, strict=True):
@@ -122,27 +145,33 @@ def sparse(setting: Setting, first: Trainee, held_N: Tensor) -> dict[str, Any]:
     }
 
 
-def lacking(result: dict[str, Any], seed: int) -> list[Setting]:
-    done = [run["setting"] for run in result["runs"] if run["seed"] == seed]
-    return [setting for setting in GRID if not any(same(each, setting) for each in done)]
+def lacking(grid: str, seed: int) -> list[Setting]:
+    done = [run["setting"] for run in read(grid)["runs"] if run["seed"] == seed]
+    return [setting for setting in GRIDS[grid] if not any(same(each, setting) for each in done)]
 
 
 def same(done: dict[str, Any], setting: Setting) -> bool:
-    return done in (asdict(setting), asdict(setting) | EARLIER)
+    known = {name: value for name, value in done.items() if name not in EARLIER}
+    return Setting(**known) == setting
 
 
-def read() -> dict[str, Any]:
-    if not RESULT.exists():
+def result_file(grid: str) -> Path:
+    return RESULTS / f"{grid}.json"
+
+
+def read(grid: str) -> dict[str, Any]:
+    path = result_file(grid)
+    if not path.exists():
         return {"runs": []}
-    stored: dict[str, Any] = json.loads(RESULT.read_text())
+    stored: dict[str, Any] = json.loads(path.read_text())
     if stored["size"] != asdict(SIZE):
-        raise SystemExit(f"{RESULT} was measured with another size; move it away first")
+        raise SystemExit(f"{path} was measured with another size; move it away first")
     return stored
 
 
-def add(run: dict[str, Any], train_tokens: int) -> None:
-    with FileLock(f"{RESULT}.lock"):
-        stored = read()
+def add(grid: str, run: dict[str, Any], train_tokens: int) -> None:
+    with FileLock(f"{result_file(grid)}.lock"):
+        stored = read(grid)
         stored |= {
             "command": command_line(),
             "commit": commit(),
@@ -156,55 +185,55 @@ def add(run: dict[str, Any], train_tokens: int) -> None:
         }
         if (run["setting"], run["seed"]) not in [(done["setting"], done["seed"]) for done in stored["runs"]]:
             stored["runs"].append(run)
-        save(RESULT, stored)
+        save(result_file(grid), stored)
 
 
-def table() -> None:
+def table(grid: str) -> None:
     """Print the mean and standard deviation over seeds of held-out perplexity, and the bytes per site and token."""
-    stored = read()
-    tokens = STEPS * SEQUENCES * SIZE.length
-    for setting in GRID:
+    stored = read(grid)
+    for setting in GRIDS[grid]:
         runs = [run for run in stored["runs"] if same(run["setting"], setting)]
         if not runs:
             continue
         result = [run["perplexity"] for run in runs]
         spread = f" ± {statistics.stdev(result):.2f}" if len(result) > 1 else ""
-        n = setting.sites
+        n, tokens = setting.sites, setting.steps * setting.batch * SIZE.length
         sent = runs[0].get("sent_bytes_per_site", 0) / (tokens / n)
-        ring = 2 * (n - 1) / n * 4 * runs[0]["parameters"] * STEPS / (tokens / n)
+        ring = 2 * (n - 1) / n * 4 * runs[0]["parameters"] * setting.steps / (tokens / n)
         fewer = f"{ring / sent:,.0f}" if sent and n > 1 else "–"
         how = f"H = {setting.inner_steps}, {setting.kind}" if setting.inner_steps else "data-parallel"
-        print(f"| {n} | {how} | {statistics.mean(result):.2f}{spread} | {sent:,.1f} | {fewer} | {len(runs)} |")  # noqa: T201
+        size = f"{setting.steps} × {setting.batch}, width {setting.width}"
+        print(f"| {n} | {how} | {size} | {statistics.mean(result):.2f}{spread} | {sent:,.1f} | {fewer} | {len(runs)} |")  # noqa: T201
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--grid", choices=list(GRIDS), default="diloco")
     parser.add_argument("--table", action="store_true", help="print the results and train nothing")
     arguments = parser.parse_args()
+    grid = arguments.grid
     if arguments.table:
-        table()
+        table(grid)
         return
     torch.set_num_threads(1)
     train_N, held_N = tokens(SIZE)
     for seed in arguments.seeds:
-        if not lacking(read(), seed):
-            continue
-        first = start(train_N, seed)
-        before = perplexity(first.model, held_N, SIZE)
-        count = sum(tensor.numel() for tensor in first.tensors.values())
-        while settings := lacking(read(), seed):
-            setting, started_s = settings[0], time.process_time()
-            result = sparse(setting, first, held_N) if setting.inner_steps else dense(first, held_N)
+        first_of = cache(lambda width, seed=seed: start(train_N, seed, width))
+        while settings := lacking(grid, seed):
+            setting = settings[0]
+            first = first_of(setting.width)
+            before, started_s = perplexity(first.model, held_N, SIZE), time.process_time()
+            result = (sparse if setting.inner_steps else dense)(setting, first, held_N)
             cpu_s = round(time.process_time() - started_s, 1)
             run = {
                 "setting": asdict(setting),
                 "seed": seed,
-                "parameters": count,
+                "parameters": sum(tensor.numel() for tensor in first.tensors.values()),
                 "perplexity_before": before,
                 "cpu_s": cpu_s,
             }
-            add(run | result, len(train_N))
+            add(grid, run | result, len(train_N))
             print(f"{setting} seed {seed}: perplexity {result['perplexity']:.3f}, {cpu_s} s", flush=True)  # noqa: T201
 
 

@@ -106,14 +106,14 @@ class Trainee:
 
 
 class Trainees:
-    """`count` copies of a trainee's weights and optimizer moments. Each copy trains on its share of the random streams.
+    """`count` copies of a trainee's weights and optimizer moments. Each trains on its share of the first `batch` streams.
 
     One pass (`torch.func.vmap`) computes all copies. It takes two thirds of the time of separate passes. In the names of
     tensors, the letter S stands for the sites.
     """
 
-    def __init__(self, first: Trainee, count: int) -> None:
-        self.first, self.count = first, count
+    def __init__(self, first: Trainee, count: int, batch: int) -> None:
+        self.first, self.count, self.numbers = first, count, first.numbers[:batch]
         self.stacked = {name: torch.stack([tensor] * count).requires_grad_() for name, tensor in first.tensors.items()}
         self.tensors = [{name: own.detach()[site] for name, own in self.stacked.items()} for site in range(count)]
         self.optimizer = torch.optim.AdamW(self.stacked.values(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -125,11 +125,12 @@ class Trainees:
         self.network = copy.deepcopy(first.model)
         self.network.set_attn_implementation("eager")  # fused attention would get unequal dtypes here
 
-    def step(self, step: int) -> None:
-        ids_BT = torch.cat([self.first.window(step, number) for number in self.first.numbers])
+    def step(self, step: int, scheduled: int) -> None:
+        """Train on the sequences of `step`, with the learning rate of step `scheduled`."""
+        ids_BT = torch.cat([self.first.window(step, number) for number in self.numbers])
         ids_SBT = ids_BT.view(self.count, -1, ids_BT.shape[-1])
         for group in self.optimizer.param_groups:
-            group["lr"] = rate(step, self.first.settings)
+            group["lr"] = rate(scheduled, self.first.settings)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.first.size.autocast):
             logits_SBTV = vmap(self.logits)(self.stacked, ids_SBT)
         mean = F.cross_entropy(logits_SBTV[..., :-1, :].flatten(0, 2).float(), ids_SBT[..., 1:].flatten())
