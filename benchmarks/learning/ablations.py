@@ -2,11 +2,13 @@
 
     python -m benchmarks.learning.ablations levels --seeds 0 1 2
     python -m benchmarks.learning.ablations words --seeds 0 1 2 --set tasks.sources.0.path=FILE
+    python -m benchmarks.learning.ablations gsm8k --seeds 0 1 --set model.device=cuda --save runs/gsm8k
 
-Each arm of a study trains SmolLM2-135M in one process, with the same tasks and seeds. As in the paper, step s trains on the
-batch sampled by version `s - level` (by version 0 in the first steps). In a real pool, rollouts may also be younger. For
-each seed, all arms run in turn. The recipe is INTELLECT-2's (arXiv 2505.07291, section 4), except for the learning rate,
-because the paper's 3e-7 is for 32 billion parameters.
+Each arm of a study trains a model in one process, with the same tasks and seeds: SmolLM2-135M, or for GSM8K that of
+configs/recipe.toml. As in the paper, step s trains on the batch sampled by version `s - level` (by version 0 in the first
+steps). In a real pool, rollouts may also be younger. For each seed, all arms run in turn. The recipe is INTELLECT-2's
+(arXiv 2505.07291, section 4), except for the learning rate, because the paper's 3e-7 is for 32 billion parameters. In the
+arms with random rewards, a reward is a coin flip, so what they gain, they did not learn from the tasks.
 
 A run measures the reward of each version's samples, its mean over the last quarter of the run, and held-out accuracy before
 and after. An arm's means over the seeds are compared with those of the first arm, with 95 % intervals (Welch's t). Writes
@@ -63,6 +65,7 @@ class Arm:
 
     level: int = 4
     settings: list[str] = field(default_factory=list)
+    random_rewards: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ STUDIES = {
         "quickstart",
         16,
         ["tasks.sources.0.options.operand_max=99"],
-        {f"{level} versions old": Arm(level) for level in (0, 1, 2, 4)},
+        {f"{level} versions old": Arm(level) for level in (0, 1, 2, 4)} | {"random rewards": Arm(0, [], True)},
     ),
     "words": Study(
         "words",
@@ -101,6 +104,12 @@ STUDIES = {
             "penalty": Arm(settings=["tasks.length_penalty=0.02"]),
         },
     ),
+    "gsm8k": Study(
+        "recipe",
+        30,
+        ["learner.lr=4e-6", "learner.warmup_steps=8", "sampling.group_size=8", "coordinator.prompts_per_step=16"],
+        {"recipe": Arm(2), "random rewards": Arm(2, [], True)},
+    ),
 }
 
 
@@ -113,6 +122,7 @@ def main() -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change the config of every arm"
     )
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/ablations-STUDY.json")
+    parser.add_argument("--save", type=Path, help="folder for each run's last version")
     arguments = parser.parse_args()
     study = STUDIES[arguments.study]
     path = arguments.out or RESULTS / f"ablations-{arguments.study}.json"
@@ -128,6 +138,9 @@ def main() -> None:
             settings = [*RECIPE, *study.settings, *arm.settings, *arguments.set]
             with Run(study.config, settings, arm, seed) as run:
                 figures = run.figures(steps)
+                if arguments.save:
+                    arguments.save.mkdir(parents=True, exist_ok=True)
+                    run.policy.write(arguments.save / f"{name.replace(' ', '-')}-{seed}", replace=True)
             settings = [setting for setting in settings if "/" not in setting]
             result["runs"].append({"arm": name, "seed": seed, "commit": commit(), "settings": settings} | figures)
             save(path, result)
@@ -239,6 +252,8 @@ class Run:
                 reward(grade.score, len(each.tokens), target, section)
                 for each, grade in zip(group, graded, strict=True)
             ]
+            if self.arm.random_rewards:
+                scores = [float(self.random.random() < 0.5) for _ in group]
             result.append(Group("", 0, prompt, [c.tokens for c in group], [c.logprobs for c in group], scores))
         return result
 
