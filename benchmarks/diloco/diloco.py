@@ -9,7 +9,7 @@ them. With n sites, each site makes an AdamW step on 1/n of them. As in the pape
 for a while. All sites start with its weights and moments, and so does data-parallel training.
 
 The ablations also train one site alone: with its own share of each step's sequences, and with n times as many steps of that
-share. Others have a model three times as large, or three times as many steps. The learning rate is always decayed to 0.
+share. Others have a model three times as large, or three times as many steps. The learning rate always decays to a tenth.
 
 The sites are simulated: they train in turn in this process. Their offers, averages and outer steps are made by the package's
 own code, and the byte counts are the sizes of the files that it sends. A ring all-reduce of float32 gradients sends

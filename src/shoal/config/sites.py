@@ -28,7 +28,7 @@ class PretrainSection(Section):
     tokens: Annotated[int, Field(ge=2)] = 1024
     """Tokens per sequence (DiLoCo)."""
     lr: PositiveFloat = 4e-4
-    """Peak AdamW learning rate, with cosine decay to 0 (DiLoCo)."""
+    """Peak AdamW learning rate, with cosine decay to a tenth of it."""
     warmup_steps: NonNegativeInt = 1000
     """Steps of linear warm-up (DiLoCo)."""
     heldout: NonNegativeInt = 64

@@ -1,7 +1,7 @@
 """Pretraining: next-token training on a stream of text, at one or several sites.
 
     loss        mean over the predicted tokens of a step's sequences
-    rate        linear warm-up, then cosine decay to 0
+    rate        linear warm-up, then cosine decay to a tenth
     optimizer   AdamW with the gradient norm clipped: DiLoCo's inner optimizer (arXiv 2311.08105, section 3 and table 5)
 
 The code of the policy, checkpoints and sites is shared with reinforcement learning.
@@ -44,6 +44,9 @@ OWN = {  # fields that may differ between sites and may be changed when a run is
     "sites": {"wait_s", "quorum", "sites", "listen", "url"},
 }
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}  # the decay is DiLoCo's (arXiv 2311.08105, table 5)
+# The last learning rate, relative to the peak. With 0, two million parameters at four sites ended with a perplexity of 25.2
+# instead of 23.0, and without sites with 19.5 instead of 18.9 (1,500 steps of `benchmarks.diloco.diloco`).
+LAST = 0.1
 
 
 class Pretraining(Training):
@@ -184,11 +187,11 @@ def decode(data: bytes, length: int) -> Tensor:
 
 
 def rate(step: int, settings: PretrainSection) -> float:
-    """Return the learning rate of `step` (from 0): linear warm-up, then cosine decay from `lr` to 0."""
+    """Return the learning rate of `step` (from 0): linear warm-up, then cosine decay from `lr` to `LAST` of it."""
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
-    return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
+    return settings.lr * (LAST + (1 - LAST) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def text_policy(folder: Path, config: Config, dtype: DtypeName, ranks: Ranks | None = None) -> Policy:
