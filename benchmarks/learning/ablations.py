@@ -1,6 +1,7 @@
 """Measure how parts of the recipe change learning: older rollouts, two-sided clipping, both task filters, length budgets.
 
     python -m benchmarks.learning.ablations levels --seeds 0 1 2
+    python -m benchmarks.learning.ablations sums --seeds 0 1 2
     python -m benchmarks.learning.ablations words --seeds 0 1 2 --set tasks.sources.0.path=FILE
     python -m benchmarks.learning.ablations gsm8k --seeds 0 1 --set model.device=cuda --save runs/gsm8k
 
@@ -54,7 +55,8 @@ RECIPE = [
 ]
 HELDOUT = 256
 MAX_DRAWS = 8  # maximum batches sampled for one step; after that the step trains on fewer groups
-MANIFEST = "runs/words-filter/manifest.json"  # made by `shoal filter configs/words.toml --out runs/words-filter`
+# Made by `shoal filter`: configs/words.toml for words and budgets; for sums, quickstart with SUMS and --n 2000.
+MANIFEST = "runs/words-filter/manifest.json"
 COLORS = ["#555555", "#1f6fb4", "#2a9d8f", "#d1495b", "#7b5ea7", "#e08d3c"]
 T_95 = {2: 4.303, 3: 3.182, 4: 2.776}  # Student's t, two-sided, by degrees of freedom
 
@@ -77,24 +79,22 @@ class Study:
 
 
 TARGETS = ["tasks.length_targets=[12, 24, 36]"]
+SUMS = ["tasks.sources.0.options.operand_max=99"]
+PARTS = {
+    "recipe": Arm(),
+    "one-sided clip": Arm(settings=["learner.loss.delta=1e9"]),
+    "no offline filter": Arm(settings=["tasks.sources.0.keep="]),
+    "no online filter": Arm(settings=["coordinator.online_filter=false"]),
+}
 STUDIES = {
     "levels": Study(
         "quickstart",
         16,
-        ["tasks.sources.0.options.operand_max=99"],
+        SUMS,
         {f"{level} versions old": Arm(level) for level in (0, 1, 2, 4)} | {"random rewards": Arm(0, [], True)},
     ),
-    "words": Study(
-        "words",
-        20,
-        [f"tasks.sources.0.keep={MANIFEST}"],
-        {
-            "recipe": Arm(),
-            "one-sided clip": Arm(settings=["learner.loss.delta=1e9"]),
-            "no offline filter": Arm(settings=["tasks.sources.0.keep="]),
-            "no online filter": Arm(settings=["coordinator.online_filter=false"]),
-        },
-    ),
+    "sums": Study("quickstart", 24, [*SUMS, "tasks.sources.0.keep=runs/sums-filter/manifest.json"], PARTS),
+    "words": Study("words", 20, [f"tasks.sources.0.keep={MANIFEST}"], PARTS),
     "budgets": Study(
         "words",
         20,
