@@ -297,7 +297,7 @@ def test_a_worker_that_takes_its_stake_back_gets_no_more_tasks(staking: Harness)
     book(staking, "unstake", 1)
     answer = staking.beat()
     assert answer.assignment is None and "more stake: this key has 99 at risk" in answer.waiting_for
-    with pytest.raises(PoolError, match="nothing to withdraw"):
+    with pytest.raises(PoolError, match="can withdraw from"):
         book(staking, "withdraw")
     staking.clock.now_s += UNSTAKE_S
     book(staking, "withdraw")

@@ -87,15 +87,19 @@ class Book:
 
     def _withdrawn(self, event: Event, time_s: int) -> None:
         account = self._account(event.key)
-        if not account.leaving or time_s < account.leaves_s:
-            raise LedgerError(f"{event.key[:16]} has nothing to withdraw before {account.leaves_s}")
+        if not account.leaving:
+            raise LedgerError(f"{event.key[:16]} has no stake that is leaving")
+        if time_s < account.leaves_s:
+            raise LedgerError(f"{event.key[:16]} can withdraw from {account.leaves_s} on (Unix time)")
         self._set(event.key, leaving=0, leaves_s=0)
 
     def _credited(self, event: Event, time_s: int) -> None:
         account = self._account(event.key)
         works = event.work.split()
-        if not works or any(work in self.paid for work in works):
-            raise LedgerError(f"{event.work[:60]!r} is already credited, or names no work")
+        if not works:
+            raise LedgerError("a credit names no work")
+        if any(work in self.paid for work in works):
+            raise LedgerError(f"{event.work[:60]!r} is already credited")
         self.paid.update(works)
         self._set(event.key, credit=account.credit + event.amount)
 
