@@ -117,6 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=list(STUDIES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="some arms of the study (default: all)")
     parser.add_argument("--steps", type=int, help="number of steps (default: that of the study)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change the config of every arm"
@@ -132,9 +133,10 @@ def main() -> None:
         result["runs"] = json.loads(path.read_text())["runs"]
     done = {(run["arm"], run["seed"], run["steps"]) for run in result["runs"]}
     for seed in arguments.seeds:
-        for name, arm in study.arms.items():
+        for name in arguments.arms or study.arms:
             if (name, seed, steps) in done:
                 continue
+            arm = study.arms[name]
             settings = [*RECIPE, *study.settings, *arm.settings, *arguments.set]
             with Run(study.config, settings, arm, seed) as run:
                 figures = run.figures(steps)
@@ -146,10 +148,10 @@ def main() -> None:
             save(path, result)
             sys.stdout.write(f"{ ({k: v for k, v in result['runs'][-1].items() if not isinstance(v, list)}) }\n")
             sys.stdout.flush()
-    names = list(study.arms)
+    names = arguments.arms or list(study.arms)
     result["arms"] = [compare(result["runs"], name, names[0]) for name in names]
     save(path, result)
-    draw(result["runs"], names, IMAGES / f"ablations-{arguments.study}.png")
+    draw(result["runs"], names, IMAGES / f"{path.stem}.png")
     sys.stdout.write("".join(f"{row}\n" for row in result["arms"]))
 
 
