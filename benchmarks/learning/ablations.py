@@ -151,7 +151,8 @@ def main() -> None:
     names = arguments.arms or list(study.arms)
     result["arms"] = [compare(result["runs"], name, names[0]) for name in names]
     save(path, result)
-    draw(result["runs"], names, IMAGES / f"{path.stem}.png")
+    drawn = [name for name in names if not study.arms[name].random_rewards]  # coin flips say nothing about a version
+    draw(result["runs"], drawn, IMAGES / f"{path.stem}.png")
     sys.stdout.write("".join(f"{row}\n" for row in result["arms"]))
 
 
