@@ -93,9 +93,7 @@ def build_model(build: Callable[[str], Any], config: Any, numerics: Numerics) ->
     name = {"exact": exact.NAME, "fast": attention.NAME}[numerics]
     AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)
     AttentionMaskInterface.register(name, sdpa_mask)
-    torch.backends.cuda.enable_cudnn_sdp(
-        False
-    )  # it plans 50 ms for each new shape, and each decoding step has a new one
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans each new shape for 50 ms; a decoding step has a new one
     try:
         model = build(name).eval()
     except (KeyError, ValueError) as error:

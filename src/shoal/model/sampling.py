@@ -106,9 +106,8 @@ def _outscore(
     scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], positions: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return the margin of each row's best score (logit plus noise) over the given token's score, and the best token."""
-    if scaled_NV.device.type != "cpu":
-        return _outscore_by_all(scaled_NV, tokens_N, seeds, positions)
-    return _outscore_by_candidates(scaled_NV, tokens_N, seeds, positions)
+    outscore = _outscore_by_candidates if scaled_NV.device.type == "cpu" else _outscore_by_all
+    return outscore(scaled_NV, tokens_N, seeds, positions)
 
 
 def _outscore_by_candidates(
