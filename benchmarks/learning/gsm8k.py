@@ -73,7 +73,11 @@ def main() -> None:
 
 def measure(folder: Path, problems: list[Task], prompt: str, temperature: float, device: str) -> dict[str, Any]:
     """Return accuracies with intervals, and the mean length in tokens."""
-    settings = [f"model.name={folder}", *([f"tasks.prompt={json.dumps(prompt)}"] if prompt else [])]
+    settings = [
+        f"model.name={folder}",
+        "tasks.sources.0.reward=number",
+        *([f"tasks.prompt={json.dumps(prompt)}"] if prompt else []),
+    ]
     config = load(ROOT / "configs" / "gsm8k.toml", settings)
     examiner, engine = Examiner(config, {}), TorchEngine(pick("auto", device)[0], device)
     examiner.load(engine, folder)
