@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from shoal.engine.protocol import Sampling
@@ -15,7 +15,7 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import ShoalError
 from shoal.learner.batch import MicroBatch
 from shoal.learner.checkpoint import Checkpoints, LearnerProgress
-from shoal.learner.masters import merge_adapters, write_adapter
+from shoal.learner.masters import difference_from_merge, merge_adapters, write_adapter
 from shoal.learner.policy import Policy
 from shoal.model.adapters import TARGETS, Adapters, attach_, is_adapter
 from shoal.model.load import load_model, save_model
@@ -134,6 +134,27 @@ def test_merged_adapters_give_a_plain_model_that_computes_the_same(tiny_folder, 
     plain, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not loading["unexpected_keys"] and not loading["missing_keys"] and plain.dtype == torch.float32
     assert_same_logits(plain, policy.model, load_model(tiny_folder), 1e-3)
+
+
+def test_a_model_that_is_not_the_merge_is_named_by_its_first_other_tensor(tiny_folder, tmp_path):
+    policy = adapted(tiny_folder)
+    policy.update(batches(), N_TOKENS)
+    save(policy, tmp_path / "v")
+    merge_adapters(tmp_path / "v", tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    merged = load_file(path)
+    name = next(name for name in sorted(merged) if "q_proj" in name)
+    for changed, expected in (
+        ({name: merged[name] * (1 + 1e-6)}, ""),  # another machine's rounding
+        ({name: merged[name] * (1 + 1e-3)}, name),
+        ({name: merged[name].half()}, name),
+        ({name: merged[name][:-1]}, name),
+        ({"zzz.weight": torch.zeros(1)}, "zzz.weight"),
+    ):
+        save_file(merged | changed, path)
+        assert difference_from_merge(tmp_path / "v", tmp_path / "model") == expected
+    save_file({other: tensor for other, tensor in merged.items() if other != name}, path)
+    assert difference_from_merge(tmp_path / "v", tmp_path / "model") == name
 
 
 def test_training_continues_only_with_the_same_adapters(tiny_folder, tmp_path):

@@ -14,7 +14,7 @@ here changes it.
 import json
 import logging
 import shutil
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from shoal.model.sources import LOCAL, resolve
 from shoal.model.training import Scorer, Sharded, open_sharded
 
 Tensors = Mapping[str, Tensor]
+
+ROUNDING = (1e-5, 1e-7)  # relative and absolute: by how much two machines' merges of the same adapters may differ
 
 log = logging.getLogger(__name__)
 
@@ -122,13 +124,34 @@ def attach_adapters_(model: Any, section: LoraSection) -> None:
         parameter.requires_grad_(is_adapter(name))
 
 
-@torch.no_grad()
 def merge_adapters(version: Path, folder: Path) -> None:
     """Write a published version as a plain model, with the adapters merged in float32. `folder` must not exist yet."""
-    config = json.loads((version / "config.json").read_text())
-    scale = config[FIELD]["alpha"] / config[FIELD]["rank"]
+    config = _config(version)
     shutil.copytree(version, folder, ignore=shutil.ignore_patterns(WEIGHTS))
-    merged: dict[str, Tensor] = {}
+    save_file(dict(_merged(version)), folder / WEIGHTS, metadata={"format": "pt"})
+    kept = {name: value for name, value in config.items() if name != FIELD} | {"dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
+
+
+def difference_from_merge(version: Path, folder: Path) -> str:
+    """Return the first tensor in `folder` that is not the merge of this version, or ""; other machines round differently."""
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        names = set(file.keys())
+        for name, merged in _merged(version):
+            if name not in names:
+                return name
+            tensor = file.get_tensor(name)
+            if (tensor.shape, tensor.dtype) != (merged.shape, merged.dtype) or not tensor.allclose(merged, *ROUNDING):
+                return name
+            names.remove(name)
+    return min(names, default="")
+
+
+@torch.no_grad()
+def _merged(version: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a plain model: the base weights, and those with adapters merged in float32."""
+    section = _config(version)[FIELD]
+    scale = section["alpha"] / section["rank"]
     with safe_open(version / WEIGHTS, framework="pt") as file:
         names = set(file.keys())
         for name in sorted(name for name in names if not is_adapter(name)):
@@ -137,15 +160,17 @@ def merge_adapters(version: Path, folder: Path) -> None:
             if f"{layer}.lora_A" in names:
                 down_rI, up_Or = (file.get_tensor(f"{layer}.{side}").float() for side in ("lora_A", "lora_B"))
                 tensor = tensor.float() + scale * (up_Or @ down_rI)
-            merged[name] = tensor
-    save_file(merged, folder / WEIGHTS, metadata={"format": "pt"})
-    kept = {name: value for name, value in config.items() if name != FIELD} | {"dtype": "float32"}
-    (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
+            yield name, tensor
+
+
+def _config(version: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((version / "config.json").read_text())
+    return config
 
 
 def write_adapter(version: Path, folder: Path, base: str) -> None:
     """Write a published version's adapters in peft's format. `base` is the config's `model.name`."""
-    section = json.loads((version / "config.json").read_text())[FIELD]
+    section = _config(version)[FIELD]
     folder.mkdir(parents=True)
     with safe_open(version / WEIGHTS, framework="pt") as file:
         adapters = {name: file.get_tensor(name) for name in file.keys() if is_adapter(name)}  # noqa: SIM118

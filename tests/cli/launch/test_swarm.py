@@ -17,7 +17,7 @@ import pytest
 import torch
 from benchmarks.trust.adversary.cheats import CHEATS
 from benchmarks.trust.byzantine import liars
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal.cli import main
@@ -330,6 +330,10 @@ def test_a_run_with_adapters_writes_a_model_without_adapters(tmp_path: Path) -> 
     assert trained.keys() == base.keys()
     changed = [name for name in base if not torch.equal(trained[name].float(), base[name].float())]
     assert changed and all("proj" in name for name in changed)
+    assert main(["audit", str(out)]) == 0
+    trained[changed[0]][0, 0] += 1e-3
+    save_file(trained, out / "model" / "model.safetensors")
+    assert main(["audit", str(out)]) == 1
 
 
 # --- a tool ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
     coordinator/tasks     each file's name is its hash; the config's manifest and every file that it lists exist
     origin/store          manifests have the origin's signature and the digests in the ledger; every shard matches
     learner/versions      weights match the learner's record, and complete folders match their manifests
+    learner/model         the last version, with any adapters merged
     learner/checkpoints   files match the learner's signature
     config.toml, metrics.jsonl, evaluations.jsonl    match the ledger and the sealed history
 
@@ -28,7 +29,7 @@ from shoal.learner.report import CHECKPOINT, SIGNED
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import CheckpointRecord
 from shoal.shardcast.files import StreamFiles
-from shoal.shardcast.manifest import Manifest, parse_version
+from shoal.shardcast.manifest import Manifest, parse_version, version_name
 from shoal.shardcast.store import ShardStore
 from shoal.store.folder import HASH, Folder
 from shoal.tasks.taskset import TaskManifest
@@ -160,11 +161,13 @@ def _versions(run: AuditedRun, state: AuditState, manifests: dict[int, Manifest]
     folders = [
         (version, path) for path in root.glob("versions/v*") if (version := parse_version(path.name)) is not None
     ]
+    models: list[Path] = []
     if len(state.records) == run.config.run.steps:
         models = [path for path in (root / "model", run.folder / "model") if path.is_dir()]
         if not models:
             raise BrokenError("model", "missing, although a finished run keeps it")
-        folders += [(run.config.run.steps, path) for path in models]
+        if run.config.learner.lora is None:
+            folders += [(run.config.run.steps, path) for path in models]
     digests = {record.step + 1: record.after for record in state.records}
     if state.records:
         digests[0] = state.records[0].before
@@ -176,7 +179,28 @@ def _versions(run: AuditedRun, state: AuditState, manifests: dict[int, Manifest]
             manifest = manifests.get(version)
             if manifest is not None and not StreamFiles(folder, manifest.files).match(manifest.content):
                 raise BrokenError(link, "not the files that the origin published")
+    if run.config.learner.lora is not None:
+        for path in models:
+            _check_merged(root / "versions" / version_name(run.config.run.steps), path, run)
     return [f"learner: weights of {len(folders)} versions"]
+
+
+def _check_merged(version: Path, model: Path, run: AuditedRun) -> None:
+    """Compare a model with the last version, from which the learner merged it."""
+    from safetensors import SafetensorError  # these imports load torch
+
+    from shoal.learner.masters import difference_from_merge
+
+    link = str(model.relative_to(run.folder))
+    if not version.is_dir():
+        raise BrokenError(str(version.relative_to(run.folder)), f"missing, although {link} was merged from it")
+    with checking(link):
+        try:
+            name = difference_from_merge(version, model)
+        except SafetensorError as error:
+            raise BrokenError(link, error) from error
+        if name:
+            raise BrokenError(link, f"{name} is not what merging the last version's adapters gives")
 
 
 def _checkpoints(run: AuditedRun, state: AuditState) -> list[str]:
