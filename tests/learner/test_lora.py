@@ -155,6 +155,11 @@ def test_a_model_that_is_not_the_merge_is_named_by_its_first_other_tensor(tiny_f
         assert difference_from_merge(tmp_path / "v", tmp_path / "model") == expected
     save_file({other: tensor for other, tensor in merged.items() if other != name}, path)
     assert difference_from_merge(tmp_path / "v", tmp_path / "model") == name
+    for file in (tmp_path / "model" / "config.json", tmp_path / "model" / "tokenizer.json"):
+        text = file.read_text()
+        file.write_text(text + " ")
+        assert difference_from_merge(tmp_path / "v", tmp_path / "model") == file.name
+        file.write_text(text)
 
 
 def test_training_continues_only_with_the_same_adapters(tiny_folder, tmp_path):

@@ -35,6 +35,7 @@ from shoal.model.training import Scorer, Sharded, open_sharded
 
 Tensors = Mapping[str, Tensor]
 
+CONFIG = "config.json"
 ROUNDING = (1e-5, 1e-7)  # relative and absolute: by how much two machines' merges of the same adapters may differ
 
 log = logging.getLogger(__name__)
@@ -126,15 +127,20 @@ def attach_adapters_(model: Any, section: LoraSection) -> None:
 
 def merge_adapters(version: Path, folder: Path) -> None:
     """Write a published version as a plain model, with the adapters merged in float32. `folder` must not exist yet."""
-    config = _config(version)
     shutil.copytree(version, folder, ignore=shutil.ignore_patterns(WEIGHTS))
     save_file(dict(_merged(version)), folder / WEIGHTS, metadata={"format": "pt"})
-    kept = {name: value for name, value in config.items() if name != FIELD} | {"dtype": "float32"}
-    (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
+    (folder / CONFIG).write_text(_plain_config(version))
 
 
 def difference_from_merge(version: Path, folder: Path) -> str:
-    """Return the first tensor in `folder` that is not the merge of this version, or ""; other machines round differently."""
+    """Return the first file or tensor in `folder` that differs from what `merge_adapters` writes, or "".
+
+    Tensors may differ by ROUNDING.
+    """
+    for path in sorted(path for path in version.iterdir() if path.name != WEIGHTS):
+        wanted = _plain_config(version).encode() if path.name == CONFIG else path.read_bytes()
+        if (folder / path.name).read_bytes() != wanted:
+            return path.name
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         names = set(file.keys())
         for name, merged in _merged(version):
@@ -164,8 +170,13 @@ def _merged(version: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _config(version: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((version / "config.json").read_text())
+    config: dict[str, Any] = json.loads((version / CONFIG).read_text())
     return config
+
+
+def _plain_config(version: Path) -> str:
+    kept = {name: value for name, value in _config(version).items() if name != FIELD} | {"dtype": "float32"}
+    return json.dumps(kept, indent=2) + "\n"
 
 
 def write_adapter(version: Path, folder: Path, base: str) -> None:
