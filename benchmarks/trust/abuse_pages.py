@@ -3,8 +3,8 @@
     python -m benchmarks.trust.abuse_pages [--seconds 10] [--only NAME ...] [--out benchmarks/results/abuse_pages.json]
     python -m benchmarks.trust.abuse_pages --tree ../before     the processes run another checkout's code
 
-For each row of `ROWS`, a new process is measured without an attack and then under the row's attack, and gets SIGTERM while
-the attack goes on. Each result has, for both measurements: p50 and p99 of each honest request in ms, and how many requests
+For each row of `ROWS`, a new process is measured without an attack and then under the row's attack. It gets SIGTERM during
+the attack. Each result has, for both measurements: p50 and p99 of each honest request in ms, and how many requests
 failed or took longer than TIMEOUT_S; the process's largest resident memory in MiB and the bytes in its folder; how the
 attack's requests ended; and the seconds from SIGTERM to the process's end. An attack has a bounded number of connections.
 It ends after --seconds, or after its row's own time.

@@ -176,8 +176,8 @@ class SpendsTolerance(Attack):
             if useful and cost <= nats and (far if beyond else near) >= 1:
                 far, near, nats = far - beyond, near - (not beyond), nats - cost
                 taken[one.place] = one
-        # Decoys hide that changes and rewards are correlated. So they go first into the completions whose reward is worst
-        # for the attacker's aim.
+        # Decoys hide that changes and rewards are correlated. So they go first into the completions whose rewards help
+        # the attacker least.
         decoys = round(plan.decoys * len(taken))
         for one in sorted(tried, key=lambda one: (self.direction * one.before, one.swap.margin)):
             if (

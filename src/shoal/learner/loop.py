@@ -33,7 +33,7 @@ from shoal.protocol.node import Node
 from shoal.shardcast.manifest import version_name
 
 MODEL = "model"  # folder of the trained model, written when the run finishes
-MAX_SKIPS = 3  # so many steps in a row may be skipped; one more ends the run
+MAX_SKIPS = 3  # maximum number of steps skipped in a row; one more ends the run
 ADAPTER = "adapter"  # folder of the adapters alone, for peft
 
 log = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ class Surrogate(NamedTuple):
     """For each token, the objective to maximise, and bools that say which bounds apply."""
 
     objective_N: Tensor
-    low_N: Tensor  # there is no gradient, because A < 0 and the probability fell far enough
-    high_N: Tensor  # there is no gradient, because A > 0 and the probability rose far enough
+    low_N: Tensor  # whether the lower clip removes the gradient: A < 0, and the probability fell too far
+    high_N: Tensor  # whether the upper clip removes the gradient: A > 0, and the probability rose too far
     bounded_N: Tensor  # the ratio reached its upper bound (delta)
 
 

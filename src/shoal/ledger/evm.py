@@ -46,7 +46,7 @@ WAIT_S = 120.0
 # Errors that reading a malformed answer can raise.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 KINDS = ("registered", "credited", "slashed")
-NO_PAYER = "0x" + "00" * 20  # for a member without a payer, so nobody can stake for it
+NO_PAYER = "0x" + "00" * 20  # a member with this payer has none: nobody can stake for it
 
 
 class ChainLostError(LedgerError):

@@ -22,7 +22,7 @@ The tiers `bubblewrap` and `kernel` both promise:
 - a program is one process with at most eight threads beside the first; nothing outlives a run
 - a program gets no descriptor, environment or argument of the parent; no state of one run reaches the next
 - the host's files cannot be read; nothing can be written outside the scratch folder, whose total size is bounded
-- there is no network, no DNS and no abstract socket; no other process can be seen, signalled or traced
+- the program has no network, DNS or abstract sockets, and cannot see, signal or trace any other process
 - a program has no capability and gains no privileges; setuid is ignored
 - only listed system calls work, so mount, unshare, io_uring, keyctl, ptrace, bpf, userfaultfd, clone3 and memfd fail
 - a program cannot create user namespaces; two mechanisms forbid this in `bubblewrap`, one in `kernel`

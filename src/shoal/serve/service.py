@@ -113,7 +113,7 @@ class Settings:
 
 
 def engine_of(source: ModelSource) -> Callable[[], TorchEngine]:
-    """Return a factory of engines. They have the run's numerics, or this machine's best numerics if there is no run.
+    """Return a factory of engines. Each uses the run's numerics, or without a run the best that this machine has.
 
     Raise DeviceError or ShoalError.
     """

@@ -50,7 +50,7 @@ PLAIN, RLE = 0, 3  # of parquet.thrift's enum Encoding
 MAX_PAGES = 10_000  # in one file; an honest file has about one per MiB
 MAX_PAGE_HEADER_BYTES = 1_024
 LEVEL_BYTES = 4  # a value's repetition and definition levels take at most two runs of two bytes
-PAGE_OVERHEAD_BYTES = 64  # for the sizes of a page's levels, and for text longer than the mean
+PAGE_OVERHEAD_BYTES = 64  # margin for the lengths of a page's levels, and for texts longer than the mean
 
 TRUE, FALSE, I32, STRUCT = 1, 2, 5, 12  # Thrift's compact types; our writer's headers contain no others
 Fields = dict[int, Any]

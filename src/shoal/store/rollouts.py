@@ -53,7 +53,7 @@ class Header(BaseModel):
     policy_digest: str = Hex64
     worker: str = Hex64
     submission: int = Field(ge=0)
-    nonce: str = Field(pattern=r"^[0-9a-f]{32}$")  # of the assignment
+    nonce: str = Field(pattern=r"^[0-9a-f]{32}$")  # the assignment's nonce
     groups: int = Field(default=0, ge=0)  # number of groups in the assignment
     signer: str = Hex64
     # The next three fields are for submissions only. `engine` is ENGINE/DEVICE and selects the limits that apply; if it

@@ -19,6 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from blake3 import blake3
+from safetensors import SafetensorError
 
 from shoal.cli.audit.pay import AuditState
 from shoal.cli.audit.run import AuditedRun, BrokenError, checking, read_config
@@ -187,9 +188,7 @@ def _versions(run: AuditedRun, state: AuditState, manifests: dict[int, Manifest]
 
 def _check_merged(version: Path, model: Path, run: AuditedRun) -> None:
     """Compare a model with the last version, from which the learner merged it."""
-    from safetensors import SafetensorError  # these imports load torch
-
-    from shoal.learner.masters import difference_from_merge
+    from shoal.learner.masters import difference_from_merge  # imports torch
 
     link = str(model.relative_to(run.folder))
     if not version.is_dir():

@@ -38,7 +38,7 @@ SUFFIXES = (*JSON, ".parquet", ".txt")
 
 
 class EndError(Exception):
-    """There is no document with this number. `count` is the number of documents."""
+    """A document number is past the last document. `count` is the number of documents."""
 
     def __init__(self, count: int) -> None:
         super().__init__(f"{count} documents")

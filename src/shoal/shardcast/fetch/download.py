@@ -229,8 +229,8 @@ class Sources:
             if (rest_s := source.standing.rest_s()) >= deadline_s - loop_time():
                 break
             await asyncio.sleep(rest_s)
-            # Tolerate silence if there is no other server. A relay always tolerates it, because its siblings may still
-            # be receiving the shard.
+            # Give up on a silent server only if another one may have the shard. A relay never gives up, because its
+            # siblings may still be receiving the shard.
             others = any(other not in (source, *self.fallback) for other in candidates)
             silence_s = quiet_s if others and order is None else math.inf
             try:
