@@ -9,7 +9,7 @@ import pytest
 from shoal.ledger.chain import LedgerError
 from shoal.ledger.connection import SqliteConnection
 from shoal.ledger.evm import artifact, deploy
-from shoal.ledger.stakes import UNSTAKE_S, Account
+from shoal.ledger.stakes import UNSTAKE_S, Account, Book, Event
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 
@@ -69,6 +69,14 @@ def test_work_is_credited_once(backend: Backend) -> None:
     refused(lambda: stakes.credit(A, "w-1", 12), lambda: stakes.credit(B, "w-1", 12))
     stakes.credit(A, "w-2", 5)
     assert account(stakes).credit == 17 and account(stakes, B).credit == 0
+
+
+def test_the_ledger_refuses_a_credit_without_work() -> None:
+    book = Book()
+    book.apply(Event("registered", A, "worker"), 0)
+    with pytest.raises(LedgerError, match="names no work"):
+        book.apply(Event("credited", A, "", 3), 0)
+    assert book.accounts[A].credit == 0
 
 
 def test_slashing_takes_staked_and_unstaked_amounts_for_the_pool(backend: Backend) -> None:

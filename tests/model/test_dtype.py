@@ -34,3 +34,15 @@ def test_auto_picks_bfloat16_only_where_it_is_faster_by_a_fifth_and_returns_the_
 
 def test_the_measured_speed_of_this_machine_is_a_plausible_number() -> None:
     assert 0.1 < dtype.measure_gflops(torch.float32) < 1e6
+
+
+@pytest.mark.parametrize(("device", "size"), [("cpu", 512), ("meta", 4096)])
+def test_a_gpus_speed_is_measured_with_a_product_that_fills_it(
+    monkeypatch: pytest.MonkeyPatch, device: str, size: int
+) -> None:
+    """The meta device stands for a GPU: it computes nothing."""
+    shapes = []
+    monkeypatch.setattr(torch, "matmul", lambda a, b: shapes.append((a.shape, b.shape)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    dtype.measure_gflops(torch.bfloat16, device)
+    assert set(shapes) == {((size, size), (size, size))}
