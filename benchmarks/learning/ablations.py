@@ -53,7 +53,6 @@ RECIPE = [
     "sampling.group_size=16",
     "coordinator.prompts_per_step=8",
 ]
-HELDOUT = 256
 MAX_DRAWS = 8  # maximum batches sampled for one step; after that the step trains on fewer groups
 # Made by `shoal filter`: configs/words.toml for words and budgets; for sums, quickstart with SUMS and --n 2000.
 MANIFEST = "runs/words-filter/manifest.json"
@@ -119,6 +118,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="some arms of the study (default: all)")
     parser.add_argument("--steps", type=int, help="number of steps (default: that of the study)")
+    parser.add_argument("--heldout", type=int, default=256, help="number of held-out tasks (default: 256)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change the config of every arm"
     )
@@ -139,7 +139,7 @@ def main() -> None:
             arm = study.arms[name]
             settings = [*RECIPE, *study.settings, *arm.settings, *arguments.set]
             with Run(study.config, settings, arm, seed) as run:
-                figures = run.figures(steps)
+                figures = run.figures(steps, arguments.heldout)
                 if arguments.save:
                     arguments.save.mkdir(parents=True, exist_ok=True)
                     run.policy.write(arguments.save / f"{name.replace(' ', '-')}-{seed}", replace=True)
@@ -185,10 +185,10 @@ class Run:
         self.examiner.close()
         self.temporary.cleanup()
 
-    def figures(self, steps: int) -> dict[str, Any]:
+    def figures(self, steps: int, n_heldout: int) -> dict[str, Any]:
         """Train. Return all measurements."""
         self.load_policy()
-        before = self.heldout()
+        before = self.heldout(n_heldout)
         waiting = deque(self.sample() for _ in range(self.arm.level))
         series: dict[str, list[float]] = {"reward": [], "drawn": [], "tokens": []}
         for _ in range(steps):
@@ -216,7 +216,7 @@ class Run:
             "drawn_total": sum(series["drawn"]),
             "tokens_total": sum(series["tokens"]),
             **{f"{name}_before": value for name, value in before.items()},
-            **{f"{name}_after": value for name, value in self.heldout().items()},
+            **{f"{name}_after": value for name, value in self.heldout(n_heldout).items()},
             "series": {name: series[name] for name in kept if name in series},
         }
 
@@ -260,9 +260,9 @@ class Run:
             result.append(Group("", 0, prompt, [c.tokens for c in group], [c.logprobs for c in group], scores))
         return result
 
-    def heldout(self) -> dict[str, float]:
+    def heldout(self, n: int) -> dict[str, float]:
         """Return held-out accuracy, greedy and sampled, and the mean distance of sampled lengths from their targets."""
-        chosen = [self.tasks.heldout[number] for number in range(min(HELDOUT, len(self.tasks.heldout)))]
+        chosen = [self.tasks.heldout[number] for number in range(min(n, len(self.tasks.heldout)))]
         result = {}
         for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             seeds = [self.seeds("heldout", number, 1) for number in range(len(chosen))]
