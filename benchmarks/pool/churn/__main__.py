@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.machine import ROOT, command_line, describe, save
-from benchmarks.pool.churn.faults import Fault, draw, in_background
+from benchmarks.pool.churn.faults import Fault, draw, in_background, role_of
 from benchmarks.pool.churn.network import INSIDE, SUBNET, Network, enter, missing
 from benchmarks.pool.churn.verdict import figures, judge
 from shoal import config as config_module
@@ -37,7 +37,7 @@ from shoal.errors import ShoalError
 from shoal.protocol.invite import Address
 
 PORT = 8700
-SPARED = ("evaluator",)
+ROLES = ("coordinator", "learner", "origin", "relay", "validator", "worker")
 PEACE_S, MORE_STEPS = 20.0, 8
 STOPPED = 130  # exit status of a run that was stopped
 
@@ -89,8 +89,8 @@ class Churned(Apart):
             over.wait(0.2)
         self.begun_at, begun_s, busy = time.time(), time.monotonic(), {}
         end_s = begun_s + 60 * self.settings.minutes
-        spare = [name for name in self.network.names if name not in SPARED]
-        for number, fault in enumerate([] if self.settings.no_faults else draw(spare, self.settings.seed)):
+        names = [name for name in self.network.names if role_of(name) in self.settings.roles]
+        for number, fault in enumerate([] if self.settings.no_faults else draw(names, self.settings.seed)):
             due_s = begun_s + number * self.settings.every
             while time.monotonic() < due_s and not over.wait(0.2):
                 self._note_states(begun_s)
@@ -154,6 +154,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15, help="minutes with faults")
     parser.add_argument("--every", type=float, default=20, metavar="S", help="seconds between two faults")
+    parser.add_argument("--roles", nargs="+", choices=ROLES, default=ROLES, help="roles that get faults (default: all)")
     parser.add_argument("--no-faults", action="store_true", help="cause no faults, to compare tokens_per_s")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults")
