@@ -13,8 +13,8 @@ from shoal.protocol.messages import Evaluation
 from shoal.watch.record import EVALUATIONS
 from shoal.watch.summary import SUMMARY, Leg, all_legs, read_legs, wall_s, write_legs
 
-FIRST = Leg(wall_s=100.0, restarts={"learner": 1, "worker-0": 0}, peak_rss_bytes={"learner": 5}, peak_together_bytes=9)
-SECOND = Leg(wall_s=50.0, restarts={"learner": 2}, peak_rss_bytes={"learner": 3, "origin": 1}, peak_together_bytes=4)
+FIRST = Leg(100.0, {"learner": 1, "worker-0": 0}, {"learner": 5}, 9, {"learner": 60.0, "worker-0": 30.0})
+SECOND = Leg(50.0, {"learner": 2}, {"learner": 3, "origin": 1}, 4, {"learner": 20.0})
 
 
 def test_merged_legs_sum_times_and_restarts_and_keep_the_highest_peaks() -> None:
@@ -23,6 +23,7 @@ def test_merged_legs_sum_times_and_restarts_and_keep_the_highest_peaks() -> None
         restarts={"learner": 3, "worker-0": 0},
         peak_rss_bytes={"learner": 5, "origin": 1},
         peak_together_bytes=9,
+        cpu_s={"learner": 80.0, "worker-0": 30.0},
     )
 
 

@@ -69,6 +69,7 @@ def report(folder: Path, shown: tuple[Status, RunHistory]) -> dict[str, Any]:
         restarts={"learner": 1, "worker-0": 0},
         peak_rss_bytes={"learner": 2 << 30, "worker-0": 1 << 30},
         peak_together_bytes=5 << 29,
+        cpu_s={"learner": 93.5},
     )
     return write_report(folder, config=CONFIG, status=shown[0], history=shown[1], measured=measured)
 
@@ -115,6 +116,7 @@ def test_the_summary_has_exactly_these_keys_and_values(tmp_path: Path) -> None:
         "restarts": {"learner": 1, "worker-0": 0},
         "peak_rss_bytes": {"learner": 2 << 30, "worker-0": 1 << 30},
         "peak_together_bytes": 5 << 29,
+        "cpu_s": {"learner": 93.5},
     }
 
 
@@ -182,7 +184,9 @@ def test_a_pool_on_several_machines_reports_no_restarts_or_memory(tmp_path: Path
     shown, history = status()
     summary = write_report(tmp_path, config=CONFIG, status=shown, history=history)
     assert summary["wall_s"] == 100.0
-    assert summary["restarts"] is summary["peak_rss_bytes"] is summary["peak_together_bytes"] is None
+    assert (
+        summary["restarts"] is summary["peak_rss_bytes"] is summary["peak_together_bytes"] is summary["cpu_s"] is None
+    )
     text = shown_text(summary, 80, tmp_path)
     assert "restarts" not in text and "memory" not in text and "held-out greedy" in text
     (tmp_path / "model").mkdir()

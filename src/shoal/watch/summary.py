@@ -49,6 +49,7 @@ class Leg:
     restarts: dict[str, int] = field(default_factory=dict)  # by process
     peak_rss_bytes: dict[str, int] = field(default_factory=dict)  # by process
     peak_together_bytes: int = 0  # peak of all processes together, with shared pages counted once
+    cpu_s: dict[str, float] = field(default_factory=dict)  # CPU time by process
     estimated_s: float = 0.0  # duration estimated before the start, or 0 without an estimate
     estimated_bytes: float = 0.0
 
@@ -103,6 +104,7 @@ def summarize(config: Config, status: Status, history: RunHistory, measured: Leg
         "restarts": measured.restarts if measured else None,
         "peak_rss_bytes": measured.peak_rss_bytes if measured else None,
         "peak_together_bytes": measured.peak_together_bytes if measured else None,
+        "cpu_s": measured.cpu_s if measured else None,
     }
 
 
@@ -209,8 +211,10 @@ def all_legs(legs: list[Leg]) -> Leg:
     """Merge all legs into one. Sum times and restarts, and keep the highest peaks."""
     restarts: Counter[str] = Counter()
     peaks: Counter[str] = Counter()
+    cpu_s: dict[str, float] = {}
     for leg in legs:
         restarts.update(leg.restarts)
+        cpu_s |= {name: cpu_s.get(name, 0.0) + seconds for name, seconds in leg.cpu_s.items()}
         peaks |= Counter(leg.peak_rss_bytes)
     names = [name for leg in legs for name in leg.restarts]
     return Leg(
@@ -218,4 +222,5 @@ def all_legs(legs: list[Leg]) -> Leg:
         restarts={name: restarts[name] for name in names},
         peak_rss_bytes=dict(peaks),
         peak_together_bytes=max((leg.peak_together_bytes for leg in legs), default=0),
+        cpu_s=cpu_s,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.launch import members
-from shoal.cli.launch.children import ENVIRONMENT, MAX_QUOTED, Child, Children
+from shoal.cli.launch.children import ENVIRONMENT, MAX_QUOTED, Child, Children, Usage
 from shoal.cli.launch.swarm import PREPARE
 from shoal.config import parse
 from shoal.errors import ShoalError
@@ -125,3 +125,24 @@ def test_workers_are_started_with_the_engines_in_turn(tmp_path: Path) -> None:
         name for name, words in started.items() if words[words.index("--join") + 2 :][:2] == ["--engine", "vllm"]
     }
     assert with_vllm == {"worker-1"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_and_cpu_time_of_a_process_are_measured_and_kept_after_its_end() -> None:
+    usage, tick_s = Usage(), 1 / os.sysconf("SC_CLK_TCK")
+    least_s = sum(os.times()[:4])
+    assert usage.measure({"learner": os.getpid(), "gone": 2**22 + 1})
+    most_s = sum(os.times()[:4])
+    assert least_s - 4 * tick_s <= usage.cpu_s()["learner"] <= most_s + 4 * tick_s  # each of four sums is rounded
+    assert usage.rss_bytes["learner"] > usage.rss_bytes["gone"] == usage.cpu_s()["gone"] == 0
+    assert usage.together_bytes > 0
+    assert not usage.measure({}), "the next measurement comes later"
+    kept, usage.measured_s = usage.cpu_s(), 0.0
+    assert usage.measure({}) and usage.cpu_s() == kept
+
+
+def test_the_cpu_time_of_a_restarted_process_is_the_sum_over_its_processes() -> None:
+    assert Usage(seconds={("learner", 1): 2.0, ("learner", 2): 3.0, ("origin", 3): 1.0}).cpu_s() == {
+        "learner": 5.0,
+        "origin": 1.0,
+    }

@@ -179,19 +179,20 @@ def _become(module: str, command: list[str], log: Path) -> None:
     sys.exit(importlib.import_module(module).main(command))
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory and CPU time ----------------------------------------------------------------------------------------------
 
 
 @dataclass
-class MemoryPeaks:
-    """Peak memory of processes, from Linux's /proc; a process that has ended keeps its peak.
+class Usage:
+    """Peak memory and CPU time of processes, from Linux's /proc; a process that has ended keeps its last figures.
 
     Without /proc every figure is 0. Left out: the process that children are forked from, which shares all but about 40 MB of
-    its pages with them.
+    its pages with them, and its imports.
     """
 
     rss_bytes: dict[str, int] = field(default_factory=dict)  # by the process's name
     together_bytes: int = 0  # the highest sum of all processes at one time, with shared pages counted once
+    seconds: dict[tuple[str, int], float] = field(default_factory=dict)  # CPU time by name and process id
     measured_s: float = 0.0
 
     def measure(self, pids: Mapping[str, int]) -> bool:
@@ -201,9 +202,17 @@ class MemoryPeaks:
         for name, pid in pids.items():
             peak = _memory_bytes(pid, "status", "VmHWM:")
             self.rss_bytes[name] = max(self.rss_bytes.get(name, 0), peak)
+            self.seconds[name, pid] = max(self.seconds.get((name, pid), 0.0), _cpu_s(pid))
         together = sum(_memory_bytes(pid, "smaps_rollup", "Pss:") for pid in pids.values())
         self.together_bytes, self.measured_s = max(self.together_bytes, together), time.monotonic()
         return True
+
+    def cpu_s(self) -> dict[str, float]:
+        """Return the CPU time of each name, over all its processes and their children that have ended."""
+        result: dict[str, float] = {}
+        for (name, _), seconds in self.seconds.items():
+            result[name] = result.get(name, 0.0) + seconds
+        return result
 
 
 def _memory_bytes(pid: int, file: str, key: str) -> int:
@@ -213,3 +222,12 @@ def _memory_bytes(pid: int, file: str, key: str) -> int:
     except OSError:  # the process has ended, or this system has no such file
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), 0)
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the CPU time of a process and of its children that have ended; 0 if it is unknown."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may contain spaces
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")

@@ -21,7 +21,7 @@ import httpx
 
 from shoal import config as config_module
 from shoal.cli.launch import members
-from shoal.cli.launch.children import Child, Children, MemoryPeaks
+from shoal.cli.launch.children import Child, Children, Usage
 from shoal.cli.launch.members import RunProcess, locked, remove_caches
 from shoal.cli.launch.process import Interrupted, listen, signals_interrupt
 from shoal.cli.launch.watch import STALL_S, Watch
@@ -71,7 +71,7 @@ class Swarm:
         self.cores = available_cores()
         self.children = Children(self.out / "logs", config.model.device)
         self.pool = PoolWatch(url, httpx.Client(timeout=5))
-        self.peaks = MemoryPeaks()
+        self.usage = Usage()
         self.legs: list[Leg] = []
         self.dashboard = dashboard
         self.started_s = 0.0
@@ -231,7 +231,7 @@ class Swarm:
                     self.view.update(status, self.pool.history, self._wall_s())
                     if status.state == "finished" and self._trained_model() is not None and self._may_end(status):
                         return
-                if self.peaks.measure(self.children.pids() | {"shoal run": os.getpid()}):
+                if self.usage.measure(self.children.pids() | {"shoal run": os.getpid()}):
                     self._save_leg()
                 self.children.revive(self._say)
                 self.watch.check()
@@ -250,8 +250,9 @@ class Swarm:
         self.legs[-1] = Leg(
             wall_s=time.monotonic() - self.started_s,
             restarts=self.children.restarts(),
-            peak_rss_bytes=self.peaks.rss_bytes,
-            peak_together_bytes=self.peaks.together_bytes,
+            peak_rss_bytes=self.usage.rss_bytes,
+            peak_together_bytes=self.usage.together_bytes,
+            cpu_s=self.usage.cpu_s(),
             estimated_s=0.0 if isinstance(self.estimate, str) else self.estimate.seconds,
             estimated_bytes=0.0 if isinstance(self.estimate, str) else self.estimate.memory_bytes,
         )
