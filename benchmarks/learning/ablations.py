@@ -107,7 +107,7 @@ STUDIES = {
         "recipe",
         30,
         ["learner.lr=4e-6", "learner.warmup_steps=8", "sampling.group_size=8", "coordinator.prompts_per_step=16"],
-        {"recipe": Arm(2), "random rewards": Arm(2, [], True)},
+        {"recipe": Arm(1), "random rewards": Arm(1, [], True)},
     ),
 }
 
