@@ -129,16 +129,16 @@ def test_workers_are_started_with_the_engines_in_turn(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_and_cpu_time_of_a_process_are_measured_and_kept_after_its_end() -> None:
-    usage, tick_s = Usage(), 1 / os.sysconf("SC_CLK_TCK")
-    least_s = sum(os.times()[:4])
-    assert usage.measure({"learner": os.getpid(), "gone": 2**22 + 1})
+    gone = 2**22 + 1  # no process has this id
+    usage = Usage(rss_bytes={"gone": 7}, seconds={("gone", gone): 5.0})
+    least_s, rounding_s = sum(os.times()[:4]), 4 / os.sysconf("SC_CLK_TCK")
+    assert usage.measure({"learner": os.getpid(), "gone": gone})
     most_s = sum(os.times()[:4])
-    assert least_s - 4 * tick_s <= usage.cpu_s()["learner"] <= most_s + 4 * tick_s  # each of four sums is rounded
-    assert usage.rss_bytes["learner"] > usage.rss_bytes["gone"] == usage.cpu_s()["gone"] == 0
+    assert least_s - rounding_s <= usage.cpu_s()["learner"] <= most_s + rounding_s
+    assert usage.rss_bytes["learner"] > usage.rss_bytes["gone"] == 7
+    assert usage.cpu_s()["gone"] == 5.0
     assert usage.together_bytes > 0
     assert not usage.measure({}), "the next measurement comes later"
-    kept, usage.measured_s = usage.cpu_s(), 0.0
-    assert usage.measure({}) and usage.cpu_s() == kept
 
 
 def test_the_cpu_time_of_a_restarted_process_is_the_sum_over_its_processes() -> None:
