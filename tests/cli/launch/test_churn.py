@@ -41,6 +41,13 @@ def test_two_minutes_of_churn_lose_nothing_and_penalise_nobody(tmp_path: Path) -
     check(json.loads((tmp_path / "result.json").read_text()))
 
 
+def test_the_committed_churn_of_replicated_roles_has_faults_in_no_other_role() -> None:
+    result = json.loads(RESULT.with_name("churn-workers.json").read_text())
+    check(result)
+    assert len(result["faults"]) >= 0.9 * result["churned_s"] / 20
+    assert {fault["role"] for fault in result["faults"]} == {"relay", "validator", "worker"}
+
+
 def test_the_committed_churn_includes_every_kind_of_fault_and_every_role() -> None:
     result = json.loads(RESULT.read_text())
     check(result)

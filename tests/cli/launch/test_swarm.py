@@ -77,6 +77,7 @@ def test_a_swarm_trains_on_verified_rollouts(finished: tuple[Path, str]) -> None
     assert min(summary["accepted"].values()) > 0
     assert summary["max_staleness"] <= 2
     assert sum(summary["restarts"].values()) == 0
+    assert summary["cpu_s"].keys() == summary["peak_rss_bytes"].keys() >= {"learner", "worker-0", "validator"}
 
 
 def test_the_bound_separates_learning_runs_from_non_learning_runs() -> None:
@@ -169,6 +170,7 @@ def test_a_run_is_resumed_with_more_steps(finished: tuple[Path, str], tmp_path: 
         "the summary must cover both parts of the run"
     )
     assert summary["peak_together_bytes"] >= first["peak_together_bytes"]
+    assert summary["cpu_s"]["learner"] >= first["cpu_s"]["learner"]
 
 
 def test_a_resume_with_a_wrong_config_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
