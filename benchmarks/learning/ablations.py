@@ -2,14 +2,15 @@
 
     python -m benchmarks.learning.ablations levels --seeds 0 1 2
     python -m benchmarks.learning.ablations sums --seeds 0 1 2
-    python -m benchmarks.learning.ablations words --seeds 0 1 2 --set tasks.sources.0.path=FILE
+    python -m benchmarks.learning.ablations words --seeds 0 1 2 --set model.name=FOLDER
     python -m benchmarks.learning.ablations gsm8k --seeds 0 1 --set model.device=cuda --save runs/gsm8k
 
-Each arm of a study trains a model in one process, with the same tasks and seeds: SmolLM2-135M, or for GSM8K that of
-configs/recipe.toml. As in the paper, step s trains on the batch sampled by version `s - level` (by version 0 in the first
-steps). In a real pool, rollouts may also be younger. For each seed, all arms run in turn. The recipe is INTELLECT-2's
-(arXiv 2505.07291, section 4), except for the learning rate, because the paper's 3e-7 is for 32 billion parameters. In the
-arms with random rewards, a reward is a coin flip, so what they gain, they did not learn from the tasks.
+Each arm of a study trains a model in one process, with the same tasks and seeds: SmolLM2-135M, or for word problems and
+GSM8K that of configs/words.toml and recipe.toml. `shoal filter` writes the list of tasks that the offline filter keeps. As in
+the paper, step s trains on the batch sampled by version `s - level` (by version 0 in the first steps). In a real pool,
+rollouts may also be younger. For each seed, all arms run in turn. The recipe is INTELLECT-2's (arXiv 2505.07291, section 4),
+except for the learning rate, because the paper's 3e-7 is for 32 billion parameters. In the arms with random rewards, a reward
+is a coin flip, so what they gain, they did not learn from the tasks.
 
 A run measures the reward of each version's samples, its mean over the last quarter of the run, and held-out accuracy before
 and after. An arm's means over the seeds are compared with those of the first arm, with 95 % intervals (Welch's t). Writes
@@ -54,8 +55,6 @@ RECIPE = [
     "coordinator.prompts_per_step=8",
 ]
 MAX_DRAWS = 8  # maximum batches sampled for one step; after that the step trains on fewer groups
-# Made by `shoal filter`: configs/words.toml for words and budgets; for sums, quickstart with SUMS and --n 2000.
-MANIFEST = "runs/words-filter/manifest.json"
 COLORS = ["#555555", "#1f6fb4", "#2a9d8f", "#d1495b", "#7b5ea7", "#e08d3c"]
 T_95 = {2: 4.303, 3: 3.182, 4: 2.776}  # Student's t, two-sided, by degrees of freedom
 
@@ -77,7 +76,7 @@ class Study:
     arms: dict[str, Arm]
 
 
-TARGETS = ["tasks.length_targets=[12, 24, 36]"]
+WORDS = ["learner.lr=1e-4", "learner.warmup_steps=8"]
 SUMS = ["tasks.sources.0.options.operand_max=99"]
 PARTS = {
     "recipe": Arm(),
@@ -93,14 +92,24 @@ STUDIES = {
         {f"{level} versions old": Arm(level) for level in (0, 1, 2, 4)} | {"random rewards": Arm(0, [], True)},
     ),
     "sums": Study("quickstart", 24, [*SUMS, "tasks.sources.0.keep=runs/sums-filter/manifest.json"], PARTS),
-    "words": Study("words", 20, [f"tasks.sources.0.keep={MANIFEST}"], PARTS),
+    "words": Study(
+        "words",
+        16,
+        WORDS,
+        {
+            "recipe": Arm(1),
+            "random rewards": Arm(1, [], True),
+            "no offline filter": Arm(1, ["tasks.sources.0.keep="]),
+            "no online filter": Arm(1, ["coordinator.online_filter=false"]),
+        },
+    ),
     "budgets": Study(
         "words",
-        20,
-        [f"tasks.sources.0.keep={MANIFEST}", *TARGETS],
+        16,
+        [*WORDS, "tasks.length_targets=[12, 24, 36]"],
         {
-            "no penalty": Arm(settings=["tasks.length_penalty=0"]),
-            "penalty": Arm(settings=["tasks.length_penalty=0.02"]),
+            "no penalty": Arm(1, ["tasks.length_penalty=0"]),
+            "penalty": Arm(1, ["tasks.length_penalty=0.02"]),
         },
     ),
     "gsm8k": Study(

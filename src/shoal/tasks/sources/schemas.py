@@ -34,6 +34,16 @@ def gsm8k(row: Row) -> TaskFields:
     return TaskFields(text(row, "question"), number, reward="number")
 
 
+def svamp(row: Row) -> TaskFields:
+    body = text(row, "Body").strip()
+    end = "" if body.endswith((".", "?", "!", ",")) else "."
+    return TaskFields(f"{body}{end} {text(row, 'Question').strip()}", text(row, "Answer"), reward="number")
+
+
+def mawps(row: Row) -> TaskFields:
+    return TaskFields(text(row, "input").strip(), text(row, "target"), reward="number")
+
+
 # --- mathematics ----------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +197,8 @@ NUMERIC = re.compile(r"[-\u2212]?\$?[\d,]*\.?\d+", flags=re.ASCII)
 
 SCHEMAS = [
     RowSchema("GSM8K", ("question", "answer"), gsm8k, when=lambda row: "####" in str(row["answer"])),
+    RowSchema("SVAMP", ("Body", "Question", "Answer"), svamp),
+    RowSchema("MAWPS", ("input", "target"), mawps, when=lambda row: isinstance(row["target"], int | float)),
     RowSchema("HumanEval", ("prompt", "canonical_solution", "test", "entry_point"), humaneval),
     RowSchema("MBPP", ("text", "code", "test_list"), mbpp, ("test_setup_code",)),
     RowSchema("MBPP (sanitized)", ("prompt", "code", "test_list"), mbpp, ("test_imports",)),
