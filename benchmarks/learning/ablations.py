@@ -5,12 +5,12 @@
     python -m benchmarks.learning.ablations words --seeds 0 1 2 --set model.name=FOLDER
     python -m benchmarks.learning.ablations gsm8k --seeds 0 1 --set model.device=cuda --save runs/gsm8k
 
-Each arm of a study trains a model in one process, with the same tasks and seeds: SmolLM2-135M, or for word problems and
-GSM8K that of configs/words.toml and recipe.toml. `shoal filter` writes the list of tasks that the offline filter keeps. As in
-the paper, step s trains on the batch sampled by version `s - level` (by version 0 in the first steps). In a real pool,
-rollouts may also be younger. For each seed, all arms run in turn. The recipe is INTELLECT-2's (arXiv 2505.07291, section 4),
-except for the learning rate, because the paper's 3e-7 is for 32 billion parameters. In the arms with random rewards, a reward
-is a coin flip, so what they gain, they did not learn from the tasks.
+Each arm of a study trains a model in one process, with the same tasks and seeds: SmolLM2-135M, or the models of
+configs/words.toml and configs/recipe.toml. `shoal filter` writes the list of tasks that the offline filter keeps. As in the
+paper, step s trains on the batch sampled by version `s - level` (by version 0 in the first steps). In a real pool, rollouts
+may also be younger. For each seed, all arms run in turn. The recipe is INTELLECT-2's (arXiv 2505.07291, section 4), except
+for the learning rate, because the paper's 3e-7 is for 32 billion parameters. In the arms with random rewards, a reward is a
+coin flip, so what they gain, they did not learn from the tasks.
 
 A run measures the reward of each version's samples, its mean over the last quarter of the run, and held-out accuracy before
 and after. An arm's means over the seeds are compared with those of the first arm, with 95 % intervals (Welch's t). Writes
