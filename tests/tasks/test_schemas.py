@@ -92,8 +92,9 @@ def test_private_tests_may_be_plain_json() -> None:
     [
         (GENESYS | {"verification_info": "[" * 65_536}, "verification_info is not JSON"),
         ({"text": "?", "gold": "5"}, r'columns \(gold, text\) match no known schema: .* fields = \{ question = "gold"'),
+        ({"input": "?", "target": "yes"}, r"columns \(input, target\) match no known schema"),
     ],
-    ids=["deeply nested JSON", "unknown columns"],
+    ids=["deeply nested JSON", "unknown columns", "MAWPS without a number"],
 )
 def test_the_error_says_why_a_row_is_bad(row: Row, message: str) -> None:
     with pytest.raises(RowError, match=message):
