@@ -78,12 +78,6 @@ class Study:
 
 WORDS = ["learner.lr=1e-4", "learner.warmup_steps=8"]
 SUMS = ["tasks.sources.0.options.operand_max=99"]
-PARTS = {
-    "recipe": Arm(),
-    "one-sided clip": Arm(settings=["learner.loss.delta=1e9"]),
-    "no offline filter": Arm(settings=["tasks.sources.0.keep="]),
-    "no online filter": Arm(settings=["coordinator.online_filter=false"]),
-}
 STUDIES = {
     "levels": Study(
         "quickstart",
@@ -91,7 +85,17 @@ STUDIES = {
         SUMS,
         {f"{level} versions old": Arm(level) for level in (0, 1, 2, 4)} | {"random rewards": Arm(0, [], True)},
     ),
-    "sums": Study("quickstart", 24, [*SUMS, "tasks.sources.0.keep=runs/sums-filter/manifest.json"], PARTS),
+    "sums": Study(
+        "quickstart",
+        24,
+        [*SUMS, "tasks.sources.0.keep=runs/sums-filter/manifest.json"],
+        {
+            "recipe": Arm(),
+            "one-sided clip": Arm(settings=["learner.loss.delta=1e9"]),
+            "no offline filter": Arm(settings=["tasks.sources.0.keep="]),
+            "no online filter": Arm(settings=["coordinator.online_filter=false"]),
+        },
+    ),
     "words": Study(
         "words",
         16,

@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", metavar="NAME=MODEL")
     parser.add_argument("--data", type=Path, required=True, help="folder with the benchmark's file")
     parser.add_argument("--n", type=int, default=500)
-    parser.add_argument("--prompts", nargs="+", choices=list(PROMPTS), default=list(PROMPTS))
+    parser.add_argument("--prompts", nargs="+", choices=list(PROMPTS), help="(default: all)")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     path = RESULTS / f"{arguments.benchmark}-eval.json"
@@ -65,9 +65,11 @@ def main() -> None:
         Task(f"{arguments.benchmark}/{number}", fields.question, fields.answer, "problems")
         for number, fields in enumerate(map(schema.read, rows))
     ]
+    own = load(ROOT / "configs" / f"{CONFIGS[arguments.benchmark]}.toml").tasks.prompt
+    prompts = arguments.prompts or [name for name, prompt in PROMPTS.items() if prompt != own]
     for model in arguments.models:
         name, _, folder = model.partition("=")
-        for prompt in arguments.prompts:
+        for prompt in prompts:
             for temperature in (0.0, 1.0) if prompt == "config" else (0.0,):
                 if (name, prompt, temperature, arguments.n) in done:
                     continue
