@@ -4,6 +4,7 @@ import gzip
 import importlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -420,3 +421,15 @@ def test_the_tests_of_a_generated_function_match_its_text(text: str, first: obje
     [row] = [row for row in functions({}) if row["question"] == f"Write a Python function f(x) that {text}."]
     tests = json.loads(row["tests"])
     assert (tests["entry"], tests["cases"][0]) == ("f", first)
+
+
+def test_the_real_mawps_and_svamp_are_read_whole_and_share_no_problem(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").symlink_to(real("mawps_test.jsonl"))
+    (tmp_path / "test.jsonl").symlink_to(real("svamp_test.jsonl"))
+    loaded = tasks.load(apart(tmp_path, heldout=1000, name="words"))
+    assert len(loaded.heldout) == 1000
+    assert {task.reward for task in (*loaded.train, *loaded.heldout)} == {"number"}
+    trained, tested = (
+        {re.sub(r"[\d\W]+", " ", task.question.lower()) for task in part} for part in (loaded.train, loaded.heldout)
+    )
+    assert not trained & tested
