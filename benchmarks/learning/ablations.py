@@ -3,7 +3,7 @@
     python -m benchmarks.learning.ablations levels --seeds 0 1 2
     python -m benchmarks.learning.ablations sums --seeds 0 1 2
     python -m benchmarks.learning.ablations words --seeds 0 1 2 --set model.name=FOLDER
-    python -m benchmarks.learning.ablations gsm8k --seeds 0 1 --set model.device=cuda --save runs/gsm8k
+    python -m benchmarks.learning.ablations gsm8k --seeds 0 1 --set model.name=FOLDER --save runs/gsm8k
 
 Each arm of a study trains a model in one process, with the same tasks and seeds: SmolLM2-135M, or the models of
 configs/words.toml and configs/recipe.toml. `shoal filter` writes the list of tasks that the offline filter keeps. As in the
@@ -76,7 +76,7 @@ class Study:
     arms: dict[str, Arm]
 
 
-WORDS = ["learner.lr=1e-4", "learner.warmup_steps=8"]
+LORA = ["learner.lr=1e-4", "learner.warmup_steps=8"]
 SUMS = ["tasks.sources.0.options.operand_max=99"]
 STUDIES = {
     "levels": Study(
@@ -99,7 +99,7 @@ STUDIES = {
     "words": Study(
         "words",
         16,
-        WORDS,
+        LORA,
         {
             "recipe": Arm(1),
             "random rewards": Arm(1, [], True),
@@ -110,7 +110,7 @@ STUDIES = {
     "budgets": Study(
         "words",
         16,
-        [*WORDS, "tasks.length_targets=[12, 24, 36]"],
+        [*LORA, "tasks.length_targets=[12, 24, 36]"],
         {
             "no penalty": Arm(1, ["tasks.length_penalty=0"]),
             "penalty": Arm(1, ["tasks.length_penalty=0.02"]),
@@ -118,8 +118,8 @@ STUDIES = {
     ),
     "gsm8k": Study(
         "recipe",
-        30,
-        ["learner.lr=4e-6", "learner.warmup_steps=8", "sampling.group_size=8", "coordinator.prompts_per_step=16"],
+        16,
+        LORA,
         {"recipe": Arm(1), "random rewards": Arm(1, [], True)},
     ),
 }

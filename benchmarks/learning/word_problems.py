@@ -1,12 +1,12 @@
 """Score models on GSM8K or SVAMP, before and after training: four prompts, strict and lenient grading, greedy and sampled.
 
-    python -m benchmarks.learning.word_problems gsm8k before=MODEL after=runs/gsm8k/model --data FOLDER --n 500
+    python -m benchmarks.learning.word_problems gsm8k before=MODEL after=runs/gsm8k/recipe-0 --data FOLDER --n 256
     python -m benchmarks.learning.word_problems svamp before=MODEL after=runs/words/model --data FOLDER --n 1000
 
 MODEL is a folder or a Hugging Face id. FOLDER has gsm8k_test.jsonl (Cobbe et al. 2021, arXiv 2110.14168) and
 svamp_test.jsonl (Patel et al. 2021, arXiv 2103.07191). Each model answers the first N problems. Strict grading takes the
 number after the last "####", or in the last box, as the answer. Lenient grading takes the last number, as the training
-reward does. The prompt `config` is that of configs/gsm8k.toml or configs/words.toml, also in its number of tokens. The
+reward does. The prompt `config` is that of configs/recipe.toml or configs/words.toml, also in its number of tokens. The
 others allow 256 tokens: `steps` of configs/gsm8k.toml, verl's, and Qwen's own. If training gains more than the untrained
 model gains from its best prompt, it taught more than a format. Sampling, at temperature 1, uses only the first prompt.
 Intervals are Wilson's, 95 %. Writes benchmarks/results/BENCHMARK-eval.json after each measurement. A measurement is skipped
@@ -33,7 +33,7 @@ from shoal.tasks.rewards.answers import BOXED, last_number
 from shoal.tasks.sources.schemas import recognize
 from shoal.watch.estimates import wilson
 
-CONFIGS = {"gsm8k": "gsm8k", "svamp": "words"}
+CONFIGS = {"gsm8k": "recipe", "svamp": "words"}
 PROMPTS = {
     "config": "",
     "steps": "{question}\nThink step by step, then write the answer, a number, after ####.",
