@@ -79,7 +79,7 @@ def test_an_invite_of_another_meeting_or_role_is_refused(tmp_path):
     with served(tmp_path / "meet", terms()) as host:
         other = site_invite(Identity.generate(), f"http://127.0.0.1:{host.port}", RUN, "site-a")
         with pytest.raises(NodeError, match="it is signed by"):
-            Remote(other, tmp_path / "a", host.terms, patience_s=0.3).join(Greeting(about=ABOUT, placed=True))
+            Remote(other, tmp_path / "a", host.terms, patience_s=3.0).join(Greeting(about=ABOUT, placed=True))
     fields = {"url": "http://c:1", "run": RUN, "name": "w-0", "expires_s": 2_000_000_000}
     with pytest.raises(MeetingError, match="this is not an invite for a site: `shoal pool meet` writes site invites"):
         Remote(make_invite(Identity.generate(), role="worker", **fields), tmp_path, terms(), patience_s=1.0)  # type: ignore[arg-type]
