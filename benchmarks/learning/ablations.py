@@ -3,7 +3,7 @@
     python -m benchmarks.learning.ablations levels --seeds 0 1 2
     python -m benchmarks.learning.ablations sums --seeds 0 1 2
     python -m benchmarks.learning.ablations words --seeds 0 1 2 --set model.name=FOLDER
-    python -m benchmarks.learning.ablations gsm8k --seeds 0 1 --set model.name=FOLDER --save runs/gsm8k
+    python -m benchmarks.learning.ablations gsm8k --seeds 0 1 --set model.name=FOLDER --save runs/models
 
 Each arm of a study trains a model in one process, with the same tasks and seeds: SmolLM2-135M, or the models of
 configs/words.toml and configs/recipe.toml. `shoal filter` writes the list of tasks that the offline filter keeps. As in the
@@ -45,8 +45,6 @@ from shoal.tasks.budget import cycled_target, reward, rewards_differ
 from shoal.watch.plot import write_png
 
 RECIPE = [
-    "learner.lr=6e-6",
-    "learner.warmup_steps=25",
     "learner.optimizer_steps_per_step=8",
     "learner.loss.normalize_std=false",
     "learner.loss.beta=0.001",
@@ -76,8 +74,7 @@ class Study:
     arms: dict[str, Arm]
 
 
-LORA = ["learner.lr=1e-4", "learner.warmup_steps=8"]
-SUMS = ["tasks.sources.0.options.operand_max=99"]
+SUMS = ["learner.lr=6e-6", "learner.warmup_steps=25", "tasks.sources.0.options.operand_max=99"]
 STUDIES = {
     "levels": Study(
         "quickstart",
@@ -99,7 +96,7 @@ STUDIES = {
     "words": Study(
         "words",
         16,
-        LORA,
+        [],
         {
             "recipe": Arm(1),
             "random rewards": Arm(1, [], True),
@@ -110,7 +107,7 @@ STUDIES = {
     "budgets": Study(
         "words",
         16,
-        [*LORA, "tasks.length_targets=[12, 24, 36]"],
+        ["tasks.length_targets=[12, 24, 36]"],
         {
             "no penalty": Arm(1, ["tasks.length_penalty=0"]),
             "penalty": Arm(1, ["tasks.length_penalty=0.02"]),
@@ -119,7 +116,7 @@ STUDIES = {
     "gsm8k": Study(
         "recipe",
         16,
-        LORA,
+        [],
         {"recipe": Arm(1), "random rewards": Arm(1, [], True)},
     ),
 }

@@ -1,7 +1,7 @@
 """Score models on GSM8K or SVAMP, before and after training: four prompts, strict and lenient grading, greedy and sampled.
 
-    python -m benchmarks.learning.word_problems gsm8k before=MODEL after=runs/gsm8k/recipe-0 --data FOLDER --n 256
-    python -m benchmarks.learning.word_problems svamp before=MODEL after=runs/words/model --data FOLDER --n 1000
+    python -m benchmarks.learning.word_problems gsm8k before=MODEL after=runs/models/recipe-0 --data FOLDER --n 256
+    python -m benchmarks.learning.word_problems svamp before=MODEL after=runs/models/recipe-0 --data FOLDER --n 1000
 
 MODEL is a folder or a Hugging Face id. FOLDER has gsm8k_test.jsonl (Cobbe et al. 2021, arXiv 2110.14168) and
 svamp_test.jsonl (Patel et al. 2021, arXiv 2103.07191). Each model answers the first N problems. Strict grading takes the
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", metavar="NAME=MODEL")
     parser.add_argument("--data", type=Path, required=True, help="folder with the benchmark's file")
     parser.add_argument("--n", type=int, default=500)
-    parser.add_argument("--prompts", nargs="+", choices=list(PROMPTS), help="(default: all)")
+    parser.add_argument("--prompts", nargs="+", choices=list(PROMPTS), default=list(PROMPTS))
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     path = RESULTS / f"{arguments.benchmark}-eval.json"
@@ -65,11 +65,9 @@ def main() -> None:
         Task(f"{arguments.benchmark}/{number}", fields.question, fields.answer, "problems")
         for number, fields in enumerate(map(schema.read, rows))
     ]
-    own = load(ROOT / "configs" / f"{CONFIGS[arguments.benchmark]}.toml").tasks.prompt
-    prompts = arguments.prompts or [name for name, prompt in PROMPTS.items() if prompt != own]
     for model in arguments.models:
         name, _, folder = model.partition("=")
-        for prompt in prompts:
+        for prompt in arguments.prompts:
             for temperature in (0.0, 1.0) if prompt == "config" else (0.0,):
                 if (name, prompt, temperature, arguments.n) in done:
                     continue
