@@ -271,18 +271,20 @@ class Run:
         return result
 
     def heldout(self, n: int) -> dict[str, float]:
-        """Return held-out accuracy, greedy and sampled, and the mean distance of sampled lengths from their targets."""
+        """Return held-out accuracy, greedy and sampled; with length budgets, also how sampled lengths follow targets."""
         chosen = [self.tasks.heldout[number] for number in range(min(n, len(self.tasks.heldout)))]
         result = {}
         for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             seeds = [self.seeds("heldout", number, 1) for number in range(len(chosen))]
             completions, grades = self.examiner.ask(chosen, 0, seeds, temperature)
             result[name] = statistics.mean(grade.score for (grade,) in grades)
+        lengths: dict[int, list[int]] = {}  # sampled, by target
+        for number, (each,) in enumerate(completions):
+            lengths.setdefault(cycled_target(self.config.tasks, number), []).append(len(each.tokens))
         if self.config.tasks.length_targets:
-            result["length_error"] = statistics.mean(
-                abs(len(each.tokens) - cycled_target(self.config.tasks, number))
-                for number, (each,) in enumerate(completions)
-            )
+            errors = (abs(length - target) for target in lengths for length in lengths[target])
+            result["length_error"] = statistics.mean(errors)
+            result |= {f"length_{target}": statistics.mean(lengths[target]) for target in sorted(lengths)}
         return result
 
     def seeds(self, use: str, number: int, n: int) -> list[int]:
