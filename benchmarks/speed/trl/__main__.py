@@ -1,21 +1,24 @@
 """Compare Shoal with TRL's GRPOTrainer: the same model, tasks, prompts, batch and recipe, in turns on one machine.
 
-    python -m venv PEER && PEER/bin/pip install torch==2.13.0 && PEER/bin/pip install trl==1.16.0 pydantic tomli_w
+    python -m venv PEER && PEER/bin/pip install torch==2.13.0
+    PEER/bin/pip install trl==1.16.0 peft==0.19.1 blake3 pydantic tomli_w
     python -m benchmarks.speed.trl --peer PEER [--workload a] [--rounds 3] [--smoke]
     python -m benchmarks.speed.trl --peer PEER --tune [--workload b] [--only "bf16 x8" "bf16 x16"]
 
     a   prompt-heavy: small sums, prompts of 46 tokens, completions of at most 16
     b   completion-heavy: GSM8K, prompts of about 120 tokens, completions of at most 256
+    c   an adapter: configs/words.toml, which says where model and problems come from (`--set model.name=FOLDER`)
 
-A step has eight prompts with eight completions each, and one optimizer step. Three systems take turns in each round:
+A step has eight prompts with eight completions each, and one optimizer step; in c, 16 completions each and eight optimizer
+steps. In c, the loss has no KL and entropy terms, because TRL has no entropy bonus. Three systems take turns in each round:
 
     shoal run    the whole system: a worker, proofs, validation, training, SHARDCAST, the ledger
-    shoal loop   generation and training in one process, without verification (loop.py)
+    shoal loop   generation and training in one process, without verification (loop.py); not in c
     trl          GRPOTrainer with the settings CHOSEN in settings.py, which also lists the settings that --tune tries
 
 All systems generate the same number of completions, because `shoal run` also takes groups of equal rewards instead of
 sampling again (`coordinator.online_filter = false`). None saves checkpoints or recomputes activations. Held-out accuracy
-(workload a) is measured after the run, by one engine and one grader, on bf16 weights that each system wrote every few
+(workloads a and c) is measured after the run, by one engine and one grader, on bf16 weights that each system wrote every few
 steps. Writing them is not timed. Seconds to an accuracy count from the launch of the first process. Memory is the peak of
 all processes of a system together (Pss). A step of TRL ends with its optimizer step, and one of `shoal run` with the
 published version. The last steps of `shoal run` do not count, because nothing is generated during them.
@@ -82,6 +85,13 @@ WORKLOADS = {
         8,
         False,
     ),
+    "c": Workload(
+        "words",
+        (*ALIKE, "learner.loss.beta=0", "learner.loss.entropy=0", "evaluator.n=256"),
+        ("evaluator.n=8", "sampling.max_tokens=8", "sampling.group_size=4"),
+        16,
+        True,
+    ),
 }
 SYSTEMS = ("trl", "shoal loop", "shoal run")
 
@@ -98,27 +108,28 @@ def main() -> None:
         "runs": [],
     }
     result[f"{'settings' if arguments.tune else 'measurement'} {arguments.workload}"] = part
-    for workload, system, settings, seed in turns(arguments):
+    for system, settings, seed in turns(arguments):
         with tempfile.TemporaryDirectory() as folder:
-            run = one_run(arguments, workload, system, settings, seed, Path(folder))
-        part["runs"].append({"workload": workload, "system": system, "settings": settings, "seed": seed} | run)
+            run = one_run(arguments, system, settings, seed, Path(folder))
+        run = {"workload": arguments.workload, "system": system, "settings": settings, "seed": seed} | run
+        part["runs"].append(run)
         part["median"] = medians(part["runs"])
         save(path, result)
-        sys.stdout.write(row(part["runs"][-1]) + "\n")
+        sys.stdout.write(row(run) + "\n")
         sys.stdout.flush()
 
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, required=True, help="Python environment with TRL")
-    parser.add_argument("--workload", choices=[*WORKLOADS, "both"], default="both")
+    parser.add_argument("--workload", choices=list(WORKLOADS), default="a")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument(
         "--steps",
         type=int,
         nargs="+",
-        help="steps of each run, or of the runs of each of --systems (default: 16 in a, 8 in b; 3 with --tune or --smoke)",
+        help="steps of each run, or of the runs of each of --systems (default: 16, in b 8; 3 with --tune or --smoke)",
     )
     parser.add_argument("--every", type=int, default=2, help="steps between two measurements of held-out accuracy")
     parser.add_argument(
@@ -137,28 +148,26 @@ def read_arguments() -> argparse.Namespace:
     arguments.dtype, _ = dtype.pick(arguments.dtype)
     if arguments.smoke:
         arguments.rounds = 1
+    if arguments.workload == "c" and "shoal loop" in arguments.systems:
+        parser.error("workload c has no `shoal loop`: add --systems trl 'shoal run'")
     return arguments
 
 
-def turns(arguments: argparse.Namespace) -> list[tuple[str, str, str, int]]:
-    """Return the workload, system, TRL settings and seed of every run, in order."""
-    workloads = list(WORKLOADS) if arguments.workload == "both" else [arguments.workload]
+def turns(arguments: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """Return the system, TRL settings and seed of every run, in order."""
     if arguments.tune:
-        return [(workload, "trl", name, 0) for workload in workloads for name in arguments.only or SETTINGS]
+        return [("trl", name, 0) for name in arguments.only or SETTINGS]
     return [
-        (workload, system, settings, seed)
+        (system, settings, seed)
         for seed in range(arguments.rounds)
-        for workload in workloads
         for system in arguments.systems
         for settings in (arguments.only or CHOSEN if system == "trl" else ("",))
     ]
 
 
-def one_run(
-    arguments: argparse.Namespace, workload: str, system: str, settings: str, seed: int, folder: Path
-) -> dict[str, Any]:
+def one_run(arguments: argparse.Namespace, system: str, settings: str, seed: int, folder: Path) -> dict[str, Any]:
     """Run one system. Return its steps, memory and accuracy. `failed` is the reason if it failed."""
-    chosen = WORKLOADS[workload]
+    chosen = WORKLOADS[arguments.workload]
     steps = 3 if arguments.smoke or arguments.tune else chosen.steps
     if arguments.steps:
         steps = arguments.steps[min(arguments.systems.index(system), len(arguments.steps) - 1)]
@@ -258,7 +267,7 @@ def read_run(out: Path, launched_s: float) -> dict[str, Any]:
 
 
 def versions(peer: Path) -> dict[str, str]:
-    names = ["torch", "trl", "transformers", "accelerate"]
+    names = ["torch", "trl", "transformers", "accelerate", "peft"]
     program = (
         f"import json; from importlib.metadata import version as v; print(json.dumps({{n: v(n) for n in {names}}}))"
     )

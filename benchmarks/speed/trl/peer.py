@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -71,20 +73,27 @@ def main() -> None:
             for value, ids in zip(grades, completion_ids, strict=True)
         ]
 
+    recipe = job["recipe"]
+    updates = recipe["updates"]  # a step of Shoal is this many of TRL's steps, with one batch of completions
+
     class Clock(TrainerCallback):  # type: ignore[misc]
         """Time each step, without the time to write weights for the evaluation."""
 
         def __init__(self) -> None:
             self.off_s = 0.0  # seconds that are not timed
 
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            now.update(started_s=time.time(), started_cpu_s=time.process_time())
+        def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step % updates == 0:
+                now.update(started_s=time.time(), started_cpu_s=time.process_time())
 
         def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            step, update = divmod(state.global_step, updates)
+            if update:
+                return
             ended_s = time.time()
             steps.append(
                 {
-                    "step": state.global_step,
+                    "step": step,
                     "seconds": ended_s - now["started_s"],
                     "cpu_s": time.process_time() - now["started_cpu_s"],
                     "generate_s": now["generated_s"] - now["started_s"],
@@ -93,26 +102,33 @@ def main() -> None:
                     **{name: now[name] for name in ("completions", "tokens", "grade_mean")},
                 }
             )
-            if job["versions"] and state.global_step % job["save_every"] == 0:
-                save(trainer.model, Path(job["versions"]) / f"v{state.global_step:06d}")
+            if job["versions"] and step % job["save_every"] == 0:
+                save(trainer.model, Path(job["versions"]) / f"v{step:06d}")
             self.off_s += time.time() - ended_s
 
-    recipe = job["recipe"]
     batch = recipe["group_size"] * recipe["prompts"]
-    micro_batch = min(settings.pop("per_device_train_batch_size"), batch)
+    micro_batch = min(settings.pop("per_device_train_batch_size"), batch // updates)
+    adapters = recipe["lora"] and LoraConfig(
+        r=recipe["lora"]["rank"],
+        lora_alpha=recipe["lora"]["alpha"],
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
     trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
         reward_funcs=graded,
+        peft_config=adapters,
         train_dataset=Dataset.from_list(
             [{name: line[name] for name in ("prompt", "task", "answer", "reward_name")} for line in lines]
         ),
         args=GRPOConfig(
             output_dir=str(Path(job["out"]).parent / "trainer"),
-            max_steps=job["steps"],
+            max_steps=job["steps"] * updates,
             num_generations=recipe["group_size"],
             generation_batch_size=batch,
-            gradient_accumulation_steps=batch // micro_batch,
+            gradient_accumulation_steps=batch // updates // micro_batch,
             per_device_train_batch_size=micro_batch,
             max_completion_length=recipe["max_tokens"],
             temperature=recipe["temperature"],
@@ -123,10 +139,10 @@ def main() -> None:
             epsilon=recipe["epsilon"],
             delta=recipe["delta"],
             beta=0.0,
-            loss_type="dapo",  # averages over tokens, with one denominator for the batch, as in Shoal
+            loss_type="dapo",  # averages over an update's tokens, as in Shoal
             scale_rewards="group" if recipe["normalize_std"] else "none",
-            lr_scheduler_type="constant",
-            warmup_steps=0,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=recipe["warmup_steps"],
             use_cpu=True,
             seed=job["seed"],
             shuffle_dataset=False,
@@ -155,14 +171,23 @@ def keep_weights_loadable() -> None:
 
 
 def save(model: Any, folder: Path) -> None:
-    """Save the weights in bf16, under the names that they had in the folder that they were loaded from."""
+    """Save config and bf16 weights, with adapters merged, under the names in the folder that they were loaded from."""
     folder.mkdir(parents=True)
-    tensors = {
-        name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight" or not model.config.tie_word_embeddings
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    changes = {
+        f"{name}.weight": module.get_delta_weight("default").float()
+        for name, module in base.named_modules()
+        if isinstance(module, LoraLayer)
     }
+    tensors = {}
+    for stored, tensor in base.state_dict().items():
+        name = stored.replace(".base_layer", "")
+        if ".lora_" in name or (name == "lm_head.weight" and base.config.tie_word_embeddings):
+            continue
+        whole = tensor.float() + changes[name] if name in changes else tensor
+        tensors[name] = whole.detach().to("cpu", torch.bfloat16).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    base.config.save_pretrained(folder)
 
 
 if __name__ == "__main__":
