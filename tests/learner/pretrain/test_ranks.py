@@ -7,6 +7,7 @@ to lr in either direction.
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -85,20 +86,29 @@ class Alone(Direct):
         return super().join(greeting)
 
 
+def join_alone(model: Path, patch: pytest.MonkeyPatch | None = None) -> None:
+    patch = patch or pytest.MonkeyPatch()  # in a rank's process
+    patch.setattr(pretrain, "read_invite", lambda path: path)
+    patch.setattr(messages, "name_of", lambda invite: "site-0")
+    patch.setattr(Alone, "model", model, raising=False)
+    patch.setattr(remote, "Remote", Alone)
+
+
 def test_the_agreed_state_reaches_every_rank(config, tiny_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(pretrain, "read_invite", lambda path: path)
-    monkeypatch.setattr(messages, "name_of", lambda invite: "site-0")
-    monkeypatch.setattr(Alone, "model", tiny_folder, raising=False)
-    monkeypatch.setattr(remote, "Remote", Alone)
     words = ("sites.sites=1", "sites.inner_steps=1")
+    join_alone(tiny_folder, monkeypatch)
     assert main([*command(config, tmp_path / "one", *words), "--join", "invite"]) == DONE
-    assert on_two_ranks([*command(config, tmp_path / "two", *words), "--join", "invite"]) == [DONE, DONE]
+    two = [*command(config, tmp_path / "two", *words), "--join", "invite"]
+    assert on_two_ranks(two, partial(join_alone, tiny_folder)) == [DONE, DONE]
     check_close(tmp_path / "one", tmp_path / "two", MOVED)
     assert len(figures(tmp_path / "one", "digest")) == len(figures(tmp_path / "two", "digest")) == STEPS
 
 
+def wait_a_minute() -> None:
+    ranks.RANKS_TIMEOUT_S = 60.0
+
+
 @pytest.mark.slow
-def test_a_diverged_update_ends_all_ranks(config, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(ranks, "RANKS_TIMEOUT_S", 60.0)
-    assert on_two_ranks(command(config, tmp_path / "lr", "pretrain.lr=1e30")) == [FAILED, FAILED]
+def test_a_diverged_update_ends_all_ranks(config, tmp_path, capfd):
+    assert on_two_ranks(command(config, tmp_path / "lr", "pretrain.lr=1e30"), wait_a_minute) == [FAILED, FAILED]
     assert "lower the learning rate" in capfd.readouterr().err
