@@ -278,10 +278,10 @@ class Run:
             seeds = [self.seeds("heldout", number, 1) for number in range(len(chosen))]
             completions, grades = self.examiner.ask(chosen, 0, seeds, temperature)
             result[name] = statistics.mean(grade.score for (grade,) in grades)
-        lengths: dict[int, list[int]] = {}  # sampled, by target
-        for number, (each,) in enumerate(completions):
-            lengths.setdefault(cycled_target(self.config.tasks, number), []).append(len(each.tokens))
         if self.config.tasks.length_targets:
+            lengths: dict[int, list[int]] = {}  # sampled, by target
+            for number, (each,) in enumerate(completions):
+                lengths.setdefault(cycled_target(self.config.tasks, number), []).append(len(each.tokens))
             errors = (abs(length - target) for target in lengths for length in lengths[target])
             result["length_error"] = statistics.mean(errors)
             result |= {f"length_{target}": statistics.mean(lengths[target]) for target in sorted(lengths)}

@@ -148,7 +148,7 @@ def read_arguments() -> argparse.Namespace:
     arguments.dtype, _ = dtype.pick(arguments.dtype)
     if arguments.smoke:
         arguments.rounds = 1
-    if arguments.workload == "c" and "shoal loop" in arguments.systems:
+    if arguments.workload == "c" and "shoal loop" in arguments.systems and not arguments.tune:
         parser.error("workload c has no `shoal loop`: add --systems trl 'shoal run'")
     return arguments
 
