@@ -3,6 +3,7 @@
     python -m benchmarks.learning.ablations levels --seeds 0 1 2
     python -m benchmarks.learning.ablations sums --seeds 0 1 2
     python -m benchmarks.learning.ablations words --seeds 0 1 2 --set model.name=FOLDER
+    python -m benchmarks.learning.ablations clip --seeds 0 --set model.name=FOLDER
     python -m benchmarks.learning.ablations gsm8k --seeds 0 1 --set model.name=FOLDER --save runs/models
 
 Each arm of a study trains a model in one process, with the same tasks and seeds: SmolLM2-135M, or the models of
@@ -103,6 +104,12 @@ STUDIES = {
             "no offline filter": Arm(1, ["tasks.sources.0.keep="]),
             "no online filter": Arm(1, ["coordinator.online_filter=false"]),
         },
+    ),
+    "clip": Study(
+        "words",
+        16,
+        ["coordinator.online_filter=false"],
+        {"two-sided clip": Arm(), "one-sided clip": Arm(settings=["learner.loss.delta=1e9"])},
     ),
     "budgets": Study(
         "words",
