@@ -14,8 +14,9 @@ for the learning rate, because the paper's 3e-7 is for 32 billion parameters. In
 coin flip, so what they gain, they did not learn from the tasks.
 
 A run measures the reward of each version's samples, its mean over the last quarter of the run, and held-out accuracy before
-and after. An arm's means over the seeds are compared with those of the first arm, with 95 % intervals (Welch's t). Writes
-benchmarks/results/ablations-STUDY.json and docs/images/ablations-STUDY.png. Runs that are already in the file are skipped.
+and after. An arm's means over the seeds are compared with those of the first arm, from three seeds on with 95 % intervals
+(Welch's t). Writes benchmarks/results/ablations-STUDY.json and docs/images/ablations-STUDY.png. Runs that are already in
+the file are skipped.
 """
 
 import argparse
@@ -306,14 +307,14 @@ def compare(runs: list[dict[str, Any]], arm: str, first: str) -> dict[str, Any]:
         if not values:
             continue
         row[name] = statistics.mean(values)
-        if arm != first and min(len(values), len(base)) > 1:
+        if arm != first and min(len(values), len(base)) > 2:  # Welch's t is useless with two
             row[f"{name}_difference"] = row[name] - statistics.mean(base)
             row[f"{name}_interval"] = half_interval(values, base)
     return row
 
 
 def half_interval(a: list[float], b: list[float]) -> float:
-    """Return half the width of the 95 % interval of mean(a) - mean(b), with separate variances (Welch)."""
+    """Return half the width of the 95 % interval of mean(a) - mean(b) (Welch). Each needs three values or more."""
     errors = [statistics.variance(sample) / len(sample) for sample in (a, b)]
     total = sum(errors)
     if total == 0:
