@@ -1,11 +1,17 @@
-"""A node fetches the task set by the digest in the signed config."""
+"""A node fetches the task set by the digest in the signed config. A learner's ranks start or fail together."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from shoal import tasks
+from shoal.cli import roles
 from shoal.cli.roles import task_set
 from shoal.config import Config
+from shoal.errors import ShoalError
+from tests.learner.test_leader import Wire
 
 
 class Node:
@@ -28,3 +34,15 @@ def test_a_node_fetches_tasks_when_it_needs_them(tmp_path: Path) -> None:
     assert node.requests == [f"/v1/tasks/{pool.digest}"]
     assert joined.train[3] == pool.train[3] and len(node.requests) == 2
     assert {path.name for path in (tmp_path / "node" / "tasks").iterdir()} == {path[10:] for path in node.requests}
+
+
+def test_if_the_leader_cannot_join_every_rank_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ShoalError("this run is full")
+
+    monkeypatch.setattr(roles, "join", refuse)
+    sent: list[bytes] = []
+    for leads, why in ((True, "^this run is full"), (False, "rank 0 ended: this run is full")):
+        ranks: Any = Wire(sent, leads=leads)
+        with pytest.raises(ShoalError, match=why):
+            roles._leading(None, tmp_path, 0, ranks, threading.Event()).__enter__()  # type: ignore[arg-type]

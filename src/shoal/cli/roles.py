@@ -6,15 +6,13 @@ fast. Origin and relay are in `origin_and_relay`.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal import config as config_module
 from shoal.config import Config, ConfigError, EngineName
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import Capability
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 
 TASKS = "tasks"  # in a node's folder: the fetched part of the task set
 LEADER_TIMEOUT_S = 7 * 86_400.0  # limit of waiting for the leader's next batch, because a pool may be idle long
-RANKS_TIMEOUT_S = 1800.0  # limit of waiting for another rank; no computation, load or file write takes longer
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +182,7 @@ def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Even
 
     from shoal.learner.loop import Learner
     from shoal.learner.policy import Policy
-    from shoal.learner.ranks import Ranks
+    from shoal.learner.ranks import RANKS_TIMEOUT_S, Ranks
     from shoal.model import numerics
     from shoal.model.sources import resolve
 
@@ -238,16 +235,24 @@ def _at_site(
 def _leading(
     invite: Invite, folder: Path, threads: int, ranks: Ranks, stop: threading.Event
 ) -> Iterator[tuple[Node | None, Config, DtypeName]]:
-    """On the leader, join the pool and broadcast config and dtype. On other ranks, receive them; the node is None."""
+    """On the leader, join the pool and broadcast config and dtype. On other ranks, receive them; the node is None.
+
+    If the leader cannot join, all ranks raise ShoalError.
+    """
+    from shoal.learner.ranks import config_from_leader
     from shoal.model.dtype import set_threads
 
     if not ranks.leads:
-        set_threads(threads)
-        received = json.loads(ranks.broadcast(None))
-        yield None, config_module.parse(received["config"]), received["dtype"]
-        return
-    node, config, dtype = join(invite, folder, threads, stop)
-    with node.heartbeats():
-        node.doing("loading the model")
-        ranks.broadcast(json.dumps({"config": config.model_dump(exclude_none=True), "dtype": dtype}).encode())
+        set_threads(threads)  # on the leader, `join` does
+    node: Node | None = None
+    with ExitStack() as stack:
+
+        def read() -> tuple[Config, DtypeName]:
+            nonlocal node
+            node, config, dtype = join(invite, folder, threads, stop)
+            stack.enter_context(node.heartbeats())  # also while the leader waits for the other ranks
+            node.doing("loading the model")
+            return config, dtype
+
+        config, dtype = config_from_leader(ranks, read)
         yield node, config, dtype

@@ -5,7 +5,7 @@
 Rank 0, the leader, is the only rank that talks to the pool. FSDP2 (`fully_shard`) shards the weights, reduces gradients
 and handles mixed precision. Without torchrun there is one rank, and torch.distributed is not used.
 Invariant: ranks exchange bytes and tensors, never pickled objects, and make the same calls in the same order. The
-leader reads config, dtype and everything else, and sends it to the other ranks (`start_ranks`, `from_leader`).
+leader reads config, dtype and everything else, and sends it to the other ranks (`from_leader`).
 CPU tensors use gloo, and GPU tensors use NCCL.
 Source: FSDP2, pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
@@ -187,18 +187,20 @@ RANKS_TIMEOUT_S = 1800.0  # limit for each collective: longer than any step or c
 def start_ranks(config: Config) -> tuple[Ranks, Config, DtypeName]:
     """Connect torchrun's ranks. Return them and the leader's config and compute dtype. Raise DeviceError."""
     ranks = Ranks.start(RANKS_TIMEOUT_S, RANKS_TIMEOUT_S + GIVE_UP_S)
+    agreed, picked = config_from_leader(ranks, lambda: (config, dtype.pick(config.model.dtype, config.model.device)[0]))
+    return ranks, agreed, picked
+
+
+def config_from_leader(ranks: Ranks, read: Callable[[], tuple[Config, DtypeName]]) -> tuple[Config, DtypeName]:
+    """Return on every rank the config and compute dtype that `read` returns on the leader. Errors: see `from_leader`."""
 
     def decode(message: bytes) -> tuple[Config, DtypeName]:
         tables, picked = json.loads(message)
         return parse(tables), picked
 
-    config, picked = from_leader(
-        ranks,
-        lambda: (config, dtype.pick(config.model.dtype, config.model.device)[0]),
-        lambda both: json.dumps([both[0].model_dump(exclude_none=True), both[1]]).encode(),
-        decode,
+    return from_leader(
+        ranks, read, lambda both: json.dumps([both[0].model_dump(exclude_none=True), both[1]]).encode(), decode
     )
-    return ranks, config, picked
 
 
 def from_leader(
