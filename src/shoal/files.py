@@ -133,6 +133,11 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: blake3().update_mmap(path).hexdigest() for path in folder.iterdir()}
 
 
+def file_digest(path: Path) -> str:
+    """Return a file's BLAKE3 digest, computed by all cores."""
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
 def copy_tree(source: Path, target: Path) -> None:
     """Copy a folder of immutable files, with hard links if the file system has them."""
     shutil.copytree(source, target, copy_function=_link)

@@ -15,11 +15,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from blake3 import blake3
-
 from shoal.config import Config
 from shoal.errors import ShoalError
-from shoal.files import commit_folder, copy_tree
+from shoal.files import commit_folder, copy_tree, file_digest
 from shoal.learner import report, updates
 from shoal.learner.batch import with_gradient
 from shoal.learner.checkpoint import Checkpoints, LearnerProgress
@@ -110,7 +108,7 @@ class Learner:
             self.policy.write(final)
         if self.node is None:
             return {}
-        progress.version_digest = blake3(max_threads=blake3.AUTO).update_mmap(final / WEIGHTS).hexdigest()
+        progress.version_digest = file_digest(final / WEIGHTS)
         self.node.policy_version = progress.step
         log.info("version %d is written to %s", progress.step, final)
         drop_old_versions(self.versions, self.config.learner.keep_versions)

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from shoal.config import Config
@@ -36,6 +35,7 @@ from shoal.diloco.agreed import Agreed, Shapes
 from shoal.diloco.messages import Figures, RoundClosedError, RoundOutcome, Terms
 from shoal.diloco.remote import Remote
 from shoal.diloco.site import Participant
+from shoal.files import file_digest
 from shoal.learner import report
 from shoal.learner.checkpoint import LearnerProgress
 from shoal.learner.groups import Fetched, Group, StepBatch, gathering, validators
@@ -214,7 +214,7 @@ class SiteLearner(Learner):
         fetched = gathering(self.node, self.config, self.folder / "quarantine").gather(batch, validators(self.node))
         counted = without_lost_sites(batch.groups, fetched, ended[0])
         figures = report.batch_metrics(counted, step, max_tokens=self.config.sampling.max_tokens)
-        digest = blake3(max_threads=blake3.AUTO).update_mmap(before).hexdigest()
+        digest = file_digest(before)
         self.post(self.node, progress, digest, counted, figures | site_metrics(ended[0]))
 
     def _flops(self, groups: list[Group]) -> float:

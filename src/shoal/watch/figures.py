@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Literal
 
 from shoal.protocol.history import Exactness, Grading, NodeStatus, Signal, Status
-from shoal.protocol.messages import HARD, Reason, Role
+from shoal.protocol.messages import Reason, Role
 
 SILENT_S = 30.0  # a node is shown as silent after this long without a heartbeat
 ETA_STEPS = 10  # the ETA is extrapolated from this many newest steps
@@ -25,7 +25,7 @@ ADDRESS = re.compile(r"\b[a-z][a-z0-9+.-]*://\S+|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d
 SITE_STEPS = 64  # this many newest steps are searched for sites
 SITE_KEPT = re.compile(r"^sites/(.+)/kept$")
 SITE_FIGURES = ("loss", "computed_s", "waited_s", "synced_s", "sent_bytes", "received_bytes")
-REASONS: dict[Reason, str] = {
+REASONS: dict[str, str] = {
     Reason.UNREADABLE: "The file could not be read as rollouts. It is damaged, cut off, or larger than allowed.",
     Reason.SIGNATURE: "The file is not signed by the worker that has the task, or its rows were changed after signing.",
     Reason.CONTEXT: "The file was made for a different task than the one it was uploaded for.",
@@ -233,16 +233,6 @@ def ellipsize(text: str, cells: int) -> str:
     """
     end = (cells - 1) // 2
     return text if len(text) <= cells else f"{text[: cells - 1 - end]}…{text[len(text) - end :]}"
-
-
-def explain_reason(reason: str) -> str:
-    """Return the explanation of a reason. A reason that only another version knows is returned unchanged."""
-    return REASONS[Reason(reason)] if reason in set(Reason) else reason
-
-
-def is_hard(reason: str) -> bool:
-    """Return whether the worker's own signature proves a fault of this kind."""
-    return reason in set(HARD)
 
 
 def redact(text: str) -> str:

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
-from blake3 import blake3
 from safetensors import SafetensorError
 
 from shoal.cli.audit.pay import AuditState
@@ -26,6 +25,7 @@ from shoal.cli.audit.run import AuditedRun, BrokenError, checking, read_config
 from shoal.coordinator.database import HistoryTable as History
 from shoal.coordinator.database import Kind, config_text
 from shoal.coordinator.submissions import Submissions
+from shoal.files import file_digest
 from shoal.learner.report import CHECKPOINT, SIGNED
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import CheckpointRecord
@@ -222,8 +222,3 @@ def _checkpoints(run: AuditedRun, state: AuditState) -> list[str]:
             if changed:
                 raise BrokenError(f"{link}/{changed[0]}", "differs from the file that the learner signed")
     return [f"learner: {len(folders)} checkpoints"]
-
-
-def file_digest(path: Path) -> str:
-    """Return the BLAKE3 of a file of weights."""
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()

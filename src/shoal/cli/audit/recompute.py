@@ -20,11 +20,11 @@ from tempfile import TemporaryDirectory
 import torch
 
 from shoal import tasks
-from shoal.cli.audit.files import file_digest
 from shoal.cli.audit.pay import Accepted, AuditState
 from shoal.cli.audit.run import AuditedRun, BrokenError, checking
 from shoal.cli.audit.walk import gather_step
 from shoal.config import Config
+from shoal.files import file_digest
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks

@@ -14,6 +14,7 @@ from pathlib import Path
 from shoal.cli.preflight.estimate import share_threads
 from shoal.cli.preflight.machine import used_bytes
 from shoal.config import Config
+from shoal.coordinator.folder import invited_nodes
 from shoal.errors import UserError
 from shoal.protocol.messages import Role
 
@@ -30,16 +31,8 @@ class RunProcess:
 
 def members(config: Config) -> Iterator[RunProcess]:
     """Yield every process except coordinator and meeting, in the order in which they start."""
-    for i in range(max(1, config.learner.sites)):
-        yield RunProcess(f"learner-{i}" if i else "learner", "learner")
-    yield RunProcess("origin", "origin")
-    for i in range(config.relays.count):
-        yield RunProcess(f"relay-{i}", "relay")
-    for i in range(config.validator.count):
-        yield RunProcess(f"validator-{i}" if config.validator.count > 1 else "validator", "validator")
-    for i in range(config.workers.count):
-        yield RunProcess(f"worker-{i}", "worker")
-    yield RunProcess("evaluator", "evaluator")
+    for name, role in invited_nodes(config).items():
+        yield RunProcess("validator" if role == "validator" and config.validator.count == 1 else name, role)
 
 
 # --- commands --------------------------------------------------------------------------------------------------------

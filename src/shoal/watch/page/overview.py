@@ -17,7 +17,7 @@ from typing import Any
 from shoal import config as config_module
 from shoal.evidence import ALPHA
 from shoal.protocol.history import NodeStatus, RunHistory, Status
-from shoal.protocol.messages import Evaluation
+from shoal.protocol.messages import HARD, Evaluation
 from shoal.watch.estimates import wilson
 from shoal.watch.figures import (
     SiteRow,
@@ -30,7 +30,6 @@ from shoal.watch.figures import (
     eta_s,
     format_rejections,
     grader_warning,
-    is_hard,
     no_signal_warning,
     node_condition,
     number,
@@ -104,7 +103,7 @@ def overview(run: Run, status: Status, *, reachable: bool = True) -> dict[str, A
         "stale": status.stale_groups,
         "accepted": accepted,
         "rejected": rejected,
-        "reasons": {reason: [n, is_hard(reason)] for reason, n in sorted(status.reject_reasons.items())},
+        "reasons": {reason: [n, reason in HARD] for reason, n in sorted(status.reject_reasons.items())},
         "exact": status.exact.model_dump(),
         "sites": [_site(site) for site in site_rows(history.metrics)],
         "nodes": _counts(status, state),
@@ -197,7 +196,7 @@ def _list_nodes(condition: str, nodes: Sequence[NodeStatus]) -> list[str]:
 
 def _cheating(status: Status, accepted: int, rejected: int) -> dict[str, str]:
     question = "Is anyone cheating?"
-    hard = {reason: n for reason, n in status.reject_reasons.items() if is_hard(reason)}
+    hard = {reason: n for reason, n in status.reject_reasons.items() if reason in HARD}
     if status.slashed:
         names = ", ".join(clean(name) for name in status.slashed[:MAX_PROBLEMS])
         why = f" ({format_rejections(sum(hard.values()), hard)})" if hard else ""

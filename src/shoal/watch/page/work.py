@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from shoal.protocol.messages import LEASE_S
-from shoal.watch.figures import clean, explain_reason, is_hard, redact
+from shoal.protocol.messages import HARD, LEASE_S
+from shoal.watch.figures import REASONS, clean, redact
 from shoal.watch.page.overview import MAX_POINTS, buckets
 from shoal.watch.record import Line
 from shoal.watch.run import Run
@@ -81,7 +81,7 @@ def validation(run: Run) -> dict[str, Any]:
 def _rejection(line: Line) -> dict[str, Any]:
     """Return the reason of a rejection, its explanation, and the validator's detail."""
     reason, detail = line["reason"], redact(line.get("detail", ""))
-    return {"reason": reason, "hard": is_hard(reason), "words": explain_reason(reason), "detail": detail}
+    return {"reason": reason, "hard": reason in HARD, "words": REASONS.get(reason, reason), "detail": detail}
 
 
 def _submission_row(line: Line) -> dict[str, Any]:
