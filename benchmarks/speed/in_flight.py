@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.workers import FakeNode
 
 from benchmarks.common.machine import RESULTS, ROOT, command_line, describe, save
 from shoal import config as config_module
 from shoal.cli.roles import opened_engine
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Finished, HeartbeatAnswer
+from shoal.protocol.messages import HeartbeatAnswer
 from shoal.validator.by_hand import offline_assignment
 from shoal.worker.loop import OneThread, Worker
 from shoal.worker.produce import Producer
@@ -37,19 +38,12 @@ from shoal.worker.produce import Producer
 RUN = "in-flight"
 
 
-class Pool:
+class Pool(FakeNode):
     """A stand-in for the worker's connection to the coordinator: it hands out a number of tasks and takes files."""
 
-    direct = False
-    policy_version: int | None = None
-    fingerprint = None
-    finished: Finished | None = None
-    renewals = tokens = 0
-
     def __init__(self, config: config_module.Config, identity: Identity, submissions: int) -> None:
-        self.config, self.identity, self.left = config, identity, list(range(submissions))
-        self.working_on: list[str] = []
-        self.files: dict[str, bytes] = {}
+        super().__init__(identity)
+        self.config, self.left = config, list(range(submissions))
 
     def beat(self, *, wants_task: bool = False) -> HeartbeatAnswer:
         state, assigned = "running", None
@@ -58,13 +52,6 @@ class Pool:
         elif not self.working_on:
             state = "finished"
         return HeartbeatAnswer.model_construct(state=state, newest_version=0, relays=[], assignment=assigned)
-
-    def put(self, path: str, data: bytes, answer: Any) -> None:
-        self.files[path] = data
-
-    def doing(self, what: str, *, waiting: bool = False) -> None: ...
-
-    def renewal(self) -> None: ...
 
     def pause_s(self, least_s: float) -> float:
         return least_s
@@ -122,7 +109,7 @@ def measured(config: config_module.Config, producer: Producer, submissions: int,
     began_s, before_s = time.perf_counter(), time.process_time()
     worker.run(SimpleNamespace(newest=lambda: newest, last_error=""), threading.Event())
     seconds = time.perf_counter() - began_s
-    assert len(pool.files) == submissions
+    assert len(pool.uploads) == submissions
     return {
         "in_flight": config.workers.in_flight,
         "seconds": seconds,
