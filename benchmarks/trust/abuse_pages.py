@@ -1,16 +1,15 @@
-"""Measure how an abusive client slows a page's other clients: a real process on loopback, one attack after another.
+"""Measure how an abusive client of `shoal serve` slows the others: a real process on loopback, one attack after another.
 
     python -m benchmarks.trust.abuse_pages [--seconds 10] [--only NAME ...] [--out benchmarks/results/abuse_pages.json]
     python -m benchmarks.trust.abuse_pages --tree ../before     the processes run another checkout's code
 
-For each row of `ROWS`, a new process is measured without an attack and then under the row's attack. It gets SIGTERM during
+For each attack of `ROWS`, a new process is measured without an attack and then under the attack. It gets SIGTERM during
 the attack. Each result has, for both measurements: p50 and p99 of each honest request in ms, and how many requests
 failed or took longer than TIMEOUT_S; the process's largest resident memory in MiB and the bytes in its folder; how the
 attack's requests ended; and the seconds from SIGTERM to the process's end. An attack has a bounded number of connections.
-It ends after --seconds, or after its row's own time.
+It ends after --seconds, or after its own time.
 
-Each row names its page (`PAGES`), which defines how the process starts and its honest requests. The model of `shoal serve`
-is random, with two layers and SmolLM2's tokenizer and positions, so that texts and proofs have a realistic length.
+The model is random, with two layers and SmolLM2's tokenizer and positions, so that texts and proofs have a realistic length.
 """
 
 import argparse
@@ -25,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,17 +49,13 @@ Json = dict[str, Any]
 
 @dataclass
 class Site:
-    """A page's process, with its address and keys."""
+    """A process of `shoal serve`."""
 
     url: str
     process: subprocess.Popen[str]
     folder: Path
     session: aiohttp.ClientSession
     ended: Counter[str] = field(default_factory=Counter)  # the attack's requests, by outcome
-
-    @property
-    def model(self) -> str:
-        return "model"
 
     async def ask(self, method: str, path: str, *, within_s: float = TIMEOUT_S, **more: Any) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(within_s)
@@ -79,42 +74,17 @@ class Site:
 
 
 Probe = Callable[[Site], Awaitable[None]]
-Attack = Callable[[Site], Awaitable[None]]
+Attack = Callable[[Site], Coroutine[Any, Any, None]]
 
 
-@dataclass(frozen=True)
-class Page:
-    start: Callable[[Path, dict[str, str]], tuple[subprocess.Popen[str], str]]  # (folder, environment) -> process, URL
-    probes: dict[str, Probe]
-
-
-@dataclass(frozen=True)
-class Row:
-    page: str
-    attack: Attack
-    longest_s: float = 0.0  # time limit of an attack that ends by itself; 0: --seconds
-
-
-# --- shoal serve -------------------------------------------------------------------------------------------------------
+# --- the process -------------------------------------------------------------------------------------------------------
 
 
 def start_serve(folder: Path, environment: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
-    keys = folder / "keys"
-    keys.write_text("".join(f"{name} {key}\n" for name, key in KEYS.items()))
-    command = [
-        sys.executable,
-        "-m",
-        "shoal",
-        "serve",
-        str(model_folder(folder.parent)),
-        "--port",
-        "0",
-        "--threads",
-        "1",
-    ]
-    process = subprocess.Popen(
-        [*command, "--dir", str(folder), "--keys", str(keys)], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    (folder / "api.keys").write_text("".join(f"{name} {key}\n" for name, key in KEYS.items()))
+    model = str(model_folder(folder.parent))
+    command = [sys.executable, "-m", "shoal", "serve", model, "--dir", str(folder), "--port", "0", "--threads", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     url = process.stdout.readline().split(" at ")[1].split()[0]
     assert process.stdout.readline().startswith("ready")
@@ -152,7 +122,7 @@ async def health(site: Site) -> None:
 
 
 async def completion(site: Site) -> None:
-    body = {"model": site.model, "messages": [{"role": "user", "content": "one and two"}], "max_tokens": 4}
+    body = {"model": "model", "messages": [{"role": "user", "content": "one and two"}], "max_tokens": 4}
     status, _ = await site.ask("POST", "/v1/chat/completions", json=body, headers=bearer("honest"))
     assert status == 200, status
 
@@ -197,7 +167,7 @@ async def longest_texts(site: Site) -> None:
 async def texts(site: Site, characters: int) -> None:
     text = "word and 12 " * (characters // 120)
     messages = [{"role": "user", "content": text}] * 10
-    body = json.dumps({"model": site.model, "messages": messages, "max_tokens": 1})
+    body = json.dumps({"model": "model", "messages": messages, "max_tokens": 1})
     headers = bearer("greedy") | {"Content-Type": "application/json"}
     await together(4, lambda: site.attack("POST", "/v1/chat/completions", data=body, headers=headers))
 
@@ -238,27 +208,28 @@ async def together(count: int, request: Callable[[], Awaitable[int]]) -> None:
     await asyncio.gather(*(again() for _ in range(count)))
 
 
-PAGES = {"serve": Page(start_serve, {"health": health, "completion": completion, "login": login})}
-ROWS = {
-    "long texts": Row("serve", long_texts),
-    "longest texts": Row("serve", longest_texts),
-    "filled conversations": Row("serve", filled_conversations, FILL_S),
-    "read conversations": Row("serve", read_conversations),
+PROBES: dict[str, Probe] = {"health": health, "completion": completion, "login": login}
+ROWS: dict[str, tuple[Attack, float]] = {  # with the time limit of an attack that ends by itself; 0: --seconds
+    "long texts": (long_texts, 0),
+    "longest texts": (longest_texts, 0),
+    "filled conversations": (filled_conversations, FILL_S),
+    "read conversations": (read_conversations, 0),
 }
 
 
 # --- measuring ---------------------------------------------------------------------------------------------------------
 
 
-async def measure(row: Row, folder: Path, environment: dict[str, str], seconds: float) -> Json:
-    process, url = await asyncio.to_thread(PAGES[row.page].start, folder, environment)
+async def measure(name: str, folder: Path, environment: dict[str, str], seconds: float) -> Json:
+    starts, longest_s = ROWS[name]
+    process, url = await asyncio.to_thread(start_serve, folder, environment)
     try:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar()) as session:
             site = Site(url, process, folder, session)
-            quiet = await honest(site, PAGES[row.page].probes, asyncio.sleep(seconds))
-            attack = asyncio.create_task(row.attack(site))
-            attacked = await honest(site, PAGES[row.page].probes, within(attack, row.longest_s or seconds))
+            quiet = await honest(site, asyncio.sleep(seconds))
+            attack = asyncio.create_task(starts(site))
+            attacked = await honest(site, within(attack, longest_s or seconds))
             begun_s = time.monotonic()
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -279,14 +250,14 @@ async def within(attack: asyncio.Task[None], seconds: float) -> None:
         one.result()
 
 
-async def honest(site: Site, probes: dict[str, Probe], duration: Awaitable[None]) -> Json:
+async def honest(site: Site, duration: Awaitable[None]) -> Json:
     """Send honest requests until `duration` ends."""
     over = asyncio.ensure_future(duration)
     memory = asyncio.create_task(largest_bytes(site.process.pid, over))
-    figures = await asyncio.gather(*(probed(site, probe, over) for probe in probes.values()))
+    figures = await asyncio.gather(*(probed(site, probe, over) for probe in PROBES.values()))
     await over
     stored = sum(path.stat().st_size for path in site.folder.rglob("*") if path.is_file())
-    return dict(zip(probes, figures, strict=True)) | {
+    return dict(zip(PROBES, figures, strict=True)) | {
         "memory_mib": round(await memory / (1 << 20)),
         "stored_bytes": stored,
     }
@@ -334,7 +305,7 @@ def main() -> None:
         for number, name in enumerate(arguments.only):
             folder = Path(parent) / str(number)
             folder.mkdir()
-            row = asyncio.run(measure(ROWS[name], folder, environment, arguments.seconds))
+            row = asyncio.run(measure(name, folder, environment, arguments.seconds))
             result["rows"][name] = row
             sys.stdout.write(f"{name}: {json.dumps(row)}\n")
             sys.stdout.flush()

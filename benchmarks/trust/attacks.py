@@ -85,7 +85,9 @@ HEAD_EXACT = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--versions", type=Path, help="folder of consecutive policy versions v000000, v000001, ...")
+    parser.add_argument(
+        "--versions", type=Path, required=True, help="folder of consecutive policy versions v000000, v000001, …"
+    )
     parser.add_argument("--n", type=int, default=200, help="submissions of each attack")
     parser.add_argument("--groups", type=int, help="groups of a submission (default: the config's)")
     parser.add_argument("--only", nargs="+", choices=[*ATTACKS, *TOOL_ATTACKS], help="some of the attacks")
@@ -102,8 +104,6 @@ def main() -> int:
         parser.error("--engine vllm works neither with --exact, nor with lies that change the forward by a hook")
     label = arguments.label or f"attacks-{'exact-' if arguments.exact else ''}{arguments.config.stem}"
     path = RESULTS / f"{label}.json"
-    if arguments.versions is None:
-        parser.error("--versions is needed to run attacks")
     torch.set_num_threads(arguments.threads)
     settings = config.load(arguments.config, overlays=arguments.overlays)
     if arguments.groups:
