@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from benchmarks.trust.byzantine import liars
 
 from shoal.protocol.invite import Address
+from tests.cli.launch.runs import children
 from tests.servers import free_port
 
 from .browsing import Watched
@@ -40,19 +40,6 @@ def responds(url: str) -> bool:
         return httpx.get(f"{url}/api/overview", timeout=60).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def process_of(out: Path, name: str) -> int:
-    """Return the id of the newest process that writes the run's log `name`.log."""
-    log = out / "logs" / f"{name}.log"
-    pids = []
-    for pid in psutil.pids():
-        try:
-            if Path(f"/proc/{pid}/fd/1").readlink() == log:
-                pids.append(pid)
-        except OSError:  # the process has just ended
-            continue
-    return max(pids)
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +92,14 @@ def test_the_page_shows_a_slashed_cheater_and_no_kill_loses_a_step(
     with dashboard_of(Address.read(out).url) as elsewhere:
         other = Watched(chromium, elsewhere).open()
         other.set_default_timeout(DEADLINE_S * 1000)
-        os.kill(process_of(out, "coordinator"), signal.SIGKILL)
+        os.kill(children(out)["coordinator"], signal.SIGKILL)
         at = trained(page)
         until(lambda: trained(page) >= min(at + LATER, STEPS), "steps after the coordinator was killed")
         until(lambda: trained(other) >= min(at + LATER, STEPS), "the same steps through the coordinator's URL")
         assert drawn(other) == trained(other)
 
     run.send_signal(signal.SIGSTOP)  # now the run cannot restart the dashboard before the page polls it
-    os.kill(process_of(out, "dashboard"), signal.SIGKILL)
+    os.kill(children(out)["dashboard"], signal.SIGKILL)
     page.locator("#notice", has_text="does not respond").wait_for()
     run.send_signal(signal.SIGCONT)
     at = trained(page)
