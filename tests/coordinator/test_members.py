@@ -74,6 +74,11 @@ def test_keys_and_addresses_of_evicted_nodes_are_not_announced(harness: Harness)
         "http://relay.example.org:80/../admin?x=1",
         "http://relay.example.org:80#x",
         "https://:80",
+        "http://a\\b:80",
+        "http://a..b:80",
+        f"http://{'a' * 64}:80",
+        "http://１２７.0.0.1:80",
+        "http://127。0。0。1:80",
     ],
 )
 def test_a_relay_cannot_announce_a_private_or_malformed_address(url: str) -> None:

@@ -101,6 +101,7 @@ def test_a_coordinators_url_has_scheme_and_host(text: str) -> None:
         *("", "h:8700", "localhost:8700", "10.0.0.1", "ftp://h", "http://", "http://:8700", "http://" + "h" * 200),
         *("http://h:0", "http://h:70000", "http://h:x", "http://two words:1", "http://h:1\n"),
         *("http://h/v1", "http://h?x=1", "http://h?", "http://h:1#", "http://u@h", "http://:password@h"),
+        *("http://a\\b", "http://a..b", f"http://{'a' * 64}", "http://１２７.0.0.1", "http://h%00"),
     ],
 )
 def test_the_error_for_any_other_url_shows_an_example(text: str) -> None:

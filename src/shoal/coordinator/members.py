@@ -14,7 +14,6 @@ announced files are written at once.
 import logging
 from collections.abc import Sequence
 from typing import Literal
-from urllib.parse import urlsplit
 
 from shoal.config import Config
 from shoal.config.sections import RequirementsSection
@@ -27,7 +26,8 @@ from shoal.ledger.connection import SERIAL
 from shoal.protocol.invite import AddressError, server_url
 from shoal.protocol.messages import Capability, Heartbeat, HeartbeatAnswer, Intake, InvitePayload, Registered, Role
 from shoal.protocol.pace import Rates
-from shoal.shardcast.fetch.reach import OutOfReach, check_host
+from shoal.shardcast.fetch import FetchError
+from shoal.shardcast.fetch.reach import OutOfReach, check_host, split_server
 
 DOWNLOADS = [
     f"""CREATE TABLE IF NOT EXISTS transfers (
@@ -129,13 +129,13 @@ class Members:
             self.db.nodes.set(key, capability=capability.model_dump_json())
 
     def _check_url(self, url: str) -> None:
-        """Raise PoolError for a URL outside `relays.reach`.
+        """Raise PoolError for a URL outside `relays.reach`, or one that a client cannot use.
 
         Every node connects to this URL, so it must not lead into a node's private network.
         """
         try:
-            check_host(urlsplit(server_url(url)).hostname or "", self.config.reach)
-        except AddressError as error:
+            check_host(split_server(server_url(url)).hostname or "", self.config.reach)
+        except (AddressError, FetchError) as error:
             raise PoolError(f"cannot announce {url[:80]!r}: a server's URL is http://HOST:PORT", 400) from error
         except OutOfReach as error:
             raise PoolError(f"cannot announce {url[:80]!r}: {error}", 400) from error

@@ -23,8 +23,8 @@ from shoal.protocol.messages import InvitePayload, Role
 PREFIX = "shoal1."
 DOMAIN = "invite"
 FILE = "coordinator.json"
-# White space, and characters that start a query or a fragment or end a user name. urlsplit silently drops some of them.
-FOREIGN = re.compile(r"[\s?#@]")
+# Characters that no such URL has. URL parsers disagree about some: urlsplit drops tabs, and yarl reads "１" as "1".
+FOREIGN = re.compile(r"[^A-Za-z0-9._:/\[\]-]")
 
 
 class AddressError(UserError):
@@ -61,6 +61,7 @@ def server_url(text: str) -> str:
     try:
         parts = urlsplit(text)
         valid_port = parts.port is None or parts.port > 0  # a malformed port raises ValueError
+        (parts.hostname or "").encode("idna")  # as resolvers do; raises ValueError for an empty or too long label
     except ValueError:
         parts, valid_port = urlsplit(""), False
     rest = parts.path.strip("/") or FOREIGN.search(text)
