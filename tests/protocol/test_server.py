@@ -4,10 +4,14 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
 from shoal.protocol import server
+from shoal.protocol.identity import Identity
 from shoal.protocol.pace import (
     AT_ONCE,
     BURST_S,
@@ -26,8 +30,8 @@ from shoal.protocol.pace import (
     Strangers,
     Unread,
 )
-from shoal.protocol.server import read_body
-from shoal.protocol.signing import SignatureError, SignedHead, content_digest
+from shoal.protocol.server import IDENTITY, SLOT, Admission, Answer, Request, Route, read_body
+from shoal.protocol.signing import SignatureError, SignedHead, content_digest, sign_request
 
 
 def head_of(body: bytes) -> SignedHead:
@@ -202,6 +206,68 @@ def test_refused_bodies_are_read_at_a_bounded_total_rate(monkeypatch: pytest.Mon
     monkeypatch.setattr(server, "asyncio", SimpleNamespace(sleep=sleep, timeout=asyncio.timeout))
     asyncio.run(server.Front(strangers)._discard(Sender()))  # type: ignore[arg-type]
     assert clock.now_s == pytest.approx(2 * BURST_S, rel=0.01)
+
+
+# --- refusals of a member's requests ---------------------------------------------------------------------------------
+
+
+class AnyNonce:
+    def spend(self, key: str, nonce: str, created_s: int) -> bool:
+        return True
+
+
+def validators_route(clock: Clock, *workers: Identity) -> Route:
+    """Return a route for validators of a run whose only members are these workers."""
+
+    async def handle(request: Request) -> Answer:
+        raise AssertionError
+
+    roles = {worker.public: "worker" for worker in workers}
+    return Admission("r", AnyNonce(), roles.get, clock, Pace(clock)).signed(handle, ["validator"])
+
+
+def replayed(signer: Identity, **changed: str) -> web.Request:
+    signed = sign_request(
+        signer, method="POST", path="/x", query="", body=b"", audience="r", created_s=0, nonce="n" * 32
+    )
+    body: Any = SimpleNamespace(readany=pieces())
+    application = web.Application()
+    application[IDENTITY] = Identity.generate()
+    request = make_mocked_request("POST", "/x", signed | changed, payload=body, app=application)
+    request[SLOT] = contextlib.ExitStack()
+    return request
+
+
+def test_a_members_refused_requests_count_against_its_rate_but_forged_ones_do_not() -> None:
+    worker = Identity.generate()
+    route = validators_route(clock := Clock(), worker)
+
+    def statuses(count: int, **changed: str) -> list[int]:
+        return [asyncio.run(route(replayed(worker, **changed))).status for _ in range(count)]  # type: ignore[arg-type]
+
+    burst = int(MEMBER_RATE * BURST_S) + 1
+    forged = replayed(Identity.generate()).headers["signature"]
+    assert set(statuses(burst, signature=forged)) == {401}
+    assert statuses(burst + 1) == [403] * burst + [429]
+    clock.now_s = 1.0
+    assert statuses(1) == [403]
+
+
+def test_refusals_of_a_member_are_delayed_whatever_their_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    held_s: list[float] = []
+
+    async def sleep(hold_s: float) -> None:
+        held_s.append(hold_s)
+
+    monkeypatch.setattr(server, "asyncio", SimpleNamespace(sleep=sleep, timeout=asyncio.timeout))
+    worker, other = Identity.generate(), Identity.generate()
+    route, front = validators_route(clock := Clock(), worker, other), server.Front(Strangers(clock))
+    for _ in range(int((REFUSED_RATE + MEMBER_RATE) * BURST_S)):
+        answer = asyncio.run(front._pass(replayed(worker), route))
+    assert answer.status == 429 and (held_s[0], held_s[-1]) == (0, MAX_HOLD_S)
+    for sender in (other, Identity.generate()):
+        asyncio.run(front._pass(replayed(sender), route))
+        assert held_s[-1] == 0, "nobody else must wait"
 
 
 def test_a_client_that_exceeds_its_burst_waits_and_idle_time_is_not_credited() -> None:

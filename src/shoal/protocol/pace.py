@@ -18,7 +18,7 @@ from shoal.errors import ShoalError
 # The next four rates are in requests per second. Each allows a burst of BURST_S.
 MEMBER_RATE = 40.0  # a node sends one heartbeat per second, and a validator that waits for work sends ten claims
 OPEN_RATE = 50.0  # per address, for open routes; one dashboard sends seven requests per second
-REFUSED_RATE = 20.0  # per address; refusals beyond it are delayed
+REFUSED_RATE = 20.0  # per member, or per address for unsigned requests; refusals beyond it are delayed
 RARE_RATE = 1.0  # per member, for requests that it sends when it joins, leaves or has lost its state
 AT_ONCE = 16  # requests of one member in progress; each may hold a body as large as its route allows
 LARGE_AT_ONCE = 2  # of these, requests whose body or answer is a large file in memory
@@ -118,7 +118,7 @@ class Pace:
 
 
 class Strangers:
-    """Rate limits of one listener's unsigned requests, by address."""
+    """Rate limits of one listener's unsigned requests, by address, and the delays of all its refusals."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -138,11 +138,11 @@ class Strangers:
         """Count an answer to this address."""
         self._bytes.charge(address, size_bytes, self._monotonic())
 
-    def refusal_hold_s(self, address: str) -> float:
-        """Count the refusal of a stranger's request. Return how long to delay it."""
+    def refusal_hold_s(self, sender: str) -> float:
+        """Count the refusal of a request. Return how long to delay it. `sender`: a member's key, or an address."""
         now_s = self._monotonic()
-        self._refused.charge(address, 1, now_s)
-        return min(self._refused.wait_s(address, now_s), MAX_HOLD_S)
+        self._refused.charge(sender, 1, now_s)
+        return min(self._refused.wait_s(sender, now_s), MAX_HOLD_S)
 
     def discard_hold_s(self, size_bytes: int) -> float:
         """Count bytes of a refused body. Return how long to pause before reading more."""

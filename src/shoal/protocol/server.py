@@ -1,15 +1,15 @@
 """Middleware of every signed route, at the coordinator and at the sites' meeting (`diloco`): admission, body, response.
 
-    head verified -> role, length, rates -> nonce spent -> bounded body -> handler -> answer signed and sent
+    head verified -> rates, role, length -> nonce spent -> bounded body -> handler -> answer signed and sent
 
 Invariants: if a request has no valid signature or exceeds a rate, or if its key lacks the route's role, its body is not
 read and nothing is written. A handler gets a body only if it is the signed one and within its route's limit. The run
 signs every answer to a signed request, refusals included, because a node believes no other. A connection stays open
 only if a member signed its last request; any other connection is closed after its answer. So strangers hold no idle
-connections, and each refusal costs them a new connection. The more refusals an address causes, the longer each refusal
-is delayed. The rest of a refused body is read at a bounded rate and discarded. So a sender that reads the answer only
-after sending its body still gets the refusal, and a flood of bodies costs little time. Expected errors get an HTTP
-status. Any other error is a bug; its request gets a 500, and other routes keep working.
+connections, and each refusal costs them a new connection. The more refusals a member or an address causes, the longer
+each refusal is delayed. The rest of a refused body is read at a bounded rate and discarded. So a sender that reads the
+answer only after sending its body still gets the refusal, and a flood of bodies costs little time. Expected errors get
+an HTTP status. Any other error is a bug; its request gets a 500, and other routes keep working.
 
 A listener has one `Front`, and each run has one `Admission`. Limits are in `pace`.
 """
@@ -89,12 +89,10 @@ class Front:
                 sending.enter_context(self.unread.answer(key or address, size, member=key is not None))
             except Refusal as error:
                 response = refusal(error.status, str(error))
-            if key is None:
+            if key is None or response.status == 429:
                 response.force_close()
-                if response.status >= 400:
-                    await asyncio.sleep(self.strangers.refusal_hold_s(address))
-            elif response.status == 429:
-                response.force_close()
+            if response.status >= 400:
+                await asyncio.sleep(self.strangers.refusal_hold_s(key or address))
             await _sign(request, response)
             if response.status >= 400 or size > LARGE_BYTES:
                 with contextlib.suppress(ConnectionError):  # the client has left
@@ -148,7 +146,7 @@ class Admission:
         large: bool = False,
         rare: bool = False,
     ) -> SignedHead:
-        """Verify the headers: signature, role, encoding and length of the body, rate.
+        """Verify the headers: signature, rate, role, encoding and length of the body.
 
         The request counts as in progress until it is answered. `roles` None allows any key, and leaves it to the
         handler to spend the nonce once it knows that the key is admissible. If the nonce were spent here, strangers
@@ -160,14 +158,13 @@ class Admission:
         if role is not None:
             request[MEMBER] = head.key
             _keep_open(request)
+            self.pace.member(head.key, rare=rare)  # counts refused requests too: the signature cost as much to verify
         if roles is not None and role not in roles:
             raise Refusal(f"only {' or '.join(roles)} may ask for {request.path}", 403)
         if "Content-Encoding" in request.headers:
             raise Refusal("the body must come without content-encoding", 415)
         if (request.content_length or 0) > limit_bytes:
             raise Refusal(f"a body of {request.content_length} bytes; at most {limit_bytes} are allowed here", 413)
-        if role is not None:
-            self.pace.member(head.key, rare=rare)
         if roles is not None:
             head.spend(self.nonces)
         request[SLOT].enter_context(self.pace.in_progress(head.key, large=large))
