@@ -12,6 +12,7 @@ from shoal.protocol.messages import Booking, Capability, InvitePayload, Reason
 from .support import (
     ALICE,
     BOB,
+    CAROL,
     OTHER_VALIDATOR,
     VALIDATOR,
     Harness,
@@ -308,6 +309,23 @@ def test_a_worker_that_takes_its_stake_back_gets_no_more_tasks(staking: Harness)
     book(staking, "withdraw")
     book(staking, "stake", 1)
     assert staking.beat().assignment is not None
+
+
+def test_a_stranger_that_unstakes_holds_no_place() -> None:
+    full = open_pool(requirements={"stake": REQUIRED, "places": 1})
+    book(full, "stake", REQUIRED)
+    full.pool.members.register(ALICE, strangers(), None)
+    assert is_full(full) and full.pool.members.count_workers() == 1
+    book(full, "unstake", 1)
+    assert not is_full(full) and is_full(full, CAROL)
+
+
+def test_a_stranger_whose_deposit_is_not_at_risk_yet_holds_no_place() -> None:
+    full, stakes = open_pool(requirements={"stake": REQUIRED, "places": 1}), ChainStakes()
+    full.pool.members.stakes = stakes
+    stakes.offers = {ALICE: REQUIRED}
+    full.pool.members.register(ALICE, strangers(), None)
+    assert not is_full(full) and is_full(full, CAROL)
 
 
 def test_a_slash_gives_the_stake_to_the_pool(staking: Harness) -> None:

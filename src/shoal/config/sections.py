@@ -216,4 +216,4 @@ class RequirementsSection(Section):
     stake: NonNegativeInt = 0
     """Stake required to join with an open invite, in the ledger's unit."""
     places: NonNegativeInt = 0
-    """Maximum number of live workers; 0: no limit."""
+    """Maximum number of live workers; 0: no limit. Those with too little stake at risk do not count."""

@@ -6,9 +6,9 @@ one, only some of them are recorded. A heartbeat also reports the node's newest 
 once, for display only. The seal does not cover downloads.
 
 Invariants: an invite admits one key, with one role and one name. An open invite admits any key as a worker if it has
-staked the required amount. The key gets tasks only while that stake is at risk. Buffered heartbeats are at most FLUSH_S
-old. Losing some costs nothing, because each node soon sends another. Only liveness is buffered: tasks, fingerprints and
-announced files are written at once.
+staked the required amount. The key gets tasks, and holds a place, only while that stake is at risk. Buffered heartbeats
+are at most FLUSH_S old. Losing some costs nothing, because each node soon sends another. Only liveness is buffered:
+tasks, fingerprints and announced files are written at once.
 """
 
 import logging
@@ -78,8 +78,12 @@ class Members:
 
     def _check_capacity(self, role: Role) -> None:
         places = self.config.requirements.places
-        if role == "worker" and places and self.db.nodes.count_workers(self.db.clock()) >= places:
+        if role == "worker" and places and self.count_workers() >= places:
             raise PoolError(f"this run is full: it has places for {places} workers; try again when one has left", 403)
+
+    def count_workers(self) -> int:
+        """Count the live workers that may get tasks. Those with too little stake at risk hold no place."""
+        return sum(not self._why_no_stake(node) for node in self.db.nodes.live_workers(self.db.clock()))
 
     def _check_stake(self, key: str) -> None:
         staked, required = self.stakes.offered(key), self._min_stake

@@ -154,15 +154,14 @@ class Nodes:
     def is_taken(self, invite: str, name: str) -> bool:
         return self.connection.row("SELECT 1 FROM nodes WHERE invite = ? OR name = ?", invite, name) is not None
 
-    def count_workers(self, now_s: float) -> int:
-        """Count the live workers that may get tasks."""
-        return int(
-            self.connection.value(
-                "SELECT count(*) FROM nodes WHERE role = 'worker' AND state NOT IN ('left', 'dismissed', 'banned')"
-                " AND seen_s >= ?",
-                now_s - self.timeout_s,
-            )
+    def live_workers(self, now_s: float) -> list[Member]:
+        """Return the live workers that have not left and were not excluded."""
+        rows = self.connection.rows(
+            f"SELECT {COLUMNS} FROM nodes WHERE role = 'worker' AND state NOT IN ('left', 'dismissed', 'banned')"
+            " AND seen_s >= ?",
+            now_s - self.timeout_s,
         )
+        return [Member(*row) for row in rows]
 
     def set(self, key: str, **values: object) -> None:
         """Write columns of one node. Its state changes through `move` only."""

@@ -99,7 +99,7 @@ class RunOffer(Message):
     state: Literal["running", "finished"]
     step: Count
     steps: Count
-    workers: Count  # live workers
+    workers: Count  # live workers with enough stake
     places_free: Count | None  # None: no limit
     requirements: dict[str, Any]  # `[requirements]` of the run's config
     invite: str = Field(default="", max_length=4_000)  # for any worker with stake; "": there is none

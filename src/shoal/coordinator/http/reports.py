@@ -50,9 +50,9 @@ class CachedBody:
         return self._body
 
 
-def read_offer(db: Database, config: Config, run: str, key: str, invite: str) -> RunOffer:
+def read_offer(db: Database, config: Config, run: str, key: str, invite: str, workers: int) -> RunOffer:
     """Return this run's description for machines that look for a run to join."""
-    workers, places = db.nodes.count_workers(db.clock()), config.requirements.places
+    places = config.requirements.places
     return RunOffer(
         protocol=VERSION,
         run=run,

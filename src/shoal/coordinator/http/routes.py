@@ -142,8 +142,8 @@ class Coordinator:
         return web.json_response(text=signed.model_dump_json())
 
     def _offer(self) -> str:
-        key, invite = self.identity.public, self.published_invite()
-        return read_offer(self.pool.db, self.config, self.run, key, invite).model_dump_json()
+        key, invite, workers = self.identity.public, self.published_invite(), self.pool.members.count_workers()
+        return read_offer(self.pool.db, self.config, self.run, key, invite, workers).model_dump_json()
 
     async def _history(self, request: web.Request) -> web.Response:
         after = request.query.get("after", "0")
