@@ -1,14 +1,14 @@
 """Membership: registration with an invite, and heartbeats, which keep nodes live and give workers tasks.
 
 A small pool writes each heartbeat at once. Each write syncs the disk, so above IMMEDIATE_PER_S (with a burst of 10 s)
-heartbeats are buffered and written in one statement every FLUSH_S. If a node sends far more heartbeats than an honest
-one, only some of them are recorded. A heartbeat also reports the node's newest download. Each download is recorded
-once, for display only. The seal does not cover downloads.
+heartbeats are buffered and written in one statement every FLUSH_S. If a node sends more than RECORDS_PER_S heartbeats,
+only some of them are recorded: the others change nothing, except that a worker may get a task. A heartbeat also reports
+the node's newest download. Each download is recorded once, for display only. The seal does not cover downloads.
 
 Invariants: an invite admits one key, with one role and one name. An open invite admits any key as a worker if it has
 staked the required amount. The key gets tasks, and holds a place, only while that stake is at risk. Buffered heartbeats
 are at most FLUSH_S old. Losing some costs nothing, because each node soon sends another. Only liveness is buffered:
-tasks, fingerprints and announced files are written at once.
+tasks, and the fingerprints and announced files of recorded heartbeats, are written at once.
 """
 
 import logging
@@ -37,7 +37,7 @@ DOWNLOADS = [
 ]
 MAX_DOWNLOADS = 100_000
 Download = tuple[str, int, float, float, int]  # key, version, start and end by the coordinator's clock, bytes
-RECORDS_PER_S = 4.0  # recorded heartbeats per node, with a burst of 10 s; an honest node sends one a second
+RECORDS_PER_S = 4.0  # recorded heartbeats per node, with a burst of 10 s; a busy node sends one a second
 IMMEDIATE_PER_S = 50.0  # heartbeats of all nodes together that are written at once
 FLUSH_S = 0.25
 MAX_DOWNLOAD_S = 86_400.0  # limit on a download's duration, and on the time since its end
@@ -160,10 +160,10 @@ class Members:
         """Record a node's heartbeat; assign a task to a worker that requests one."""
         with self.db.transaction():
             node = self._refresh(key)
-            self._beats.record(node, beat)
-            self.checkers.report(key, beat)
-            if beat.finished is not None and node.role == "worker":
-                self.assignments.finished(key, beat.finished)
+            if recorded := self._beats.record(node, beat):
+                self.checkers.report(key, beat)
+                if beat.finished is not None and node.role == "worker":
+                    self.assignments.finished(key, beat.finished)
             answer = HeartbeatAnswer(
                 state=self._state_for(node),
                 newest_version=self.db.policies.newest(),
@@ -173,6 +173,8 @@ class Members:
             )
             if not beat.wants_task or answer.state != "running" or node.role != "worker":
                 return answer
+            if beat.finished is not None and not recorded:  # else the worker would get the finished task again
+                return answer.model_copy(update={"waiting_for": "its next recorded heartbeat: it sends too many"})
             if why := self._why_no_stake(node) or self.checkers.why_no_task(key):
                 return answer.model_copy(update={"waiting_for": why})
             outcome = self.assignments.assign(
@@ -225,21 +227,23 @@ class HeartbeatBuffer:
         self._downloads: list[Download] = []
         self._written_s = 0.0
 
-    def record(self, node: Member, beat: Heartbeat) -> None:
+    def record(self, node: Member, beat: Heartbeat) -> bool:
+        """Buffer a heartbeat, and write the buffer when it is due. Return False if the node exceeds RECORDS_PER_S."""
         now_s = self.db.clock()
-        if self._node_rates.wait_s(node.key, now_s) > 0 and beat.policy_version == node.version:
-            return
+        if self._node_rates.wait_s(node.key, now_s) > 0:
+            return False
         self._node_rates.charge(node.key, 1, now_s)
         self._buffer[node.key] = (node.key, now_s, beat.policy_version, beat.stats.model_dump_json())
         self._note_download(node.key, beat.stats.intake, now_s)
         if self._immediate.wait_s("", now_s) > 0 and 0 <= now_s - self._written_s < FLUSH_S:
-            return
+            return True
         self._immediate.charge("", len(self._buffer), now_s)
         self.db.nodes.beat_all(list(self._buffer.values()))
         self.record_downloads(self._downloads)
         self._buffer.clear()
         self._downloads.clear()
         self._written_s = now_s
+        return True
 
     def _note_download(self, key: str, intake: Intake, now_s: float) -> None:
         """Queue a node's reported download if its version exists and was not recorded before."""

@@ -21,7 +21,7 @@ from shoal.coordinator.http.reports import SHARE, CachedBody
 from shoal.coordinator.members import RECORDS_PER_S
 from shoal.protocol import pace
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Heartbeat
+from shoal.protocol.messages import Fingerprint, Finished, Heartbeat
 from shoal.protocol.signing import SignedAuth, UnsignedAnswerError, check_answer
 
 from ..support import ALICE, BOB, Harness
@@ -184,10 +184,54 @@ def test_a_node_that_sends_too_many_heartbeats_is_recorded_less_often(harness: H
         members.heartbeat(ALICE, Heartbeat(policy_version=0))
     recorded = harness.pool.db.connection.sqlite.total_changes - changed
     assert RECORDS_PER_S * 10 <= recorded <= RECORDS_PER_S * 15 + 1
-    members.heartbeat(ALICE, Heartbeat(policy_version=1))
-    assert harness.node(ALICE).version == 1, "a heartbeat with a new version must always be recorded"
     members.heartbeat(BOB, Heartbeat(policy_version=0))
     assert harness.node(BOB).seen_s == harness.clock.now_s
+    harness.clock.now_s += 1 / RECORDS_PER_S
+    members.heartbeat(ALICE, Heartbeat(policy_version=1))
+    assert harness.node(ALICE).version == 1, "a change must be recorded soon"
+
+
+@pytest.mark.parametrize("changing", ["version", "fingerprint", "upload"])
+def test_a_node_whose_heartbeats_all_differ_is_not_recorded_more_often(harness: Harness, changing: str) -> None:
+    harness.publish(1)
+    task, beats = harness.task(ALICE), []
+    for number in (0, 1):
+        beat = Heartbeat(policy_version=0, fingerprint=Fingerprint(version=0, value="a" * 64), working_on=[task.id])
+        changes: dict[str, dict[str, Any]] = {
+            "version": {"policy_version": number},
+            "fingerprint": {"fingerprint": Fingerprint(version=0, value=f"{number}" * 64)},
+            "upload": {"finished": Finished(submission=task.id, hash="9" * 64)} if number else {"wants_task": True},
+        }
+        beats.append(beat.model_copy(update=changes[changing]))
+    changed = harness.pool.db.connection.sqlite.total_changes
+    for number in range(400):
+        harness.clock.now_s += 0.01
+        harness.pool.members.heartbeat(ALICE, beats[number % 2])
+    per_record = {"version": 1, "fingerprint": 4, "upload": 3}[changing]
+    recorded = harness.pool.db.connection.sqlite.total_changes - changed
+    assert recorded <= per_record * (RECORDS_PER_S * 15 + 1)
+
+
+def test_a_worker_whose_upload_is_not_recorded_yet_does_not_get_the_same_task_again(harness: Harness) -> None:
+    members, task = harness.pool.members, harness.task(ALICE)
+    for _ in range(int(RECORDS_PER_S * pace.BURST_S) + 1):
+        members.heartbeat(ALICE, Heartbeat(policy_version=0, working_on=[task.id]))
+    upload = Finished(submission=task.id, hash="9" * 64)
+    for recorded in (False, True):
+        answer = members.heartbeat(ALICE, Heartbeat(policy_version=0, wants_task=True, finished=upload))
+        submission = harness.pool.db.submissions.get(task.id)
+        assert answer.assignment is None and submission is not None and bool(submission.announced) is recorded
+        harness.clock.now_s += 1 / RECORDS_PER_S
+
+
+def test_joining_and_leaving_again_and_again_is_rate_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "RARE_RATE", 1e-6)
+    with served(tmp_path) as site:
+        worker = site.register("worker", "worker")
+        assert worker.post("/v1/drain").status_code == 200
+        refused(worker.post("/v1/drain"), 429, "such request a second")
+        refused(worker.post("/v1/register", json={}), 429, "such request a second")
+        assert worker.post("/v1/heartbeat", json={}).status_code == 200
 
 
 # --- uploads ---------------------------------------------------------------------------------------------------------
