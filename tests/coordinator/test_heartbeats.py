@@ -7,7 +7,7 @@ from shoal.coordinator.members import FLUSH_S, MAX_DOWNLOAD_S, HeartbeatBuffer
 from shoal.coordinator.nodes import BATCH_ROWS
 from shoal.protocol.messages import Heartbeat, Intake, Stats
 
-from .support import Harness
+from .support import ALICE, Harness, payload, staffed_pool
 
 pytestmark = pytest.mark.usefixtures("every_database")
 MANY = 2 * BATCH_ROWS + 3
@@ -62,6 +62,19 @@ def test_each_download_is_recorded_once_on_the_coordinators_clock(harness: Harne
     rows = harness.pool.db.connection.rows("SELECT node, version, from_s, to_s, size_bytes FROM transfers ORDER BY seq")
     assert rows[:2] == [(first, 1, now_s - 7, now_s - 3, 700), (first, 2, now_s - 3.5, now_s + 0.5, 700)]
     assert [(row[0], row[1], row[3]) for row in rows[2:]] == [(second, 2, now_s + 1 - MAX_DOWNLOAD_S)]
+
+
+def test_the_status_shows_download_rates_from_the_pools_own_servers_only() -> None:
+    harness, urls = staffed_pool(), {}
+    for number, role in enumerate(("origin", "relay", "relay", "worker")):
+        urls[number] = f"http://{role}-{number}:1"
+        invite = payload(f"{role}-{number}", role=role, nonce=f"{number}" * 32)
+        harness.pool.members.register(f"{number}" * 64, invite, urls[number])
+    harness.pool.db.nodes.move("2" * 64, "ban", "evicted by the operator", harness.clock.now_s)
+    rates = {"any text": 1.0} | dict.fromkeys(urls.values(), 2.0)
+    harness.pool.members.heartbeat(ALICE, Heartbeat(stats=Stats(intake=Intake(bytes_per_s=rates, size_bytes=7))))
+    [intake] = [node.stats.intake for node in harness.status().nodes if node.name == "worker-a"]
+    assert intake == Intake(bytes_per_s={urls[0]: 2.0, urls[1]: 2.0}, size_bytes=7)
 
 
 def test_only_the_newest_downloads_are_kept(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,14 @@ Responses are cached: a report that took t seconds to make is valid for t / SHAR
 most SHARE of the coordinator's time, however many clients poll. The status takes milliseconds to make in a small pool,
 and a second with 10,000 workers.
 
-Invariants: nothing here changes state. The status does not grow with the run's length. Every metric is measured by the
+Invariants: nothing here changes state. The status does not grow with the run's length, and a node's report adds little
+to it: of its download rates, only those from the pool's own servers are shown. Every metric is measured by the
 coordinator or reported by a validator, the learner or the evaluator. The only exceptions are a node's tokens and busy
 seconds; their help texts say that the node reports them.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -107,6 +108,8 @@ def _nodes(db: Database, config: Config) -> list[NodeStatus]:
     evidence, fingerprints = EvidenceTable(db.connection), Fingerprints(db.connection)
     now_s = db.clock()
     counts, missed = db.submissions.count_by_worker_and_state(), db.submissions.count_missed()
+    nodes = db.nodes.all()
+    servers = {node.url for node in nodes if node.url and node.role in ("origin", "relay") and not node.evicted}
     return [
         NodeStatus(
             name=node.name,
@@ -122,7 +125,7 @@ def _nodes(db: Database, config: Config) -> list[NodeStatus]:
             accepted=counts.get((node.key, "accepted"), 0),
             rejected=counts.get((node.key, "rejected"), 0),
             missed=missed.get(node.key, 0),
-            stats=Stats.model_validate_json(node.stats),
+            stats=_shown(Stats.model_validate_json(node.stats), servers),
             credited=credit.get((node.key, "credited"), 0),
             pending=credit.get((node.key, "pending"), 0),
             evidence=evidence.of(node.key).evidence,
@@ -130,8 +133,14 @@ def _nodes(db: Database, config: Config) -> list[NodeStatus]:
             capability=Capability.model_validate_json(node.capability),
             fingerprint=next(iter(fingerprints.of(node.key).values()), ""),
         )
-        for node in db.nodes.all()
+        for node in nodes
     ]
+
+
+def _shown(stats: Stats, servers: Collection[str]) -> Stats:
+    """Return a node's stats without download rates from other addresses, which could be any text of any length."""
+    rates = {url: rate for url, rate in stats.intake.bytes_per_s.items() if url in servers}
+    return stats.model_copy(update={"intake": stats.intake.model_copy(update={"bytes_per_s": rates})})
 
 
 @dataclass
