@@ -62,6 +62,15 @@ def test_keys_and_addresses_of_evicted_nodes_are_not_announced(harness: Harness)
     assert harness.beat(wants=False).relays == ["http://b:1"]
 
 
+def test_an_evicted_relay_is_not_shown_as_slashed(harness: Harness) -> None:
+    harness.join("0" * 64, "relay")
+    harness.pool.db.nodes.move("0" * 64, "ban", "evicted by the operator", 0.0)
+    harness.rejected(Reason.PROOF)
+    status = harness.status()
+    assert status.slashed == ["worker-a"]
+    assert [node.name for node in status.nodes if node.evicted] == ["relay-0", "worker-a"]
+
+
 @pytest.mark.parametrize(
     "url",
     [

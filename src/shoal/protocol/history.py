@@ -111,7 +111,7 @@ class Status(Message):
     trained: int  # number of trained steps
     notices: list[str]  # for the operator, newest last
     reject_reasons: dict[str, int]
-    slashed: list[str]
+    slashed: list[str]  # names of workers; an evicted relay is not slashed
     stale_groups: int  # useful groups that became too old before a batch took them
     late_groups: Count = 0  # groups in submissions that came too late for any batch
     useful_groups: Count = 0  # accepted so far, stale ones included

@@ -57,7 +57,7 @@ def is_silent(node: NodeStatus, status: Status, *, running: bool) -> bool:
 def node_condition(node: NodeStatus, status: Status, *, running: bool) -> tuple[str, Tone]:
     """Return a node's condition as one word, and its severity."""
     if node.evicted:
-        return ("slashed" if node.name in status.slashed and node.role == "worker" else "evicted"), "bad"
+        return ("slashed" if node.name in status.slashed else "evicted"), "bad"
     if is_silent(node, status, running=running):
         return "silent", "bad"
     if node.suspended_s:

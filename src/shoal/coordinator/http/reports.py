@@ -87,7 +87,7 @@ def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) 
         trained=db.history.count("step"),
         notices=list(notices),
         reject_reasons=db.submissions.count_by_reason(),
-        slashed=[node.name for node in nodes if node.evicted],
+        slashed=[node.name for node in nodes if node.evicted and node.role == "worker"],  # others are only evicted
         stale_groups=stale,
         late_groups=db.submissions.groups_too_late(),
         useful_groups=useful,
