@@ -7,12 +7,13 @@ import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
-from shoal.shardcast import FetchError, ManifestError, SignedManifest
+from shoal.shardcast import Client, FetchError, ManifestError, SignedManifest
 from shoal.shardcast import manifest as manifest_module
 from shoal.shardcast.fetch import BadData, SourceError
 from shoal.shardcast.fetch import client as client_module
@@ -291,6 +292,39 @@ async def test_a_server_cannot_set_cookies_for_others_on_its_host():
             for source in sources.sources:
                 await source.listing()
     assert seen == ["", ""]
+
+
+# A URL that nobody can connect to
+
+BAD_URLS = ["http://a\\b:80", "http://a..b:80", f"http://{'a' * 64}:80"]
+
+
+@pytest.mark.parametrize("bad", BAD_URLS)
+async def test_a_bad_url_that_the_pool_announces_stops_neither_clients_nor_relays(tmp_path, bad):
+    published(tmp_path, 7)
+    async with serving(tmp_path / "origin") as up:
+        announced = replace(access(), reach="local")
+        reader = Client([bad, up], announced, tmp_path / "cache", relays=lambda: [bad, up])
+        folder, _ = await asyncio.to_thread(reader.fetch, 7)
+        assert contents(folder) == contents(tmp_path / "model7")
+        mirror = relay(tmp_path)
+        mirror.access, mirror.upstream = announced, lambda: [bad, up]
+        async with mirroring(mirror):
+            await until(lambda: mirror.status.versions == [7])
+
+
+async def test_an_unsupported_proxy_costs_only_the_announced_relays_that_need_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", "socks5://proxy:1080")
+    published(tmp_path, 7)
+    async with serving(tmp_path / "origin") as up:
+        reader = Client(["https://relay.invalid", up], replace(access(), reach="local"), tmp_path / "cache")
+        await asyncio.to_thread(reader.fetch, 7)
+
+
+@pytest.mark.parametrize("make", [client, relay])
+def test_a_bad_url_that_the_user_types_is_refused_at_once(tmp_path, make):
+    with pytest.raises(FetchError, match="is not the URL of a server: write http://HOST:PORT"):
+        make(tmp_path, BAD_URLS[0])
 
 
 # Nothing, or too slowly

@@ -32,7 +32,7 @@ from blake3 import blake3
 
 from shoal.shardcast.fetch import BadData, FetchError, NotHeld
 from shoal.shardcast.fetch.download import Sources, StreamDownload
-from shoal.shardcast.fetch.reach import split_server
+from shoal.shardcast.fetch.reach import proxy_for
 from shoal.shardcast.fetch.source import Access, Arrival, Offer, Source
 from shoal.shardcast.manifest import (
     MAX_HOPS,
@@ -158,9 +158,9 @@ class Relay:
         stall_s: float = 15.0,
     ) -> None:
         """`upstream` may be a function, called in each round of `mirror`. A version without progress for `stall_s` is
-        retried in the next round, unless there is a newer version. Raise FetchError for a bad URL."""
+        retried in the next round, unless there is a newer version. Raise FetchError for a bad URL in a list."""
         for url in () if callable(upstream) else upstream:
-            split_server(url)
+            proxy_for(url)
         self.upstream: Callable[[], Sequence[str]] = upstream if callable(upstream) else lambda: upstream
         self.store, self.access = store, access
         self.poll_s, self.longest_pause_s, self.stall_s = poll_s, longest_pause_s, stall_s

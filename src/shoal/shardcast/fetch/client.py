@@ -30,7 +30,7 @@ from shoal.shardcast.delta import DeltaError, Link
 from shoal.shardcast.fetch import FetchError, NoRouteError, NotHeld, SourceError, disk_errors
 from shoal.shardcast.fetch.cache import RESULTS, Cache, Partial
 from shoal.shardcast.fetch.download import Sources, StreamDownload
-from shoal.shardcast.fetch.reach import split_server
+from shoal.shardcast.fetch.reach import proxy_for
 from shoal.shardcast.fetch.source import Access, Arrival, Offer, Source
 from shoal.shardcast.files import Cutter, LayoutError, alongside
 from shoal.shardcast.manifest import FileEntry, Manifest, Newest, Part, Stream, latest
@@ -76,8 +76,8 @@ class Client:
         relay to answer, for a first version, or for a delta's parent."""
         if not urls and not fallback:
             raise FetchError("no relay is known; start one, or wait until one joins")
-        for url in (*urls, *fallback):
-            split_server(url)  # raises FetchError
+        for url in (*urls, *fallback) if access.reach is None else ():
+            proxy_for(url)  # raises FetchError; a URL that the pool announces fails alone, when it is used
         self.urls, self.fallback, self.relays = list(urls), list(fallback), relays
         self.access = access
         self.cache = Cache(cache, public_key=access.public_key, run=access.run, keep=keep)

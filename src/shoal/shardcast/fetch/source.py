@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from socket import SO_RCVLOWAT, SOL_SOCKET
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -25,8 +26,8 @@ import aiohttp
 from blake3 import blake3
 from pydantic import ValidationError
 
-from shoal.shardcast.fetch import BadData, NotHeld, SourceError
-from shoal.shardcast.fetch.reach import OutOfReach, Reach, Resolver, check_host, is_proxy, proxy_for
+from shoal.shardcast.fetch import BadData, FetchError, NotHeld, SourceError
+from shoal.shardcast.fetch.reach import OutOfReach, Proxy, Reach, Resolver, check_host, is_proxy, proxy_for
 from shoal.shardcast.manifest import (
     MAX_LISTING_BYTES,
     MAX_MANIFEST_BYTES,
@@ -236,13 +237,16 @@ def open_session(access: Access) -> aiohttp.ClientSession:
 
 class Source:
     def __init__(self, session: aiohttp.ClientSession, url: str, access: Access) -> None:
-        """Raise FetchError for a proxy that is not http."""
         self.session = session
         self.url = url.rstrip("/")
         self.access = access
         self.standing = access.standings.setdefault(self.url, Standing())
-        self.proxy = proxy_for(self.url)
         self.received_bytes = 0
+
+    @cached_property
+    def proxy(self) -> Proxy | None:
+        """Return the proxy for this server; None for a direct connection. Raise FetchError."""
+        return proxy_for(self.url)
 
     async def listing(self) -> Listing:
         """Return the versions that the server claims to have, newest first, and its path from the origin."""
@@ -324,18 +328,9 @@ class Source:
         if self.access.token is not None:
             headers = headers | {"Authorization": f"Bearer {self.access.token(self.url)}"}
         try:
-            if self.access.reach:
-                # This checks addresses; the session's resolver checks names.
-                check_host(urlsplit(self.url).hostname or "", self.access.reach)
             async with (
                 asyncio.timeout(self.access.limits.answer_timeout_s) as waiting,
-                self.session.get(
-                    f"{self.url}/{path}",
-                    allow_redirects=False,
-                    headers=headers,
-                    proxy=self.proxy.url if self.proxy else None,
-                    read_bufsize=SMALL_BUFFER_BYTES if answer else READ_BUFFER_BYTES,
-                ) as response,
+                await self._send(path, headers, SMALL_BUFFER_BYTES if answer else READ_BUFFER_BYTES) as response,
             ):
                 if not answer:
                     waiting.reschedule(None)
@@ -357,6 +352,23 @@ class Source:
                 raise SourceError(self.url, str(error.os_error)) from error  # aiohttp reports it as a DNS error
             reason = f"{type(error).__name__} while fetching {what}{self._through()}: {error}"
             raise SourceError(self.url, reason) from error
+
+    async def _send(self, path: str, headers: dict[str, str], buffer_bytes: int) -> aiohttp.ClientResponse:
+        """Send a request. A URL or proxy that cannot be used is a SourceError, because other servers may work."""
+        try:
+            proxy = self.proxy
+            if self.access.reach:
+                # This checks addresses; the session's resolver checks names.
+                check_host(urlsplit(self.url).hostname or "", self.access.reach)
+            return await self.session.get(
+                f"{self.url}/{path}",
+                allow_redirects=False,
+                headers=headers,
+                proxy=proxy.url if proxy else None,
+                read_bufsize=buffer_bytes,
+            )
+        except (FetchError, ValueError) as error:  # ValueError: a name that DNS cannot hold
+            raise SourceError(self.url, str(error)) from error
 
     def _through(self) -> str:
         return f" through the proxy {self.proxy.shown}, which the environment names" if self.proxy else ""
