@@ -14,10 +14,11 @@ from shoal.shardcast.server import serve, url_of
 
 from .support import PUBLIC_KEY, against, client, contents, published
 
-LOCAL = ["127.0.0.1", "127.9.9.9", "::1", "localhost", "a.localhost", "::ffff:127.0.0.1", "64:ff9b::7f00:1"]
+SHORT = ["127.1", "2130706433", "017700000001", "0x7f000001"]  # the system connects to 127.0.0.1
+LOCAL = ["127.0.0.1", "127.9.9.9", "::1", "localhost", "a.localhost", "::ffff:127.0.0.1", "64:ff9b::7f00:1", *SHORT]
 PRIVATE = ["10.0.0.7", "172.16.0.1", "192.168.1.1", "100.64.0.9", "fd00::1", "2002:0a00:0001::", "::ffff:10.0.0.7"]
 PUBLIC = ["1.1.1.1", "2606:4700::1111", "relay.example.org"]
-NOWHERE = ["169.254.169.254", "fe80::1", "fe80::1%eth0", "0.0.0.0", "::", "224.0.0.1", "::ffff:169.254.169.254"]
+NOWHERE = ["169.254.169.254", "fe80::1", "fe80::1%eth0", "0.0.0.0", "0", "::", "224.0.0.1", "::ffff:169.254.169.254"]
 
 
 @pytest.mark.parametrize("reach", ORDER)
@@ -85,12 +86,12 @@ async def test_the_error_for_a_private_address_names_the_setting(monkeypatch):
     assert "DNS" not in reason
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "2130706433", "127.1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "2130706433", "127.1", "①②⑦.⓪.⓪.①", "127。0。0。1"])
 async def test_no_connection_is_made_to_this_machine_for_a_public_pool(host):
     with socket.create_server(("127.0.0.1", 0)) as service:
         service.settimeout(0.2)
         reason = await refusal(f"http://{host}:{service.getsockname()[1]}")
-        assert "a local address" in reason or "not a canonical IPv4 address" in reason
+        assert "a local address" in reason
         with pytest.raises(TimeoutError):
             service.accept()
 

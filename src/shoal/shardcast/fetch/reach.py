@@ -92,7 +92,10 @@ def check_host(host: str, reach: Reach) -> None:
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:
-        return
+        try:
+            address = IPv4Address(socket.inet_aton(host))  # short forms, such as 127.1 and 2130706433
+        except (OSError, ValueError):
+            return
     _check(address, host, reach)
 
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from socket import SO_RCVLOWAT, SOL_SOCKET
 from typing import Protocol
-from urllib.parse import urlsplit
 
 import aiohttp
 from blake3 import blake3
 from pydantic import ValidationError
+from yarl import URL
 
 from shoal.shardcast.fetch import BadData, FetchError, NotHeld, SourceError
 from shoal.shardcast.fetch.reach import OutOfReach, Proxy, Reach, Resolver, check_host, is_proxy, proxy_for
@@ -358,8 +358,9 @@ class Source:
         try:
             proxy = self.proxy
             if self.access.reach:
-                # This checks addresses; the session's resolver checks names.
-                check_host(urlsplit(self.url).hostname or "", self.access.reach)
+                # This checks addresses; the session's resolver checks names. aiohttp connects to `raw_host`, in which
+                # ASCII digits replace others, such as circled ones.
+                check_host(URL(self.url).raw_host or "", self.access.reach)
             return await self.session.get(
                 f"{self.url}/{path}",
                 allow_redirects=False,
