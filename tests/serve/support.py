@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from aiohttp import web
 from argon2 import PasswordHasher
 
 from shoal.engine.torch_engine import TorchEngine
 from shoal.serve import proof
-from shoal.serve.service import Service, Settings
+from shoal.serve.service import CONNECTIONS, PATIENCE, PER_ADDRESS, Service, Settings
 from shoal.serve.versions import LoadedModel, ModelSource, source_of
+from shoal.shardcast.connections import Listener, started
 
 KEY = "sk-a-key-for-these-tests"
 PASSWORD = "correct horse battery"  # noqa: S105
@@ -89,25 +89,23 @@ def serving(
     source = source if isinstance(source, ModelSource) else source_of(str(source))
     service = Service(source, Settings(folder=folder, **settings), new_engine)
     loop = asyncio.new_event_loop()
-    runner = web.AppRunner(service.app(), handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+    listener = Listener("127.0.0.1", 0, PATIENCE, per_address=PER_ADDRESS, total=CONNECTIONS)
+    starting = started(service.app(), listener, shutdown_s=0.1, handler_cancellation=True)
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        asyncio.run_coroutine_threadsafe(_listen(runner), loop).result(DEADLINE_S)
-        running = Running(f"http://127.0.0.1:{runner.addresses[0][1]}", service, source.name)
-        if ready:
-            until(lambda: service.versions.newest is not None)
-        yield running
+        runner = asyncio.run_coroutine_threadsafe(starting, loop).result(DEADLINE_S)
+        try:
+            running = Running(f"http://127.0.0.1:{listener.getsockname()[1]}", service, source.name)
+            if ready:
+                until(lambda: service.versions.newest is not None)
+            yield running
+        finally:
+            asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(DEADLINE_S)
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(DEADLINE_S)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
-
-
-async def _listen(runner: web.AppRunner) -> None:
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
 
 
 def until(condition: Callable[[], Any]) -> None:

@@ -59,6 +59,18 @@ def test_secrets_that_are_not_utf8_are_refused(ada: User, page: Running) -> None
         assert httpx.get(f"{page.url}/{path}", headers=[header]).status_code == 401
 
 
+def test_only_requests_with_a_key_or_a_session_keep_their_connection(ada: User, page: Running) -> None:
+    """If others kept it, strangers could occupy all connections with one request a minute each."""
+    with page.client() as stranger:
+        for path in ("", "static/missing", "health", "metrics", "chat/me", "chat/models", "v1/models", "v1/missing"):
+            assert stranger.get(f"/{path}").headers.get("Connection") == "close", path
+        wrong = {"name": "ada", "password": "a wrong password"}
+        assert stranger.post("/chat/login", json=wrong).headers.get("Connection") == "close"
+    with page.api() as member:
+        assert "Connection" not in member.get("/v1/models").headers
+    assert "Connection" not in ada.get("models").headers
+
+
 def test_a_form_from_another_site_is_refused(ada: User, page: Running) -> None:
     headers = {"X-CSRF-Token": ada.csrf, "Content-Type": "text/plain"}
     assert ada.http.post("/chat/conversations", content="{}", headers=headers).status_code == 415

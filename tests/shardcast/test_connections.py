@@ -15,12 +15,12 @@ import pytest
 from yarl import URL
 
 from shoal.files import temporary
-from shoal.shardcast import Guard, connections
+from shoal.shardcast import connections
 from shoal.shardcast.connections import LISTENER, LOG, PATIENCE, ClientConnection, Listener, Patience, network
 from shoal.shardcast.server import app, serve
 
 from .raw import content, health, open_raw, request, whole
-from .support import PUBLIC_KEY, RUN, serving
+from .support import serving
 
 linux_only = pytest.mark.skipif(
     sys.platform != "linux", reason="only on Linux can a server see how many bytes its peer has acknowledged"
@@ -30,8 +30,8 @@ linux_only = pytest.mark.skipif(
 class Door:
     """A listener, and clients that connect to it."""
 
-    def __init__(self, total: int, patience: Patience = PATIENCE) -> None:
-        self.listener = Listener("127.0.0.1", 0, patience, per_address=100, total=total)
+    def __init__(self, total: int, patience: Patience = PATIENCE, per_address: int = 100) -> None:
+        self.listener = Listener("127.0.0.1", 0, patience, per_address=per_address, total=total)
         self.listener.listen()
         self.clients: list[socket.socket] = []
 
@@ -85,20 +85,13 @@ def test_closed_connections_do_not_count(door):
     assert not door.listener.open and door.listener.cut == 0
 
 
-@pytest.mark.parametrize("bounds", [{"connections": 3}, {"total_connections": 3}])
-async def test_connections_per_address_and_in_total_are_bounded(tmp_path, bounds):
-    async with serving(whole(tmp_path), guard=Guard(audience=RUN, pool_key=PUBLIC_KEY, **bounds)) as url:
-        held = [await open_raw(url, "/healthz") for _ in range(5)]
-        await asyncio.sleep(0.3)
-        with pytest.raises(aiohttp.ClientError):
-            await health(url)
-        for raw in held:
-            raw.close()
-        await asyncio.sleep(0.3)
-        facts = await health(url)
-    # The server refused two of the five connections, and the one that asked for /healthz.
-    assert facts["connections_refused"] >= 3
-    assert facts["connections"] == 1
+def test_connections_of_one_address_are_bounded():
+    with closing(Door(total=100, per_address=3)) as door:
+        for _ in range(3):
+            door.connect()
+        with pytest.raises(ConnectionAbortedError):
+            door.connect()
+        assert (door.listener.refused, door.listener.cut, len(door.listener.open)) == (1, 0, 3)
 
 
 def test_connections_are_counted_per_ipv4_address_or_ipv6_network():

@@ -11,8 +11,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.files import write_file
 from shoal.shardcast import guard as guard_module
+from shoal.shardcast.connections import LISTENER
 from shoal.shardcast.guard import PASS_S, RENEW_S, Guard, Passes, Refused, check, issue, visit
 from shoal.shardcast.manifest import public_key_hex
+from shoal.shardcast.server import app, serve, url_of
 
 from .raw import request
 from .support import serving
@@ -161,6 +163,29 @@ async def test_only_health_is_served_without_a_valid_pass(tmp_path, headers):
             assert LISTING not in body
         status, _, body = await request(f"{url}/healthz", headers=headers)
     assert status == 200 and json.loads(body)["requests_refused"] == 4
+
+
+async def test_only_requests_with_a_valid_pass_keep_their_connection(tmp_path):
+    """If refused requests kept it, strangers could occupy all connections with one request a minute each."""
+    write_file(tmp_path / "versions.json", LISTING)
+    guard = make_guard()
+    guard.ban({BOB})
+    application = app(tmp_path, guard=guard)
+    runner, port = await serve(application, shutdown_s=0.05)
+    url, listener = url_of("127.0.0.1", port), application[LISTENER]
+    async with aiohttp.ClientSession() as session:
+        for path, headers, status in (
+            ("versions.json", {}, 401),
+            ("versions.json", bearer(a_pass(BOB_KEY)), 403),
+            ("healthz", {}, 200),
+            ("versions.json", bearer(a_pass(ANN_KEY)), 200),
+        ):
+            async with session.get(f"{url}/{path}", headers=headers) as response:
+                await response.read()
+                kept = response.headers.get("Connection") != "close"
+                assert (response.status, kept) == (status, headers == bearer(a_pass(ANN_KEY)))
+        assert [(each.requested, each.reader) for each in listener.open.values()] == [(True, ANN)]
+    await runner.cleanup()
 
 
 async def test_bans_take_effect_at_once_and_cannot_be_set_over_http(tmp_path):

@@ -26,13 +26,13 @@ from shoal.model import dtype, numerics
 from shoal.serve.chat.accounts import Accounts, connect
 from shoal.serve.chat.conversations import ConversationReader, Conversations
 from shoal.serve.chat.replies import Replies
-from shoal.serve.chat.routes import Chat
+from shoal.serve.chat.routes import SESSION_KEY, Chat
 from shoal.serve.generation import Generation, Piece
-from shoal.serve.openai.routes import Keys, OpenAI, unknown_route
+from shoal.serve.openai.routes import CALLER, Keys, OpenAI, unknown_route
 from shoal.serve.scheduler import ServeLimits, ServeScheduler
 from shoal.serve.threads import FairSemaphore, FairThreadPool
 from shoal.serve.versions import ModelSource, Versions
-from shoal.shardcast.connections import LISTENER, Listener, Patience, started
+from shoal.shardcast.connections import Listener, Patience, started
 from shoal.watch.page.files import secure
 
 COUNTERS = {  # fields of `scheduler.Counts`
@@ -145,7 +145,7 @@ class Service:
         settings = self.settings
         application = web.Application(client_max_size=1)  # only `guard.json_body` reads bodies
         secure(application, LOOPBACK if settings.open else settings.hosts)
-        application.middlewares.extend([_mark_active, unknown_route])
+        application.middlewares.extend([_close_strangers, unknown_route])
         application.cleanup_ctx.append(self._running)
         application.router.add_get("/health", self.health)
         application.router.add_get("/metrics", self.metrics.respond)
@@ -206,11 +206,11 @@ class Service:
 
 
 @web.middleware
-async def _mark_active(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Tell the listener that this connection has sent a request. The listener then lets it stay open."""
-    if (listener := request.app.get(LISTENER)) and request.transport:
-        listener.note_request(request.transport.get_extra_info("peername"))
+async def _close_strangers(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Close the connection after the response unless the request had a key or a session."""
     response: web.StreamResponse = await handler(request)
+    if CALLER not in request and SESSION_KEY not in request:
+        response.force_close()
     return response
 
 

@@ -2,11 +2,12 @@
 
 Invariant: every accepted connection counts until it is closed. A server accepts no more connections than its file limit
 allows. A connection over its address's limit, or over the total limit, is closed without being read. If the total limit
-is reached, the oldest connection that has sent no request is reset too, so idle clients cannot lock others out. A
-client is reset if it sends no request within `headers_s`. It is also reset if it stops reading the response, even
-during a `sendfile`. Time in which this process did not run does not count, so an overloaded or frozen server does not
-blame clients for its own delay. Malformed requests (answered with 400) and clients that disconnect early are not
-logged, because aiohttp would log a traceback and the whole request for each of them, up to hundreds of kilobytes.
+is reached, the oldest connection without an accepted request is reset too, so neither idle clients nor strangers can
+lock others out. The application says which requests it accepts (`keep_open`). A client is reset if it sends none within
+`headers_s`. It is also reset if it stops reading the response, even during a `sendfile`. Time in which this process did
+not run does not count, so an overloaded or frozen server does not blame clients for its own delay. Malformed requests
+(answered with 400) and clients that disconnect early are not logged, because aiohttp would log a traceback and the
+whole request for each of them, up to hundreds of kilobytes.
 Left out: limits across processes; slow-reader detection on systems other than Linux.
 Source: BBR, draft-ietf-ccwg-bbr; `struct tcp_info` of Linux, include/uapi/linux/tcp.h.
 """
@@ -87,7 +88,7 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 class Patience:
     """How long a connection may be idle or slow."""
 
-    headers_s: float = 10.0  # from accept to the first complete request
+    headers_s: float = 10.0  # from accept to the first accepted request
     idle_s: float = 75.0  # between two requests
     stall_s: float = 30.0  # for this long, a client may read nothing or too slowly while data waits for it
     slowest_Bps: float = 10_000.0  # a client that reads fewer bytes per second, on average, reads too slowly
@@ -102,8 +103,8 @@ class ClientConnection(socket.socket):
     def __init__(self, listener: Listener, peer: tuple[str, int], fd: int) -> None:
         super().__init__(listener.family, listener.type, listener.proto, fileno=fd)
         self.listener, self.peer = listener, peer
-        self.requested = False  # the client sent a complete request
-        self.reader: str | None = None  # the reader who sent the last request; None without a guard
+        self.requested = False  # the client sent a request that the server accepts
+        self.reader: str | None = None  # the reader who sent the last accepted request; None without a guard
         # `moved_s` is the time of the last progress. `since_s` and `since_bytes` are the start of the period whose
         # average speed is checked.
         self.accepted_s = self.moved_s = self.since_s = time.monotonic()
@@ -153,7 +154,7 @@ class Listener(socket.socket):
         super().__init__(family, kind, proto)
         self.patience, self.per_address, self.total = patience, per_address, affordable(total)
         self.open: dict[tuple[str, int], ClientConnection] = {}  # by the peer's address and port
-        self._silent: dict[ClientConnection, None] = {}  # connections without a request yet, oldest first
+        self._silent: dict[ClientConnection, None] = {}  # connections without an accepted request yet, oldest first
         self.refused = self.cut = 0
         self._of_address: Counter[str] = Counter()
         try:
@@ -203,16 +204,11 @@ class Listener(socket.socket):
             if not self._of_address[address]:
                 del self._of_address[address]
 
-    def note_request(self, peer: tuple[str, int]) -> None:
-        """Note that this peer sent a complete request."""
+    def note_request(self, peer: tuple[str, int], reader: str | None = None) -> None:
+        """Note that this peer sent a request that the server accepts, and which reader it authenticated as."""
         if connection := self.open.get(peer[:2]):
-            connection.requested = True
+            connection.requested, connection.reader = True, reader
             self._silent.pop(connection, None)
-
-    def read_by(self, peer: tuple[str, int], reader: str) -> None:
-        """Note which reader this peer authenticated as."""
-        if connection := self.open.get(peer[:2]):
-            connection.reader = reader
 
     def cut_readers(self, readers: Set[str]) -> None:
         """Reset the connections of these readers, even during a transfer."""
@@ -247,6 +243,12 @@ class Listener(socket.socket):
 
 
 LISTENER = web.AppKey("listener", Listener)
+
+
+def keep_open(request: web.Request, reader: str | None = None) -> None:
+    """Let this request's connection stay open, because the sender may use this server."""
+    if (listener := request.config_dict.get(LISTENER)) and request.transport:
+        listener.note_request(request.transport.get_extra_info("peername"), reader)
 
 
 async def started(

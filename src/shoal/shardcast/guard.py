@@ -7,7 +7,7 @@
 Invariant: every request except /healthz needs a valid pass. Its visit must name this server's URL, be at most `PASS_S`
 old, and be signed by the reader in the grant, who must not be banned. Its grant must be signed by the pool for this
 audience, and not expired. Because a visit names the server, a relay cannot use its readers' passes elsewhere. A ban
-also resets the reader's connections.
+also resets the reader's connections. A connection stays open only for requests with a valid pass.
 Left out: a nonce, because a pass replayed to the same server within a minute reveals nothing new; and a rate limit per
 reader, because `connections` limits each address.
 Source: RFC 6750 (bearer tokens), RFC 9449 (proof of possession).
@@ -27,7 +27,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from pydantic import BaseModel, ConfigDict
 
-from shoal.shardcast.connections import LISTENER
+from shoal.shardcast.connections import LISTENER, keep_open
 from shoal.shardcast.manifest import Hash
 
 # Domain separation: nothing else that these keys sign is a valid grant or visit.
@@ -174,12 +174,16 @@ class Guard:
     async def _admit(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if request.path != "/healthz":
-            try:
-                self._check(request)
-            except web.HTTPException:
-                self.refused += 1
-                raise
+        if request.path == "/healthz":
+            response = await handler(request)
+            response.force_close()
+            return response
+        try:
+            self._check(request)
+        except web.HTTPException as refusal:
+            self.refused += 1
+            refusal.force_close()
+            raise
         return await handler(request)
 
     def _check(self, request: web.Request) -> None:
@@ -193,5 +197,4 @@ class Guard:
             raise web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"}, text=f"{reason}\n") from reason
         if reader in self.banned:
             raise web.HTTPForbidden(text="banned\n")
-        if (listener := request.app.get(LISTENER)) and request.transport:
-            listener.read_by(request.transport.get_extra_info("peername"), reader)
+        keep_open(request, reader)

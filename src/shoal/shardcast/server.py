@@ -30,7 +30,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from shoal.files import temporary
-from shoal.shardcast.connections import LISTENER, LOG, PATIENCE, Listener, Patience, started
+from shoal.shardcast.connections import LISTENER, LOG, PATIENCE, Listener, Patience, keep_open, started
 from shoal.shardcast.guard import Guard
 from shoal.shardcast.manifest import VERSION_PATTERN, ManifestError, Part, Stream, parse_version
 from shoal.shardcast.store import ShardStore
@@ -116,7 +116,7 @@ GUARD = web.AppKey("guard", Guard)
 def app(store: ShardStore | Path, *, wait_s: float = 10.0, guard: Guard | None = None) -> web.Application:
     """Return the application that serves a store. `wait_s` must stay below the clients' idle timeout (30 s by default).
     Without a guard anyone may read."""
-    application = web.Application(middlewares=[_note_request])
+    application = web.Application(middlewares=[] if guard else [_keep_open])
     application[SHELF] = Shelf(store if isinstance(store, ShardStore) else ShardStore(store), wait_s)
     version = f"/{{version:{VERSION_PATTERN}}}"
     application.add_routes(
@@ -168,11 +168,10 @@ def url_of(host: str, port: int) -> str:
 
 
 @web.middleware
-async def _note_request(
+async def _keep_open(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    if (listener := request.app.get(LISTENER)) and request.transport:
-        listener.note_request(request.transport.get_extra_info("peername"))
+    keep_open(request)
     return await handler(request)
 
 

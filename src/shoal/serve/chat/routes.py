@@ -23,7 +23,7 @@ from shoal.serve.chat.replies import Replies, ReplyForm
 from shoal.serve.errors import BusyError
 from shoal.serve.threads import FairSemaphore, FairThreadPool, read_body
 from shoal.serve.versions import Versions
-from shoal.shardcast.connections import network
+from shoal.shardcast.connections import keep_open, network
 from shoal.watch.page.files import SHARED, Files
 from shoal.watch.page.guard import HttpError, RateLimit, check_same_origin, json_body
 
@@ -120,6 +120,7 @@ class Chat:
                     if request.method != "GET" and not _has_csrf_token(request, own):
                         raise HttpError(403, "this page is out of date; reload it")
                     request[SESSION_KEY] = own
+                    keep_open(request)
                 return await route(request)
             except HttpError as error:
                 return _error_response(error)
@@ -147,12 +148,14 @@ class Chat:
 
     async def register(self, request: web.Request) -> web.Response:
         form = await read_form(request, LoginForm)
+        keep_open(request)  # hashing may wait
         if not self.registration:
             raise HttpError(403, "registration is closed")
         return self._session_response(await self.accounts.register(form.name, form.password, self._address(request)))
 
     async def login(self, request: web.Request) -> web.Response:
         form = await read_form(request, LoginForm)
+        keep_open(request)
         if self.is_open:
             raise HttpError(403, "this server needs no login")
         old, device = request.cookies.get(SESSION, ""), request.cookies.get(DEVICE, "")

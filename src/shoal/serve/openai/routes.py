@@ -30,7 +30,7 @@ from shoal.serve.prompt import as_trained, check_length, encode
 from shoal.serve.scheduler import ServeScheduler
 from shoal.serve.threads import SMALL_BYTES, FairSemaphore, FairThreadPool, read_body
 from shoal.serve.versions import LoadedModel, Versions
-from shoal.shardcast.connections import network
+from shoal.shardcast.connections import keep_open, network
 from shoal.watch.page.guard import HttpError
 
 MIN_KEY_CHARACTERS = 16
@@ -143,6 +143,7 @@ class OpenAI:
                 message, kind = "Incorrect API key provided.", "authentication_error"
                 return error_response(RequestError(message, status=401, kind=kind, code="invalid_api_key"))
             request[CALLER] = caller
+            keep_open(request)
             try:
                 return await route(request)
             except RequestError as error:
