@@ -40,6 +40,8 @@ def eve(page: Running) -> User:
         {"X-CSRF-Token": ""},
         {"X-CSRF-Token": "guess"},
         {"Origin": "https://evil.example"},
+        {"Origin": "http://["},
+        {"Origin": "null"},
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
     ],
