@@ -57,7 +57,8 @@ class NewFile:
             fsync(self.path.parent)
 
     def close(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:  # `truncate` may have failed
+            os.close(self._fd)
         self.temporary.unlink(missing_ok=True)
 
     def _open(self) -> int:
