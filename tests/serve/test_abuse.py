@@ -257,8 +257,9 @@ def test_many_invalid_values_give_few_errors(field: str) -> None:
 
 def test_the_logprobs_and_completions_of_a_response_are_bounded(api: Running) -> None:
     params = {"logprobs": True, "top_logprobs": 20}
-    refused = api.chat(MESSAGES, n=64, max_tokens=100, **params)
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs"
+    for stream in (False, True):
+        refused = api.chat(MESSAGES, n=64, max_tokens=100, stream=stream, **params)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs"
     assert api.chat(MESSAGES, n=2, max_tokens=4, **params).status_code == 200
     assert api.complete(prompt=["one"] * 64, n=64, stop=["a" * 400]).status_code == 429
 

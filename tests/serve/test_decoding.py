@@ -83,6 +83,24 @@ def test_the_number_of_waiting_completions_is_bounded_per_caller_and_in_total(ti
     asyncio.run(main())
 
 
+def test_a_completion_counts_until_its_response_ends(tiny: LoadedModel) -> None:
+    """If it counted only until it is decoded, what a slow client has not read could fill the memory."""
+
+    async def main() -> None:
+        scheduler = ServeScheduler(ServeLimits(per_caller=1))
+        scheduler.start()
+        first = generation(tiny, range(5, 9), 0, 4)
+        scheduler.submit([first])
+        await finish([first])
+        with pytest.raises(BusyError, match="one caller"):
+            scheduler.submit([generation(tiny, range(5, 9), 1, 4)])
+        scheduler.release([first])
+        scheduler.submit([generation(tiny, range(5, 9), 1, 4)])
+        await asyncio.to_thread(scheduler.stop)
+
+    asyncio.run(main())
+
+
 def test_completions_larger_than_the_cache_are_refused_and_others_wait_for_room(tiny: LoadedModel) -> None:
     async def main() -> int:
         scheduler = ServeScheduler(ServeLimits(cache_bytes=tiny.token_bytes * 16 * 160))

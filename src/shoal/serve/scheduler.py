@@ -28,7 +28,7 @@ class ServeLimits(engine.SchedulerLimits):
     rows: int = 64
     cache_bytes: int = 4 << 30
     waiting: int = 128  # completions that wait for a row
-    per_caller: int = 64  # completions of one caller that wait or are being decoded
+    per_caller: int = 64  # completions of one caller whose responses have not ended
 
 
 @dataclass
@@ -80,7 +80,7 @@ class ServeScheduler:
         return self._engine.live
 
     def submit(self, generations: Sequence[Generation]) -> None:
-        """Queue all completions or none. Raise BusyError or RequestError."""
+        """Queue all completions or none. Call `release` when their response ends. Raise BusyError or RequestError."""
         for generation in generations:
             self._check_size(generation)
         with self._changed:
@@ -95,6 +95,16 @@ class ServeScheduler:
             self._submitted.extend(generations)
             self._unfinished |= {id(generation): generation for generation in generations}
             self._changed.notify()
+
+    def release(self, generations: Sequence[Generation]) -> None:
+        """Cancel these completions and return them to their caller's quota.
+
+        Call this when the response has been sent: what a slow client has not read yet fills memory.
+        """
+        for generation in generations:
+            generation.cancel()
+        with self._changed:
+            self._callers -= Counter(generation.request.caller for generation in generations)
 
     def check_caller(self, caller: str, count: int) -> None:
         """Raise BusyError if `count` more completions would exceed the caller's quota."""
@@ -164,9 +174,6 @@ class ServeScheduler:
                 if piece.finish:
                     del self._unfinished[id(generation)]
                     self._row_s += 0.1 * (now_s - generation.submitted_s - self._row_s)
-                    self._callers[generation.request.caller] -= 1
-                    if not self._callers[generation.request.caller]:
-                        del self._callers[generation.request.caller]
                     self.counts.cancelled += piece.finish == "cancelled"
         loops = {id(generation.loop): generation.loop for generation, _ in pieces}
         for loop in loops.values():

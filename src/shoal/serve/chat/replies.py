@@ -101,8 +101,7 @@ class Replies:
                 yield event
             await task
         finally:
-            for reply in replies:
-                reply.generation.cancel()
+            self.scheduler.release([reply.generation for reply in replies])
 
     async def close(self) -> None:
         """Wait until the replies in progress, which the scheduler has already cancelled, are saved."""

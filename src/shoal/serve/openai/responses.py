@@ -141,12 +141,14 @@ class ApiResponse:
             if self.params.stream:
                 return await self._stream(request, threads)
             pieces = await asyncio.gather(*(_collect(generation) for generation in self.generations))
+            caller = self.generations[0].request.caller
+            text = await threads.run(caller, lambda: json.dumps(self._whole(pieces)))
+            response = web.Response(text=text, content_type="application/json")
+            await response.prepare(request)
+            await response.write_eof()  # returns once all is sent, except what the connection's buffers hold
+            return response
         finally:  # no row outlives its request
-            for generation in self.generations:
-                generation.cancel()
-        caller = self.generations[0].request.caller
-        text = await threads.run(caller, lambda: json.dumps(self._whole(pieces)))
-        return web.Response(text=text, content_type="application/json")
+            scheduler.release(self.generations)
 
     def _whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         choices, replies = [], []

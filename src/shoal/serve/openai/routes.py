@@ -89,7 +89,7 @@ def _digest(key: str) -> bytes:
 
 BODY_BYTES = 4 << 20
 DEFAULT_TOKENS = 1024  # the limit of a chat request that sets none; it is lower if the context has less room
-MAX_LOGPROBS = 1 << 17  # the logprobs of one response are held in memory; this many take tens of MiB
+MAX_LOGPROBS = 1 << 17  # the logprobs of one response may wait in memory for their reader; this many take tens of MiB
 SEEDS = 1 << 63  # negative seeds wrap around
 CALLER = web.RequestKey("caller", str)
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -228,11 +228,11 @@ class OpenAI:
         self.scheduler.check_caller(request[CALLER], n * len(prompts))
         token_limits = [resolve_max_tokens(loaded, prompt, max_tokens) for prompt in prompts]
         if top is not None:
-            length = sum(0 if params.stream else limit for limit in token_limits) + sum(map(len, prompts)) * echo
+            length = sum(token_limits) + sum(map(len, prompts)) * echo
             if n * length * (1 + top) > MAX_LOGPROBS:
                 raise RequestError(
                     f"{n * length * (1 + top)} logprobs exceed the limit of {MAX_LOGPROBS} per response; ask for fewer "
-                    "completions, tokens or top logprobs, or stream the response",
+                    "completions, tokens or top logprobs",
                     param="logprobs",
                 )
         generations = []
