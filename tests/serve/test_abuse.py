@@ -20,9 +20,10 @@ from shoal.serve.chat import routes as chat_routes
 from shoal.serve.errors import ReplyError, RequestError
 from shoal.serve.openai import routes
 from shoal.serve.openai.requests import ChatRequest, parse_request
+from shoal.serve.scheduler import ServeLimits
 from shoal.watch.page import guard
 
-from .support import DEADLINE_S, Running, User, serving, until
+from .support import CHEAP, DEADLINE_S, Running, User, serving, until
 
 SHORT_S = 30.0  # longer than an idle server takes for any response
 MESSAGES = [{"role": "user", "content": "one"}]
@@ -262,6 +263,15 @@ def test_the_logprobs_and_completions_of_a_response_are_bounded(api: Running) ->
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs"
     assert api.chat(MESSAGES, n=2, max_tokens=4, **params).status_code == 200
     assert api.complete(prompt=["one"] * 64, n=64, stop=["a" * 400]).status_code == 429
+
+
+def test_a_user_of_the_page_has_a_smaller_share_than_a_key(tiny_folder: Path, tmp_path: Path) -> None:
+    with serving(tiny_folder, tmp_path, hasher=CHEAP, limits=ServeLimits(per_caller=8)) as running:
+        user = User.registered(running)
+        body = {"content": "one", "models": [user.model] * 2, "max_tokens": 4}
+        refused = user.post(f"conversations/{user.begin()}/replies", body)
+        assert refused.status_code == 429 and "at most 1 completions" in refused.json()["error"]
+        assert running.chat(MESSAGES, n=2, max_tokens=4).status_code == 200
 
 
 def test_a_body_without_a_content_length_releases_its_slot(tiny_folder: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.engine import scheduler as engine
 from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model import numerics
@@ -79,6 +80,29 @@ def test_the_number_of_waiting_completions_is_bounded_per_caller_and_in_total(ti
         with pytest.raises(BusyError, match="waiting") as busy:
             scheduler.submit([generation(tiny, range(5, 9), 9, 4, caller="three")])
         assert 1 <= busy.value.retry_s <= 60
+
+    asyncio.run(main())
+
+
+def test_a_share_bounds_the_completions_and_the_cache_of_one_caller(tiny: LoadedModel) -> None:
+    async def main() -> None:
+        def some(count: int, caller: str) -> list[Generation]:
+            return [generation(tiny, range(5, 9), 0, 4, caller=caller) for _ in range(count)]
+
+        # The schedulers are not started, so nothing is finished.
+        scheduler = ServeScheduler(ServeLimits(per_caller=8))
+        scheduler.submit(some(2, "one"), share=1 / 4)
+        with pytest.raises(BusyError, match="at most 2 completions"):
+            scheduler.submit(some(1, "one"), share=1 / 4)
+        scheduler.submit(some(8, "two"))
+        each_bytes = engine.cache_bytes(tiny.engine.model, some(1, "one"))
+        scheduler = ServeScheduler(ServeLimits(cache_bytes=12 * each_bytes))
+        scheduler.submit(some(4, "one"), share=1 / 4)  # the first request always fits
+        scheduler.submit(some(2, "two"), share=1 / 4)
+        scheduler.submit(some(1, "two"), share=1 / 4)
+        for caller in ("one", "two"):
+            with pytest.raises(BusyError, match="need the memory"):
+                scheduler.submit(some(1, caller), share=1 / 4)
 
     asyncio.run(main())
 

@@ -29,6 +29,7 @@ class ServeLimits(engine.SchedulerLimits):
     cache_bytes: int = 4 << 30
     waiting: int = 128  # completions that wait for a row
     per_caller: int = 64  # completions of one caller whose responses have not ended
+    page_share: float = 1 / 8  # of `per_caller` and `cache_bytes`, for one user of the page, who may be a stranger
 
 
 @dataclass
@@ -79,15 +80,20 @@ class ServeScheduler:
     def live(self) -> int:
         return self._engine.live
 
-    def submit(self, generations: Sequence[Generation]) -> None:
-        """Queue all completions or none. Call `release` when their response ends. Raise BusyError or RequestError."""
+    def submit(self, generations: Sequence[Generation], share: float = 1.0) -> None:
+        """Queue all completions or none. Their caller may use `share` of a caller's quota and of the cache.
+
+        Call `release` when their response ends. Raise BusyError or RequestError.
+        """
         for generation in generations:
             self._check_size(generation)
         with self._changed:
             if self._stopping or self.error:
                 raise BusyError("the server is stopping", 5)
             caller = generations[0].request.caller
-            self.check_caller(caller, len(generations))
+            self.check_caller(caller, len(generations), share)
+            if share < 1:
+                self._check_share(generations, share)
             if self.waiting + len(generations) > self.limits.waiting + self._free_rows():
                 self.counts.refused += len(generations)
                 raise BusyError(f"{self.waiting} completions are waiting already", self._retry_s())
@@ -106,11 +112,22 @@ class ServeScheduler:
         with self._changed:
             self._callers -= Counter(generation.request.caller for generation in generations)
 
-    def check_caller(self, caller: str, count: int) -> None:
+    def check_caller(self, caller: str, count: int, share: float = 1.0) -> None:
         """Raise BusyError if `count` more completions would exceed the caller's quota."""
-        if self._callers[caller] + count > self.limits.per_caller:
+        quota = int(share * self.limits.per_caller)
+        if self._callers[caller] + count > quota:
             self.counts.refused += count
-            raise BusyError(f"at most {self.limits.per_caller} completions of one caller at a time", self._retry_s())
+            raise BusyError(f"at most {quota} completions of one caller at a time", self._retry_s())
+
+    def _check_share(self, new: Sequence[Generation], share: float) -> None:
+        """Raise BusyError if the caller's completions would need more than its share of the cache. One request fits."""
+        caller = new[0].request.caller
+        running = [own for own in self._unfinished.values() if own.request.caller == caller]
+        both = [*running, *new]
+        longest_bytes = max(engine.cache_bytes(each.model, [each]) for each in both)  # the others are padded to it
+        if running and longest_bytes * len(both) > share * self.limits.cache_bytes:
+            self.counts.refused += len(new)
+            raise BusyError("your other replies need the memory; wait for them, or lower max_tokens", self._retry_s())
 
     def _free_rows(self) -> int:
         return max(0, self.limits.rows - self.live)

@@ -89,7 +89,7 @@ class Replies:
                 prompt = await self.threads.run(f"user {user}", partial(encode, loaded, messages), loaded)
                 generation = self._generation(user, loaded, prompt, form)
                 replies.append(ReplyInProgress(lane, generation, messages, events, pair))
-            self.scheduler.submit([reply.generation for reply in replies])
+            self.scheduler.submit([reply.generation for reply in replies], self.scheduler.limits.page_share)
             borrowed = stack.pop_all()
         task = asyncio.create_task(self._finish(user, id, parent, form, replies, borrowed))
         self._tasks.add(task)
