@@ -405,16 +405,15 @@ def shard(index: int) -> ShardEntry:
     return ShardEntry(index, 100, blake3(shard_data(index)).hexdigest())
 
 
-def choosing(*stubs: Stub, fallback: tuple[Stub, ...] = (), **limits: float) -> Sources:
+def choosing(*stubs: Stub, **limits: float) -> Sources:
     """Return the Sources that choose among these stubs."""
     sources = Sources(
         Access(PUBLIC_KEY, RUN, Limits(**limits)),
         None,  # type: ignore[arg-type]
         [],
-        fallback=[],
         on_failure=lambda error: None,
     )
-    sources.sources, sources.fallback = list(stubs), list(fallback)
+    sources.sources = list(stubs)
     return sources
 
 

@@ -313,49 +313,26 @@ async def test_half_a_shard_is_resumed_after_a_disconnect(tmp_path, ranges):
         assert middle.sent_bytes == 12_000 + 37_612
 
 
-# When the client uses the fallback, and when it waits
-
-
-def no_shards(path: str) -> web.Response | None:
-    return web.Response(status=500) if ".shard" in path else None
-
-
-async def test_the_fallback_is_not_used_while_a_relay_delivers(tmp_path):
-    published(tmp_path, 7)
-    async with serving(tmp_path / "origin") as up, between(up) as fallback, between(up) as good:
-        await asyncio.to_thread(client(tmp_path, good.url, fallback=[fallback.url]).fetch)
-        assert (fallback.requests, len(good.requests)) == ([], 4)
-
-
-@pytest.mark.parametrize("trouble", ["none known", "dead", "without the version", "without shards"])
-async def test_the_fallback_delivers_if_no_relay_does(tmp_path, trouble):
+@pytest.mark.parametrize("trouble", ["dead", "without the version", "without shards"])
+async def test_one_relay_that_delivers_is_enough(tmp_path, trouble):
     published(tmp_path, 7)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "versions.json").write_text('{"versions":[]}')
+
+    def no_shards(path: str) -> web.Response | None:
+        return web.Response(status=500) if ".shard" in path else None
+
     async with (
         serving(tmp_path / "origin") as up,
         plainly(tmp_path / "empty") as empty,
         between(up, refuse=no_shards) as poor,
     ):
-        urls = {"dead": [dead_url()], "without the version": [empty], "without shards": [poor.url]}
-        reader = client(tmp_path, *urls.get(trouble, []), fallback=[up])
+        urls = {"dead": dead_url(), "without the version": empty, "without shards": poor.url}
+        reader = client(tmp_path, urls[trouble], up)
         assert contents((await asyncio.to_thread(reader.fetch, 7))[0]) == contents(tmp_path / "model7")
 
 
-async def test_a_recovered_relay_replaces_the_fallback(tmp_path):
-    source = origin(tmp_path, shard_size_bytes=1_000)
-    source.publish(model_folder(tmp_path / "model7"), 7)
-    async with (
-        serving(source.store) as up,
-        between(up, rate_Bps=20_000) as fallback,
-        between(up, rate_Bps=20_000, refuse=no_shards) as relay,
-    ):
-        reader = client(tmp_path, relay.url, fallback=[fallback.url], parallel=2)
-        fetching = asyncio.create_task(asyncio.to_thread(reader.fetch))
-        await until(lambda: fallback.sent_bytes >= 5_000)
-        relay.refuse = lambda path: None
-        await fetching
-        assert relay.sent_bytes > 5_000
+# When the client waits
 
 
 async def brings_version_7(tmp_path, fetching: Awaitable) -> None:

@@ -15,12 +15,12 @@ import pytest
 from yarl import URL
 
 from shoal.files import temporary
-from shoal.shardcast import connections
+from shoal.shardcast import Guard, connections
 from shoal.shardcast.connections import LISTENER, LOG, PATIENCE, ClientConnection, Listener, Patience, network
-from shoal.shardcast.server import app, serve
+from shoal.shardcast.server import CONNECTIONS, PER_ADDRESS, app, serve
 
 from .raw import content, health, open_raw, request, whole
-from .support import serving
+from .support import PUBLIC_KEY, RUN, serving
 
 linux_only = pytest.mark.skipif(
     sys.platform != "linux", reason="only on Linux can a server see how many bytes its peer has acknowledged"
@@ -83,6 +83,19 @@ def test_closed_connections_do_not_count(door):
     for _ in range(10):
         door.connect().close()
     assert not door.listener.open and door.listener.cut == 0
+
+
+@pytest.mark.parametrize(
+    ("guard", "limits"),
+    [(Guard(audience=RUN, pool_key=PUBLIC_KEY), (PER_ADDRESS, CONNECTIONS)), (None, (sys.maxsize, sys.maxsize))],
+)
+async def test_a_server_with_a_guard_limits_its_connections(tmp_path, monkeypatch, guard, limits):
+    monkeypatch.setattr(connections, "affordable", lambda wanted: wanted)
+    application = app(tmp_path, guard=guard)
+    runner, _ = await serve(application)
+    listener = application[LISTENER]
+    assert (listener.per_address, listener.total) == limits
+    await runner.cleanup()
 
 
 def test_connections_of_one_address_are_bounded():

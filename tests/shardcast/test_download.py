@@ -124,14 +124,6 @@ def test_a_single_slow_server_is_not_queried_twice_for_a_shard():
     assert slow.requests == [0, 1, 2, 3]
 
 
-def test_the_fallback_is_not_used_if_the_only_relay_is_slow_to_start():
-    slow, last = Stub("http://a", 1.3), Stub("http://origin")
-    run = Run()
-    run.sources = choosing(slow, fallback=(last,))
-    run.all(1)
-    assert last.requests == []
-
-
 def test_a_relay_waits_for_the_first_server_in_its_order():
     """That server may still be receiving the shard, and a second copy would burden the origin's uplink."""
     slow, other = slow_and_quick(0, 0, 0, 1.3)

@@ -417,12 +417,13 @@ async def test_a_relay_gives_up_a_version_that_never_arrives(tmp_path, how):
 
 
 @pytest.mark.parametrize("requested", [None, 7])
-async def test_if_a_version_vanishes_only_a_fetch_of_the_newest_continues(tmp_path, requested):
+async def test_if_a_version_vanishes_only_a_fetch_of_the_newest_continues(tmp_path, monkeypatch, requested):
     """A fetch of the newest version continues with the next one; a fetch of version 7 is an error."""
+    monkeypatch.setattr(client_module, "PARALLEL", 1)
     source = published(tmp_path, 7, keep=1)
     async with serving(tmp_path / "origin", wait_s=0.1) as up, between(up) as slow:
         slow.rate_Bps, slow.hold_after_bytes = 50_000, SHARD_BYTES
-        reader = client(tmp_path, slow.url, parallel=1, timeout_s=30.0)
+        reader = client(tmp_path, slow.url, timeout_s=30.0)
         fetching = asyncio.create_task(asyncio.to_thread(reader.fetch, requested))
         await until(lambda: slow.sent_bytes >= SHARD_BYTES)
         await asyncio.to_thread(source.publish, model_folder(tmp_path / "model8", seed=8), 8)

@@ -214,39 +214,6 @@ def test_no_server_is_waited_for_past_the_deadline():
     assert virtual.now_s() - started_s < 2
 
 
-# The fallback
-
-
-def test_the_fallback_is_used_only_while_all_others_back_off():
-    relay, last = Stub("http://a"), Stub("http://origin")
-    sources = choosing(relay, fallback=(last,))
-    for _ in range(20):
-        bring(sources)
-    assert last.requests == []
-    relay.script = [SourceError("http://a", "answered 500")]
-    bring(sources)
-    assert (len(relay.requests), len(last.requests)) == (21, 1)
-    virtual.advance(0.2)
-    bring(sources)
-    assert (len(relay.requests), len(last.requests)) == (22, 1)
-
-
-def test_queries_go_to_the_fallback_only_if_no_other_server_answers():
-    async def question(stub):
-        if stub.script:
-            raise stub.script[0]
-        return stub.url
-
-    dead, alive, last = Stub("http://a", SourceError("http://a", "dead")), Stub("http://b"), Stub("http://origin")
-
-    async def run(*stubs):
-        answers, reasons = await choosing(*stubs, fallback=(last,)).ask(question, enough=2)
-        return list(answers.values()), reasons
-
-    assert virtual.run(run(dead, alive)) == (["http://b"], {"http://a": "dead"})
-    assert virtual.run(run(dead)) == (["http://origin"], {"http://a": "dead"})
-
-
 async def answer_after_script(stub):
     await asyncio.sleep(stub.script[0])
     return stub.url

@@ -9,7 +9,7 @@ old, and be signed by the reader in the grant, who must not be banned. Its grant
 audience, and not expired. Because a visit names the server, a relay cannot use its readers' passes elsewhere. A ban
 also resets the reader's connections. A connection stays open only for requests with a valid pass.
 Left out: a nonce, because a pass replayed to the same server within a minute reveals nothing new; and a rate limit per
-reader, because `connections` limits each address.
+reader, because the server limits the connections of each address.
 Source: RFC 6750 (bearer tokens), RFC 9449 (proof of possession).
 """
 
@@ -146,14 +146,11 @@ class Guard:
         *,
         audience: str,
         pool_key: str,
-        connections: int = 64,
-        total_connections: int = 4096,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`pool_key` signs the grants. At most `connections` connections of one address are open at a time."""
+        """`pool_key` signs the grants."""
         self.audience, self.pool_key = audience, pool_key
         self.servers: Set[str] = frozenset()  # URLs by which readers know this server; a pass names one of them
-        self.connections, self.total_connections = connections, total_connections
         self.banned: Set[str] = frozenset()
         self.refused = 0
         self._clock = clock

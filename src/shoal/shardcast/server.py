@@ -38,6 +38,7 @@ from shoal.shardcast.store import ShardStore
 MAX_PARSED = 64
 MAX_PATHS = 4096
 HASH_BYTES = 32
+PER_ADDRESS, CONNECTIONS = 64, 4096  # open connections of one address and in all, for a server with a guard
 
 
 @dataclass(frozen=True)
@@ -144,14 +145,8 @@ async def serve(
 ) -> tuple[web.AppRunner, int]:
     """Start serving. Return the runner and the port (port 0 picks a free one). The runner's `cleanup` stops serving; it
     gives running requests `shutdown_s` to finish."""
-    guard = application.get(GUARD)
-    listener = Listener(
-        host,
-        port,
-        patience,
-        per_address=guard.connections if guard else sys.maxsize,
-        total=guard.total_connections if guard else sys.maxsize,
-    )
+    per_address, total = (PER_ADDRESS, CONNECTIONS) if GUARD in application else (sys.maxsize, sys.maxsize)
+    listener = Listener(host, port, patience, per_address=per_address, total=total)
     runner = await started(
         application,
         listener,

@@ -37,6 +37,7 @@ from shoal.shardcast.manifest import FileEntry, Manifest, Newest, Part, Stream, 
 
 POLL_S = 0.2
 STALL_S = 60.0
+PARALLEL = 8  # shards fetched at a time
 MIN_ANSWERS = 2  # servers queried for the newest version, because one may be behind
 
 
@@ -64,24 +65,21 @@ class Client:
         access: Access,
         cache: Path,
         *,
-        fallback: Sequence[str] = (),
         relays: Callable[[], Sequence[str]] | None = None,
         keep: int = 2,
-        parallel: int = 8,
         timeout_s: float = 600.0,
         wait_s: float = 0.0,
     ) -> None:
-        """`fallback` servers, such as the origin, are used only while no relay delivers. `relays` returns URLs that replace
-        `urls` during a fetch. `timeout_s` limits a fetch, except the final verification. `wait_s` limits the wait for a
-        relay to answer, for a first version, or for a delta's parent."""
-        if not urls and not fallback:
+        """`relays` returns URLs that replace `urls` during a fetch. `timeout_s` limits a fetch, except the final
+        verification. `wait_s` limits the wait for a relay to answer, for a first version, or for a delta's parent."""
+        if not urls:
             raise FetchError("no relay is known; start one, or wait until one joins")
-        for url in (*urls, *fallback) if access.reach is None else ():
+        for url in urls if access.reach is None else ():
             proxy_for(url)  # raises FetchError; a URL that the pool announces fails alone, when it is used
-        self.urls, self.fallback, self.relays = list(urls), list(fallback), relays
+        self.urls, self.relays = list(urls), relays
         self.access = access
         self.cache = Cache(cache, public_key=access.public_key, run=access.run, keep=keep)
-        self.parallel, self.timeout_s, self.wait_s = parallel, timeout_s, wait_s
+        self.timeout_s, self.wait_s = timeout_s, wait_s
         self.progress = Progress()
 
     def latest(self) -> Manifest | None:
@@ -254,7 +252,7 @@ class Client:
                 part,
                 [partial.missing],
                 partial.sink,
-                parallel=self.parallel,
+                parallel=PARALLEL,
                 deadline_s=deadline_s,
                 stall_s=STALL_S,
             ).run()
@@ -301,7 +299,7 @@ class Client:
     @asynccontextmanager
     async def _sources(self) -> AsyncIterator[Sources]:
         progress = self.progress
-        async with Sources.open(self.access, self.urls, fallback=self.fallback, on_failure=progress.note) as sources:
+        async with Sources.open(self.access, self.urls, on_failure=progress.note) as sources:
 
             async def report() -> None:
                 while True:

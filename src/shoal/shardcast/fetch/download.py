@@ -1,8 +1,8 @@
 """The servers of a downloader: which one to use next, and what to do when it fails.
 
-`Sources.ranked` ranks the servers by their `Standing`, and each request goes to the first. Silent, fallback, backed-off
-and suspect servers come last, in this order. The others come first, in random order weighted by expected throughput.
-The randomness spreads the load and keeps measurements fresh. (For shards a relay passes its own order.)
+`Sources.ranked` ranks the servers by their `Standing`, and each request goes to the first. Silent, backed-off and
+suspect servers come last, in this order. The others come first, in random order weighted by expected throughput. The
+randomness spreads the load and keeps measurements fresh. (For shards a relay passes its own order.)
 
     questions (lists, manifests)   go to few servers, and to one more each time a server fails, has nothing or is silent
     shards                         go to one server at a time; if it fails, is silent or too slow, the next one continues
@@ -62,7 +62,6 @@ class Sources:
         session: aiohttp.ClientSession,
         urls: Sequence[str],
         *,
-        fallback: Sequence[str],
         on_failure: OnFailure,
     ) -> None:
         self.access, self.session = access, session
@@ -71,7 +70,6 @@ class Sources:
         self.sources: list[Source] = []
         self._gone: list[Source] = []
         self._took_s: deque[float] = deque(maxlen=50)  # durations of recent shards
-        self.fallback = [Source(session, url, access) for url in fallback]
         self.use(urls)
 
     @classmethod
@@ -81,12 +79,11 @@ class Sources:
         access: Access,
         urls: Sequence[str],
         *,
-        fallback: Sequence[str] = (),
         on_failure: OnFailure = lambda error: None,
     ) -> AsyncIterator[Sources]:
-        """Open one session to the servers at these URLs. `fallback` servers are used only while all others fail."""
+        """Open one session to the servers at these URLs."""
         async with open_session(access) as session:
-            yield cls(access, session, urls, fallback=fallback, on_failure=on_failure)
+            yield cls(access, session, urls, on_failure=on_failure)
 
     def use(self, urls: Sequence[str]) -> None:
         """Replace the set of servers. Shards in transfer continue."""
@@ -101,35 +98,34 @@ class Sources:
 
     def by_source(self) -> dict[str, int]:
         """Return the bytes received from each URL that has sent any."""
-        everyone = [*self.sources, *self._gone, *self.fallback]
+        everyone = [*self.sources, *self._gone]
         return {source.url: source.received_bytes for source in everyone if source.received_bytes}
 
     def ranked(self, among: Sequence[Source], strikes: Counter[Source] | None = None) -> list[Source]:
         """Rank these servers, best first. `strikes` says how often each has sent wrong bytes of the shard."""
         best_Bps = max((source.standing.speed_Bps() or 0.0 for source in among), default=0.0) or 1.0
 
-        def key(source: Source) -> tuple[bool, float, bool, bool, int, float]:
+        def key(source: Source) -> tuple[bool, float, bool, int, float]:
             standing = source.standing
             speed_Bps = standing.speed_Bps() or best_Bps  # an unmeasured server is assumed to be as fast as the best
             weight = max(standing.success() * speed_Bps / best_Bps, 1e-9)
             # Each server's chance to be first is proportional to its weight (Efraimidis and Spirakis 2006).
             draw = -math.log(1 - random.random()) / weight
             struck = strikes[source] if strikes else 0
-            return standing.suspect(), standing.rest_s(), source in self.fallback, standing.silent(), struck, draw
+            return standing.suspect(), standing.rest_s(), standing.silent(), struck, draw
 
         return sorted(among, key=key)
 
     async def ask(self, question: Question[T], *, enough: int = 1) -> tuple[dict[Source, T], dict[str, str]]:
         """Query `enough` servers. Query one more each time a server fails, has nothing (NotHeld or None) or is silent
-        for `hedge_s`. Stop when `enough` servers have given a result. If no server answers, query the fallback, then
-        the suspect servers. Return the answer of each server, and the reason for each URL whose answer is missing. A
+        for `hedge_s`. Stop when `enough` servers have given a result. If no server answers, query the suspect servers.
+        Return the answer of each server, and the reason for each URL whose answer is missing. A
         silent server delays only the first question, by `hedge_s`."""
         reasons: dict[str, str] = {}
         answers: dict[Source, T] = {}
-        suspects = [source for source in [*self.sources, *self.fallback] if source.standing.suspect()]
-        for group in (self.sources, self.fallback, suspects):
-            waiting = self.ranked([source for source in group if group is suspects or source not in suspects])
-            answers, more = await self._ask(waiting, question, enough)
+        suspects = [source for source in self.sources if source.standing.suspect()]
+        for group in ([source for source in self.sources if source not in suspects], suspects):
+            answers, more = await self._ask(self.ranked(group), question, enough)
             reasons |= more
             if answers:
                 break
@@ -212,10 +208,9 @@ class Sources:
         began_s = loop_time()
 
         def usable() -> list[Source]:
-            everyone = [*self.sources, *self.fallback]
             return [
                 source
-                for source in (everyone if order is None else order(shard, everyone))
+                for source in (self.sources if order is None else order(shard, self.sources))
                 if strikes[source] < MAX_STRIKES
                 and loop_time() - absent_since_s.get(source, math.inf) < CATCHES_UP_IN_S
             ]
@@ -231,10 +226,9 @@ class Sources:
             await asyncio.sleep(rest_s)
             # Give up on a silent server only if another one may have the shard. A relay never gives up, because its
             # siblings may still be receiving the shard.
-            others = any(other not in (source, *self.fallback) for other in candidates)
-            silence_s = quiet_s if others and order is None else math.inf
+            alone = len(candidates) == 1
+            silence_s = math.inf if alone or order is not None else quiet_s
             try:
-                alone = len(candidates) == 1
                 await self._try(source, version, part, incoming, deadline_s, silence_s, alone=alone)
                 self._took_s.append(loop_time() - began_s)
                 return
@@ -398,7 +392,7 @@ class StreamDownload:
             if self._left != left or moved_bytes >= had_bytes + LEAST_BPS * self.stall_s:
                 left, had_bytes, since_s = self._left, moved_bytes, loop_time()
             elif loop_time() - since_s > self.stall_s:
-                urls = ", ".join(source.url for source in [*self.sources.sources, *self.sources.fallback])
+                urls = ", ".join(source.url for source in self.sources.sources)
                 raise FetchError(
                     f"version {self.version} made no progress for {self.stall_s:.0f} s, with {left} of its shards missing; "
                     f"{urls} send less than {LEAST_BPS} bytes a second: add a relay"

@@ -35,7 +35,7 @@ def check_same_origin(request: web.Request) -> None:
         raise HttpError(403, "this request comes from another site")
 
 
-async def json_body(request: web.Request, max_bytes: int, within_s: float = BODY_S) -> bytes:
+async def json_body(request: web.Request, max_bytes: int) -> bytes:
     """Read the body of a JSON request. Raise HttpError.
 
     The content type is checked, because browsers send JSON to another site only after a CORS preflight. This server
@@ -47,13 +47,13 @@ async def json_body(request: web.Request, max_bytes: int, within_s: float = BODY
         raise HttpError(413, f"the body is larger than {max_bytes} bytes")
     body = bytearray()
     try:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(BODY_S):
             async for chunk in request.content.iter_any():
                 body += chunk
                 if len(body) > max_bytes:
                     raise HttpError(413, f"the body is larger than {max_bytes} bytes")
     except TimeoutError:
-        raise HttpError(408, f"the body did not arrive within {within_s:g} s") from None
+        raise HttpError(408, f"the body did not arrive within {BODY_S:g} s") from None
     if error := json_size_error(body):
         raise HttpError(400, error)
     return bytes(body)
