@@ -86,7 +86,7 @@ def _file(random: Random, **layout: Any) -> _File:
     written = pq.ParquetFile(io.BytesIO(write_submission(HEADER, rows, ME)))
     table, header_json = written.read(), written.metadata.metadata[b"shoal.header"]
     data = with_header(table, header_json, **layout)
-    rows = read_submission(data, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS).rows  # now rounded to float32
+    rows = list(read_submission(data, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS).rows)  # now rounded to float32
     return _File(data, rows, table, json.loads(header_json), len(data) - 8 - int.from_bytes(data[-8:-4], "little"))
 
 
@@ -160,7 +160,7 @@ def _read(quarantine: Quarantine, data: bytes, rows: list[Rollout] | None) -> st
     If `rows` is None, the file was signed again and may yield any rows.
     """
     try:
-        result = quarantine.read(data).rows
+        result = list(quarantine.read(data).rows)
     except BadSignatureError:
         return "file of bad signature"
     except RolloutFileError as error:

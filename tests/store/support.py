@@ -43,7 +43,7 @@ DATA = write_submission(HEADER, ROWS, ME)
 
 
 def read(data: bytes, max_rows: int = 8, max_tokens: int = 16) -> list[Rollout]:
-    return read_submission(data, max_rows=max_rows, max_tokens=max_tokens).rows
+    return list(read_submission(data, max_rows=max_rows, max_tokens=max_tokens).rows)
 
 
 def digest(table: pa.Table) -> str:
@@ -105,7 +105,7 @@ def zigzag(number: int) -> bytes:
 
 def long_submission(tokens: int) -> bytes:
     field = SUBMISSION.field("tokens")
-    column = pa.ListArray.from_arrays(pa.array([0, tokens], pa.int32()), pa.array(np.zeros(tokens, "<i4")))
+    column = pa.ListArray.from_arrays(pa.array([0, tokens], pa.int32()), pa.array(np.full(tokens, 50_000, "<i4")))
     at = SUBMISSION.get_field_index("tokens")
     table = opened(DATA)[0].slice(0, 1).set_column(at, field, column.cast(field.type))
     return signed(table, data_page_size=1 << 30)

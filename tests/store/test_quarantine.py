@@ -59,7 +59,7 @@ def ended(pid: int, within_s: float) -> bool:
 def test_honest_files_are_all_read_by_the_same_child(quarantine: Quarantine) -> None:
     child = pid(quarantine)
     for _ in range(3):
-        assert quarantine.read(DATA).rows == ROWS
+        assert list(quarantine.read(DATA).rows) == ROWS
     assert pid(quarantine) == child
 
 
@@ -72,6 +72,21 @@ def test_a_refused_file_leaves_the_child_running(quarantine: Quarantine) -> None
     assert not isinstance(refusal.value, BadSignatureError)
     quarantine.read(DATA)
     assert pid(quarantine) == child
+
+
+def test_a_file_with_more_rows_than_its_task_is_refused_by_the_child_and_by_the_parent(quarantine: Quarantine) -> None:
+    child = pid(quarantine)
+    with pytest.raises(RolloutFileError, match="4 rows; between 1 and 3 are allowed"):
+        quarantine.read(DATA, 3)
+    assert list(quarantine.read(DATA, 6).rows) == list(quarantine.read(DATA, 99).rows) == ROWS
+    assert pid(quarantine) == child
+    columns = pack(COLUMNS)
+    about = {"header": HEADER.model_dump_json(), "signature": "0" * 128, "rows": 4, "size_bytes": len(columns)}
+    with (
+        scripted(json.dumps(about).encode() + b"\n" + columns) as taken_over,
+        pytest.raises(RolloutFileError, match="4 rows; between 1 and 3 are allowed"),
+    ):
+        taken_over.read(DATA, 3)
 
 
 def test_the_reader_needs_no_torch() -> None:
@@ -108,7 +123,7 @@ def scripted(answer: bytes) -> Iterator[Quarantine]:
         answer = bytes.fromhex(sys.stdin.buffer.readline().decode())
         sys.stdout.buffer.write(b'{"error": null}\\n')
         sys.stdout.flush()
-        sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(8), "big"))
+        sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(16)[:8], "big"))
         sys.stdout.buffer.write(answer)
     """
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -131,7 +146,7 @@ def test_a_file_that_takes_too_much_memory_is_refused_and_the_next_one_is_read()
     with Quarantine(8, 5_000_000, memory_bytes=8 << 20) as quarantine:
         with pytest.raises(RolloutFileError, match="takes more than 8 MiB of memory to read"):
             quarantine.read(long_submission(4_000_000))
-        assert quarantine.read(DATA).rows == ROWS
+        assert list(quarantine.read(DATA).rows) == ROWS
 
 
 def test_a_file_that_kills_its_reader_is_refused_and_the_next_one_is_read(quarantine: Quarantine) -> None:
@@ -199,10 +214,10 @@ def test_the_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_child_that_reads_for_too_long_ends_itself() -> None:
-    command = [sys.executable, "-m", "shoal.store.decode", "8", "16", str(1 << 30), "0.1"]
+    command = [sys.executable, "-m", "shoal.store.decode", "16", str(1 << 30), "0.1"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
-        child.stdin.write((1 << 20).to_bytes(8, "big"))  # the size of a file that never comes
+        child.stdin.write((1 << 20).to_bytes(8, "big") + (8).to_bytes(8, "big"))  # announces a file that never comes
         child.stdin.flush()
         assert child.wait(60) == -signal.SIGALRM
 

@@ -1,6 +1,7 @@
 """Reading a rollout file returns what was written; a file that was tampered with is refused with the right error."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -44,14 +45,27 @@ from .support import (
 def test_reading_a_submission_returns_what_was_written() -> None:
     assert write_submission(HEADER, ROWS, ME) == DATA, "the same rows must make the same file"
     file = read_submission(DATA, max_rows=8, max_tokens=16)
-    assert file.rows == ROWS
+    assert list(file.rows) == ROWS
     assert file.header == HEADER.model_copy(update={"content": digest(opened(DATA)[0])})
 
 
 def test_reading_an_accepted_file_returns_what_was_written() -> None:
     file = read_accepted(write_accepted(HEADER, ACCEPTED_ROWS, OTHER), max_rows=8, max_tokens=16)
-    assert file.rows == ACCEPTED_ROWS
+    assert list(file.rows) == ACCEPTED_ROWS
     assert file.header.signer == OTHER.public and file.header.worker == ME.public
+
+
+def test_the_rows_of_a_file_take_the_memory_of_its_numbers() -> None:
+    """A file of a few kilobytes may hold millions of tokens."""
+    data = long_submission(1_000_000)
+    assert len(data) < 10_000
+    tracemalloc.start()
+    try:
+        file = read_submission(data, max_rows=1, max_tokens=1_000_000)
+        assert tracemalloc.get_traced_memory()[0] < 5_000_000, "a token must take no more than its four bytes"
+        assert file.rows[0].tokens == [50_000] * 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_limits_are_inclusive() -> None:

@@ -14,13 +14,13 @@ from shoal.store.columns import PROOF_BYTES
 from shoal.store.rollouts import Rollout, read_accepted
 from shoal.tasks import Grade
 from shoal.toploc import build
-from shoal.validator.case import Case
+from shoal.validator.case import Case, Finding
 from shoal.validator.judge import Examined, Judge
 from shoal.validator.service import Validator
 from shoal.validator.verdict import group_results
 from shoal.worker.produce import Producer
 
-from ..workers import VALIDATOR, produced, signed
+from ..workers import ALICE, VALIDATOR, produced, signed
 from .support import ASSIGNMENT, SETTINGS, assignment, case_of, make_producer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -95,6 +95,15 @@ def test_a_case_with_an_impossible_logprob_is_prefilled_whole(
         rows = [replace(row, logprobs=[logprob, *row.logprobs[1:]]), *case.rows[1:]]
         [examined] = judge.examine([replace(case, rows=rows)], cheaply=[True])
         assert (examined.case.prefill is not None) == prefilled
+
+
+def test_a_file_with_more_rollouts_than_its_task_is_not_read(
+    judge: Judge, worker: Producer, honest: list[Rollout]
+) -> None:
+    """Its worker may use another nonce, which makes the rejection soft, so the memory for such a file must be bounded."""
+    data = signed(worker, ASSIGNMENT, [*honest, honest[0]])
+    finding = judge.open(ASSIGNMENT, ALICE.public, data)
+    assert finding == Finding(Reason.UNREADABLE, "9 rows; between 1 and 8 are allowed")
 
 
 def test_hand_written_answers_fail_the_spot_check(

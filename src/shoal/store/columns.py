@@ -147,21 +147,24 @@ def content_digest(columns: Columns) -> str:
     return digest.hexdigest()
 
 
-def to_list(column: Column) -> list[Any]:
-    """Return a column as a Python list with one entry per row. Raise RolloutFileError if text is not UTF-8."""
+def entries(column: Column) -> list[Any]:
+    """Return one entry per row: a number, a text, or a view of a list. Raise RolloutFileError if text is not UTF-8."""
     values, lengths = column.values, column.lengths
     if lengths is None:
         return list(values.tolist())
-    if values.ndim == 2:
-        data, size = values.tobytes(), values.shape[1]
-        proofs = [data[at : at + size] for at in range(0, len(data), size)]
-        return _slices(proofs, lengths)
-    if values.dtype == np.uint8:
+    if values.ndim == 1 and values.dtype == np.uint8:
         try:
             return [text.decode() for text in _slices(values.tobytes(), lengths)]
         except UnicodeDecodeError as error:
             raise RolloutFileError("text that is not UTF-8") from error
-    return _slices(values.tolist(), lengths)
+    return _slices(values, lengths)
+
+
+def plain(entry: Any) -> Any:
+    """Return an entry as Python objects: a list of numbers for a view, and a list of bytes for a view of proofs."""
+    if not isinstance(entry, np.ndarray):
+        return entry
+    return entry.tolist() if entry.ndim == 1 else [proof.tobytes() for proof in entry]
 
 
 def _slices(values: Any, lengths: np.ndarray[Any, Any]) -> list[Any]:

@@ -9,9 +9,10 @@ it exactly, hold as many values as the footer says, use the allowed encodings, a
 these values need. Signatures are not checked here.
 
 A damaged file may still crash or stall pyarrow or exhaust memory, so `quarantine` runs this module as a child process. The
-child writes one line of JSON when it is ready. Then it reads files from stdin, each prefixed with its size in 8 bytes. For
-each file it writes a line of JSON, {"error": ...} or {"header", "signature", "rows", "size_bytes"}, and then `size_bytes`
-bytes of columns (`columns.pack`). The parent does not trust these answers.
+child writes one line of JSON when it is ready. Then it reads files from stdin. Before each file come its size and the
+number of rows that it may have, in 8 bytes each. For each file the child writes a line of JSON, {"error": ...} or
+{"header", "signature", "rows", "size_bytes"}, and then `size_bytes` bytes of columns (`columns.pack`). The parent does not
+trust these answers.
 
 A file may use only the features that our writer uses: data pages, no dictionaries, no statistics in page headers.
 Format: https://github.com/apache/parquet-format (parquet.thrift), Thrift compact protocol.
@@ -236,7 +237,7 @@ def _int32(data: memoryview, at: int) -> tuple[int, int]:
 # --- the child process -----------------------------------------------------------------------------------------------
 
 
-def main(max_rows: int, max_tokens: int, memory_bytes: int, alarm_s: float) -> None:
+def main(max_tokens: int, memory_bytes: int, alarm_s: float) -> None:
     """Decode files from stdin until it is closed.
 
     memory_bytes: memory for one file, beyond what the imports use. The process ends if one file takes alarm_s.
@@ -250,11 +251,12 @@ def main(max_rows: int, max_tokens: int, memory_bytes: int, alarm_s: float) -> N
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     _answer({"error": None})
     while True:
-        size = sys.stdin.buffer.read(8)
-        if len(size) < 8:
+        prefix = sys.stdin.buffer.read(16)
+        if len(prefix) < 16:
             return
+        size_bytes, max_rows = int.from_bytes(prefix[:8], "big"), int.from_bytes(prefix[8:], "big")
         signal.setitimer(signal.ITIMER_REAL, alarm_s)  # SIGALRM ends the process
-        _read(int.from_bytes(size, "big"), FileLimits(max_rows, max_tokens))
+        _read(size_bytes, FileLimits(max_rows, max_tokens))
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -279,4 +281,4 @@ def _answer(about: dict[str, object], columns: bytes = b"") -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

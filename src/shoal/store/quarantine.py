@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -66,26 +67,26 @@ class Quarantine:
             child.kill()
             child.communicate()
 
-    def read(self, data: bytes) -> RolloutFile[Rollout]:
-        """Return a submission with a valid signature.
+    def read(self, data: bytes, max_rows: int | None = None) -> RolloutFile[Rollout]:
+        """Return a submission with a valid signature. `max_rows`: a lower limit for this file.
 
         Raise RolloutFileError (also if the file crashes the child) or BadSignatureError. Raise OSError if no child starts.
         """
-        result = self._decode(data) or self._decode(data)
+        limits = self.limits if max_rows is None else replace(self.limits, max_rows=min(max_rows, self.limits.max_rows))
+        result = self._decode(data, limits) or self._decode(data, limits)
         if result is None:
             raise RolloutFileError("its reader was killed twice")
         answer, columns = result
         if answer.error is not None:
             raise RolloutFileError(answer.error)
-        unpacked = unpack(columns, answer.rows, SUBMISSION, self.limits)
-        return verified_submission(Decoded(answer.header, answer.signature, unpacked), self.limits)
+        unpacked = unpack(columns, answer.rows, SUBMISSION, limits)
+        return verified_submission(Decoded(answer.header, answer.signature, unpacked), limits)
 
-    def _decode(self, data: bytes) -> tuple[_Answer, bytes] | None:
+    def _decode(self, data: bytes, limits: FileLimits) -> tuple[_Answer, bytes] | None:
         """Return the child's answer; None if somebody killed it. Raise RolloutFileError if the file ended the child."""
         child, self.child = self.child or self._start(), None  # the child is reused only if it answers
-        max_bytes = self.limits.size_bytes(SUBMISSION)
         try:
-            answer = _exchange(child, data, max_bytes, self.timeout_s)
+            answer = _exchange(child, data, limits, self.timeout_s)
         except TimeoutError as error:
             raise RolloutFileError(f"takes more than {self.timeout_s:g} s to read") from error
         if answer is not None:
@@ -97,7 +98,7 @@ class Quarantine:
         return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
-        limits = (self.limits.max_rows, self.limits.max_tokens, self.memory_bytes, 2 * self.timeout_s)
+        limits = (self.limits.max_tokens, self.memory_bytes, 2 * self.timeout_s)
         child = subprocess.Popen(
             [sys.executable, "-m", "shoal.store.decode", *map(str, limits)],
             stdin=subprocess.PIPE,
@@ -105,13 +106,13 @@ class Quarantine:
             env=os.environ | SINGLE | SYSTEM_POOL,
             start_new_session=True,  # so that Ctrl-C reaches only the parent
         )
-        if _exchange(child, None, 0, START_S) is None:
+        if _exchange(child, None, self.limits, START_S) is None:
             raise ChildProcessError(f"the reader of submissions does not start: {_ending(child.returncode)}")
         return child
 
 
 def _exchange(
-    child: subprocess.Popen[bytes], data: bytes | None, max_bytes: int, timeout_s: float
+    child: subprocess.Popen[bytes], data: bytes | None, limits: FileLimits, timeout_s: float
 ) -> tuple[_Answer, bytes] | None:
     """Send `data` to the child, unless it is None. Return the child's answer, or None if the child died.
 
@@ -129,10 +130,10 @@ def _exchange(
     answer = None
     try:
         if data is not None:
-            child.stdin.write(len(data).to_bytes(8, "big"))
+            child.stdin.write(len(data).to_bytes(8, "big") + limits.max_rows.to_bytes(8, "big"))
             child.stdin.write(data)
             child.stdin.flush()
-        answer = _receive(child, max_bytes)
+        answer = _receive(child, limits.size_bytes(SUBMISSION))
     except BrokenPipeError:
         pass  # the child died; its returncode says why
     except RolloutFileError:

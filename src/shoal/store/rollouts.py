@@ -12,9 +12,9 @@ Called by worker (writes), validator (reads through `quarantine`, writes) and le
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar, overload
 
 import numpy as np
 import pyarrow as pa
@@ -33,8 +33,9 @@ from shoal.store.columns import (
     FileLimits,
     RolloutFileError,
     content_digest,
+    entries,
     from_table,
-    to_list,
+    plain,
 )
 from shoal.store.decode import Decoded, decode
 
@@ -96,10 +97,33 @@ class AcceptedRollout:
 Row = TypeVar("Row", Rollout, AcceptedRollout)
 
 
+class Rows(Sequence[Row]):
+    """The rows of a file, each made when it is read. Until then its lists stay arrays, in a sixth of the memory.
+
+    So a file of a few kilobytes with millions of equal tokens is cheap to refuse.
+    """
+
+    def __init__(self, columns: Columns, row_type: type[Row]) -> None:
+        self.row_type: Callable[..., Row] = row_type
+        self.entries = {name: entries(column) for name, column in columns.items()}
+
+    def __len__(self) -> int:
+        return len(self.entries["group"])
+
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Row]: ...
+    def __getitem__(self, at: int | slice) -> Row | list[Row]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        return self.row_type(**{name: plain(column[at]) for name, column in self.entries.items()})
+
+
 @dataclass(frozen=True)
 class RolloutFile(Generic[Row]):
     header: Header
-    rows: list[Row]
+    rows: Sequence[Row]
 
 
 def write_submission(header: Header, rows: list[Rollout], identity: Identity) -> bytes:
@@ -160,10 +184,9 @@ def _write(header: Header, rows: list[Any], schema: pa.Schema, identity: Identit
     return buffer.getvalue()
 
 
-def _verified(decoded: Decoded, row_type: type[Row], limits: FileLimits, *, domain: str) -> tuple[Header, list[Row]]:
+def _verified(decoded: Decoded, row_type: type[Row], limits: FileLimits, *, domain: str) -> tuple[Header, Rows[Row]]:
     header = _checked_header(decoded, limits, domain=domain)
-    columns = [to_list(column) for column in decoded.columns.values()]
-    return header, [row_type(**dict(zip(decoded.columns, row, strict=True))) for row in zip(*columns, strict=True)]
+    return header, Rows(decoded.columns, row_type)
 
 
 def _checked_header(decoded: Decoded, limits: FileLimits, *, domain: str) -> Header:
@@ -182,7 +205,7 @@ def _checked_header(decoded: Decoded, limits: FileLimits, *, domain: str) -> Hea
         raise BadSignatureError("the rows are not the signed rows")
     if not verify(header.signer, decoded.header.encode(), decoded.signature, domain=domain):
         raise BadSignatureError(f"not signed by {header.signer[:16]}")
-    for turns, n_tokens in zip(to_list(decoded.columns["turns"]), lengths["tokens"].tolist(), strict=True):
-        if not fit(turns, n_tokens):  # otherwise a reader could allocate memory for billions of tokens
+    for view, n_tokens in zip(entries(decoded.columns["turns"]), lengths["tokens"].tolist(), strict=True):
+        if not fit(turns := plain(view), n_tokens):  # otherwise a reader could allocate memory for billions of tokens
             raise RolloutFileError(f"turns of {turns[:8]} do not fit {n_tokens} tokens")
     return header

@@ -5,7 +5,7 @@ case. The worker's figures are only compared with the recomputed ones. The learn
 exception: after a spot check it gets the worker's logprobs, which it does not use.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -49,7 +49,7 @@ class Case:
     assignment: Assignment
     worker: str
     header: Header
-    rows: list[Rollout]
+    rows: Sequence[Rollout]
     plans: list[GroupPlan]  # one per group, derived from the assignment
     tasks: list[Task]  # one per group
     prompts: list[list[int]]  # one per group

@@ -129,7 +129,7 @@ class Judge:
     def open(self, assignment: Assignment, worker: str, data: bytes) -> Case | Finding:
         """Read a file in the quarantine process. A bad file gives a Finding, never an exception."""
         try:
-            file = self.quarantine.read(data)
+            file = self.quarantine.read(data, assignment.groups * self.config.sampling.group_size)
         except BadSignatureError as error:
             return Finding(Reason.SIGNATURE, str(error))
         except RolloutFileError as error:
@@ -241,6 +241,7 @@ class Judge:
         """Return the cases with the results of one forward pass of the loaded version over all of them."""
         if not cases:
             return []
+        cases = [replace(case, rows=list(case.rows)) for case in cases]  # they are read many times from here on
         results = prefill(self.model, cases, temperature=self.config.sampling.temperature, row_tokens=self.row_tokens)
         return [replace(case, prefill=result) for case, result in zip(cases, results, strict=True)]
 
