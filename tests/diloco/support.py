@@ -36,6 +36,11 @@ def terms(**changed: object) -> Terms:
     return replace(Terms(Shapes(SHAPES), rounds=100, wait_s=10.0), **changed)  # type: ignore[arg-type]
 
 
+def shared_terms(**changed: object) -> Terms:
+    """Return terms with which the sites share the work of each round: six items."""
+    return terms(items=lambda _: 6, **changed)
+
+
 def encode(values: Tensor, kind: Kind) -> bytes:
     """Encode a vector as safetensors."""
     encoded = Encoded.empty(kind, len(values))

@@ -12,7 +12,7 @@ import torch
 
 from shoal.diloco import serve
 from shoal.diloco.meeting import Meeting
-from shoal.diloco.messages import BadOfferError, Figures, Greeting, JoinRequest, MeetingError
+from shoal.diloco.messages import BadOfferError, Figures, Greeting, JoinRequest, MeetingError, RoundClosedError
 from shoal.diloco.remote import Remote
 from shoal.diloco.serve import RecentNonces
 from shoal.protocol import pace
@@ -31,6 +31,7 @@ from .support import (
     open_meeting,
     rounds,
     served,
+    shared_terms,
     terms,
 )
 
@@ -83,10 +84,40 @@ def test_one_of_two_sites_cannot_break_the_first_round(tmp_path):
     assert meeting.outcomes[0].kept == ["a"] and "times the usual" in meeting.outcomes[0].left_out["b"]
 
 
+def test_a_site_cannot_offer_without_a_share_of_the_rounds_work(tmp_path):
+    """Such an offer has no weight in the average, so it would end the meeting."""
+    clock = Clock()
+    meeting = open_meeting(tmp_path, shared_terms(sites=2), clock)
+    a, b = joined(meeting, "ab")
+    while meeting.members["b"].failed < 2:
+        b.heal("it is late")
+        assert a.link.deal(meeting.round)
+        a.offer()
+        clock.now_s += 10.0
+        a.finish()
+    b.heal("it offers before the deal")
+    round, digest = meeting.round, meeting.agreed.digest
+    for dealt in ([], ["a"]):
+        with pytest.raises(RoundClosedError, match=f"b has no share of the work of round {round}"):
+            meeting.offer("b", round, digest, encode(torch.zeros(LENGTH), "fp16"), Figures())
+        assert meeting.dealt == dealt and meeting.offers == {}
+        assert a.link.deal(round) == ["a"]
+    rounds([a], 1)
+    assert meeting.outcomes[round].kept == ["a"]
+
+
+def test_a_pretraining_site_cannot_deal_itself_the_work(tmp_path):
+    meeting = open_meeting(tmp_path, terms())
+    (a,) = joined(meeting, "a")
+    with pytest.raises(MeetingError, match="do not share the work"):
+        a.link.deal(0)
+    rounds(joined(meeting, "b"), 1)
+
+
 @pytest.mark.parametrize("returns", ["join", "heal"])
 def test_rounds_wait_ever_less_often_for_a_site_that_returns_but_never_offers(returns, tmp_path):
     clock = Clock()
-    meeting = open_meeting(tmp_path, terms(sites=2, wait_s=10.0), clock)
+    meeting = open_meeting(tmp_path, shared_terms(sites=2, wait_s=10.0), clock)
     a, b = joined(meeting, "ab")
     for _ in range(24):
         b.join() if returns == "join" else b.heal("it is late")  # in every round
@@ -99,6 +130,9 @@ def test_rounds_wait_ever_less_often_for_a_site_that_returns_but_never_offers(re
     assert missing[0] == 0 and len(missing) <= 5  # at most 5 of 24 rounds waited in vain
     assert len([each for each in read(meeting) if "b" in each["dealt"]]) == len(missing)
     b.heal("it trains at last")
+    while "b" not in a.link.deal(meeting.round):
+        rounds([a], 1)
+        b.heal("it has no share yet")
     rounds([b, a], 1)
     assert meeting.waiting_for() == ["a", "b"]  # rounds wait for b as before
 
@@ -109,7 +143,7 @@ def read(meeting: Meeting) -> list[dict[str, Any]]:
 
 def test_the_work_of_a_round_is_dealt_only_to_a_quorum(tmp_path):
     clock = Clock()
-    meeting = open_meeting(tmp_path, terms(sites=3, quorum=2), clock)
+    meeting = open_meeting(tmp_path, shared_terms(sites=3, quorum=2), clock)
     a, b = joined(meeting, "ab")
     clock.now_s += 10.0
     assert a.link.deal(0) == []  # the wait for c starts

@@ -117,6 +117,8 @@ class Meeting:
         A site that joins after the first deal has no share of the round. Raise RoundClosedError if the round is over.
         """
         self.members[name]  # raises MeetingError if the site has not joined
+        if self.terms.items is None:
+            raise MeetingError("the sites of this run do not share the work of a round")
         if round != self.round or self.over:
             raise RoundClosedError(f"round {round} is over; round {self.round} is open")
         if self.first_deal_s is None:
@@ -151,8 +153,8 @@ class Meeting:
             raise RoundClosedError(f"round {round} is over; round {self.round} is open")
         if digest != self.agreed.digest:
             raise RoundClosedError(f"the parameters of {name} differ from the others' before round {round}")
-        if self.dealt and name not in self.dealt:
-            raise RoundClosedError(f"the work of round {round} was dealt before {name} joined")
+        if self.terms.items and name not in self.dealt:
+            raise RoundClosedError(f"{name} has no share of the work of round {round}")
         if name in self.offers:
             return  # keep the first offer, because decoding another would delay the other sites
         try:
