@@ -334,6 +334,60 @@ def test_the_work_of_a_round_is_dealt_once_and_all_sites_get_the_same_answer(tmp
     assert b.link.deal(1) == ["a", "b", "d"]
 
 
+def test_if_the_sites_that_share_a_round_fall_silent_the_others_get_its_work(tmp_path):
+    clock = Clock()
+    meeting = open_meeting(tmp_path, shared_terms(), clock)
+    (a,) = joined(meeting, "a")
+    assert a.link.deal(0) == ["a"]
+    b, c = joined(meeting, "bc")
+    assert b.link.deal(0) == ["a"]
+    clock.now_s += 9.0
+    assert c.link.deal(0) == ["a"]
+    clock.now_s += 1.0
+    assert b.link.deal(0) == ["b", "c"]
+    meeting = open_meeting(tmp_path, meeting.terms, clock)
+    for each in (a, b, c):
+        each.connect(meeting)
+    assert c.link.deal(0) == ["b", "c"] and a.link.deal(0) == ["a"]
+    rounds([b, c], 1)
+    assert meeting.outcomes[0].dealt == meeting.outcomes[0].kept == ["b", "c"]
+    with pytest.raises(RoundClosedError, match="round 0 is over"):
+        a.offer()
+
+
+def test_only_the_deal_of_the_first_offer_counts(tmp_path):
+    """Otherwise two sites could train on the same share."""
+    clock = Clock()
+    meeting = open_meeting(tmp_path, shared_terms(), clock)
+    (a,) = joined(meeting, "a")
+    assert a.link.deal(0) == ["a"]
+    (b,) = joined(meeting, "b")
+    assert b.link.deal(0) == ["a"]
+    clock.now_s += 10.0
+    assert b.link.deal(0) == ["b"]
+    a.offer()
+    assert b.link.deal(0) == ["a"]
+    with pytest.raises(RoundClosedError, match="b has no share of the work of round 0"):
+        b.offer()
+    a.finish()
+    b.heal("its share does not count")
+    assert meeting.outcomes[0].kept == ["a"] and digests([a, b]) == {meeting.agreed.digest}
+    assert a.link.deal(1) == ["a", "b"]
+
+
+def test_a_site_that_joins_during_a_long_round_takes_no_work_from_the_others(tmp_path):
+    clock = Clock()
+    meeting = open_meeting(tmp_path, shared_terms(), clock)
+    (a,) = joined(meeting, "a")
+    for round in range(2):
+        assert a.link.deal(round) == ["a"]
+        (b,) = joined(meeting, "b") if round else [a]
+        assert b.link.deal(round) == ["a"]
+        clock.now_s += 100.0
+        assert b.link.deal(round) == ["a"], "the last round took as long as this one"
+        rounds([a], 1)
+
+
 def test_a_round_waits_for_the_sites_that_share_it_unless_they_left(tmp_path):
     clock = Clock()
     meeting = open_meeting(tmp_path, shared_terms(sites=2), clock)

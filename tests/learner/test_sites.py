@@ -11,7 +11,9 @@ import torch
 from shoal.config import Config, ConfigError, parse
 from shoal.diloco.agreed import Agreed, Shapes
 from shoal.diloco.meeting import Meeting
-from shoal.diloco.messages import Figures, RoundOutcome, Terms
+from shoal.diloco.messages import Figures, Greeting, RoundOutcome, Terms
+from shoal.diloco.site import SilenceError
+from shoal.learner import sites
 from shoal.learner.groups import Fetched
 from shoal.learner.policy import Policy
 from shoal.learner.sites import (
@@ -146,6 +148,21 @@ def test_if_a_site_dies_only_its_share_of_one_batch_is_lost_and_it_can_return(ti
     assert trained == {0: [0, 1, 2, 3, 4], 1: [0, 2, 4], 2: [0, 1, 2, 3, 4], 3: [0, 1, 2, 3, 4]}
     chain = [records(pool)[step] for step in range(steps)]
     assert all(now.after == then.before for now, then in zip(chain, chain[1:], strict=False))
+
+
+def test_the_wait_for_a_share_has_a_deadline_and_names_the_missing_sites(tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(sites, "GIVE_UP_S", 0.0)
+    config, stop = sites_config(1, 2), threading.Event()
+    meeting = meeting_of(tiny_folder, tmp_path / "meet", config)
+    waiting = site(tiny_folder, tmp_path, SitePool(), meeting, config, "site-0")
+    waiting.place.enter(waiting.about, "it joins")
+    with pytest.raises(SilenceError, match="round 0 waited 0 s for more sites: start missing sites"):
+        waiting.place.deal(stop)
+    meeting.join("site-1", Greeting(about=waiting.about, placed=True))
+    meeting.leave("site-0")
+    assert meeting.deal("site-1", 0) == ["site-1"]
+    with pytest.raises(SilenceError, match="round 0 waited 0 s for site-1, which share its work"):
+        waiting.place.deal(stop)
 
 
 def test_an_unreported_step_is_reported_by_the_site_that_returns(tiny_folder, tmp_path):

@@ -4,6 +4,8 @@ A round is open until every expected site has sent an offer. With a quorum of of
 passed since the first offer. Then the offers that are not outliers (`refused`) are averaged, and the average is rounded
 once. Its bytes are the round's result: every site and the meeting decode the same bytes and make the same step. Later
 rounds do not wait for a missing site until it comes back.
+If the sites share a round's work, the first site that asks deals it to all that are present. If these fall silent, sites
+that came later get the whole work in a second deal. Only the deal of the round's first offer counts.
 
 Invariant: after a kill at any moment, all answers given before remain true. A round's files are written before
 `meeting.json` names the next round. A restarted meeting continues with the round that `meeting.json` names. Only the
@@ -15,7 +17,7 @@ direction of modest length), and distributing the work of averaging.
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -76,11 +78,13 @@ class Meeting:
         self.norms: list[float] = []
         self.outcomes: dict[int, RoundOutcome] = {}
         self.offers: dict[str, SiteOffer] = {}
-        self.dealt: list[str] = []  # sites that share the open round's work, once it is dealt
+        self.deals: list[list[str]] = []  # of the open round: the sites that share its work; no site is in two
+        self.dealt: list[str] = []  # the deal that counts, from the first offer on
         self.healed: dict[str, str] = {}
         self.first_offer_s: float | None = None
-        self.first_deal_s: float | None = None
+        self.asked_s: float | None = None  # when a site without a share first asked for one
         self.opened_s = clock()
+        self.lasted_s = 0.0  # how long the last round was open
         if saved := self.archive.load():
             self._reopen(saved)
         else:
@@ -114,20 +118,35 @@ class Meeting:
     def deal(self, name: str, round: int) -> list[str]:
         """Return the sites that share the open round's work, in the same order for all; [] while sites are missing.
 
-        A site that joins after the first deal has no share of the round. Raise RoundClosedError if the round is over.
+        A site that joins after the deal has no share. If it waits `wait_s` longer than the last round took, and there is
+        no offer, it shares a second deal with the other sites that have no share. Raise RoundClosedError if the round is
+        over.
         """
         self.members[name]  # raises MeetingError if the site has not joined
         if self.terms.items is None:
             raise MeetingError("the sites of this run do not share the work of a round")
         if round != self.round or self.over:
             raise RoundClosedError(f"round {round} is over; round {self.round} is open")
-        if self.first_deal_s is None:
-            self.first_deal_s = self.clock()
-        if not self.dealt and (self._gathered() or self.clock() - self.first_deal_s >= self.terms.wait_s):
-            self.dealt = self.members.sharing(round, self.terms.quorum)
-            if self.dealt:
+        if not self._share(name) and not self.dealt:
+            self._deal_anew(round)
+        return self._share(name) or self.dealt or (self.deals[-1] if self.deals else [])
+
+    def _share(self, name: str) -> list[str]:
+        """Return the deal that gives the site a share of the open round; [] if none does."""
+        return next((sites for sites in ([self.dealt] if self.dealt else self.deals) if name in sites), [])
+
+    def _deal_anew(self, round: int) -> None:
+        """Deal the work to the sites that have no share, if all that have one seem to be gone."""
+        if self.asked_s is None:
+            self.asked_s = self.clock()
+        patience_s = self.terms.wait_s + (self.lasted_s if self.deals else 0.0)
+        if (not self.deals and self._gathered()) or self.clock() - self.asked_s >= patience_s:
+            sites = self.members.sharing(
+                round, self.terms.quorum, without={name for each in self.deals for name in each}
+            )
+            if sites:
+                self.deals, self.asked_s = [*self.deals, sites], None
                 self._save()
-        return self.dealt
 
     def leave(self, name: str) -> None:
         self.members[name].expected = False
@@ -153,7 +172,7 @@ class Meeting:
             raise RoundClosedError(f"round {round} is over; round {self.round} is open")
         if digest != self.agreed.digest:
             raise RoundClosedError(f"the parameters of {name} differ from the others' before round {round}")
-        if self.terms.items and name not in self.dealt:
+        if self.terms.items and not self._share(name):
             raise RoundClosedError(f"{name} has no share of the work of round {round}")
         if name in self.offers:
             return  # keep the first offer, because decoding another would delay the other sites
@@ -161,6 +180,7 @@ class Meeting:
             change = Encoded.from_bytes(data, self.terms.kind, self.terms.shapes.size)
         except CodecError as error:
             raise BadOfferError(f"the offer of {name} for round {round} is malformed: {error}") from error
+        self.dealt = self._share(name)
         self.offers[name] = SiteOffer(change, len(data), change.norm(), figures)
         log.info("%s offers for round %d", name, round)
         member.expected = True
@@ -235,7 +255,7 @@ class Meeting:
         return outcome
 
     def _gathered(self) -> bool:
-        return bool(self.round or self.dealt) or len(self.members.named) >= self.terms.sites
+        return bool(self.round or self.deals) or len(self.members.named) >= self.terms.sites
 
     def _average(self, kept: list[str]) -> Encoded:
         weights = [self.terms.weight(self.round, name, self.dealt) for name in kept]
@@ -267,7 +287,8 @@ class Meeting:
         self.norms = [*self.norms, *(self.offers[name].norm for name in outcome.kept)][-PAST:]
         self.outcomes = {round: each for round, each in self.outcomes.items() if round > outcome.round - KEPT}
         self.outcomes[outcome.round] = outcome
-        self.offers, self.healed, self.dealt, self.first_offer_s, self.first_deal_s = {}, {}, [], None, None
+        self.offers, self.healed, self.deals, self.dealt, self.first_offer_s, self.asked_s = {}, {}, [], [], None, None
+        self.lasted_s = self.clock() - self.opened_s
         self.round, self.opened_s = self.round + 1, self.clock()
 
     def _record_line(self, outcome: RoundOutcome, data: bytes) -> dict[str, Any]:
@@ -289,7 +310,8 @@ class Meeting:
             "run": self.run,
             "about": self.about,
             "round": self.round,
-            "dealt": self.dealt,
+            "deals": self.deals,
+            "lasted_s": self.lasted_s,
             "norms": self.norms,
             "outcomes": [outcome.model_dump() for outcome in self.outcomes.values()],
         }
@@ -298,7 +320,8 @@ class Meeting:
     def _reopen(self, saved: dict[str, Any]) -> None:
         self.about = {key: text for key, text in saved["about"].items() if key == "data"} | self.about
         compare(f"the meeting in {self.folder}", saved["about"], self.about)
-        self.round, self.norms, self.dealt = saved["round"], saved["norms"], saved.get("dealt", [])
+        self.round, self.norms = saved["round"], saved["norms"]
+        self.deals, self.lasted_s = saved.get("deals", []), saved.get("lasted_s", 0.0)
         self.members.restore(saved)
         self.outcomes = {each["round"]: RoundOutcome.model_validate(each) for each in saved["outcomes"]}
         self.agreed, self.feedback = self.archive.state(self.round, self.terms.shapes)
@@ -358,12 +381,12 @@ class SiteMembers:
         member.failed += 1
         member.since = max(member.since, round + min(2 ** min(member.failed - 1, 32), LONGEST_PAUSE))
 
-    def sharing(self, round: int, quorum: int) -> list[str]:
+    def sharing(self, round: int, quorum: int, without: Collection[str] = ()) -> list[str]:
         """Return the sites that can share a round's work, sorted; empty if there are too few.
 
         Sites that failed recently are left out if the others suffice.
         """
-        here = self.expected()
+        here = {name: each for name, each in self.expected().items() if name not in without}
         steady = sorted(name for name, each in here.items() if each.failed < 2 or each.since <= round)
         result = steady if len(steady) >= quorum else sorted(here)
         return result if len(result) >= quorum else []

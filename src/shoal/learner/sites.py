@@ -34,7 +34,7 @@ from shoal.config.sites import SitesSection
 from shoal.diloco.agreed import Agreed, Shapes
 from shoal.diloco.messages import Figures, RoundClosedError, RoundOutcome, Terms
 from shoal.diloco.remote import Remote
-from shoal.diloco.site import Participant
+from shoal.diloco.site import GIVE_UP_S, Participant, SilenceError
 from shoal.files import file_digest
 from shoal.learner import report
 from shoal.learner.checkpoint import LearnerProgress
@@ -72,16 +72,25 @@ class PolicySite:
         return round, accepted
 
     def deal(self, stop: threading.Event) -> list[str]:
-        """Return the sites that share this site's round, itself included. Raise RoundClosedError if the round is over."""
+        """Return the sites that share this site's round, itself included.
+
+        Raise RoundClosedError if the round is over, SilenceError after GIVE_UP_S, StoppedError.
+        """
         started_s = time.monotonic()
 
         def ask(leader: Participant) -> list[str]:
+            round = leader.site.round
             while not stop.is_set():
-                dealt = leader.link.deal(leader.site.round)
+                dealt = leader.link.deal(round)
                 if self.name in dealt:
                     return dealt
-                stop.wait(POLL_S)  # sites are missing, or the round was dealt without this site and will close
-            raise StoppedError(f"stopped before round {leader.site.round} was dealt")
+                if time.monotonic() - started_s > GIVE_UP_S:
+                    missing = f"{', '.join(dealt)}, which share its work" if dealt else "more sites"
+                    raise SilenceError(
+                        f"round {round} waited {GIVE_UP_S:.0f} s for {missing}: start missing sites, or lower sites.quorum"
+                    )
+                stop.wait(POLL_S)  # sites are missing, or the round was dealt without this site
+            raise StoppedError(f"stopped before round {round} was dealt")
 
         try:
             dealt: list[str] = self.agree(ask)
