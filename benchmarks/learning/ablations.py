@@ -32,6 +32,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from benchmarks.common.machine import IMAGES, RESULTS, ROOT, command_line, commit, describe, save
 from shoal import tasks
 from shoal.config import load
@@ -191,6 +193,7 @@ class Run:
         self.drawn = 0  # groups so far
         model, device = resolve(self.config.model.name), self.config.model.device
         dtype, _ = pick(self.config.model.dtype, device)
+        torch.manual_seed(seed)  # adapters start with random numbers
         self.policy = Policy(model, self.config.learner, dtype, device, self.config.sampling.temperature)
         self.examiner = Examiner(self.config, self.tasks.files)
         self.engine = TorchEngine(dtype, device)
