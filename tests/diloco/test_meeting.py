@@ -359,20 +359,22 @@ def test_only_the_deal_of_the_first_offer_counts(tmp_path):
     """Otherwise two sites could train on the same share."""
     clock = Clock()
     meeting = open_meeting(tmp_path, shared_terms(), clock)
-    (a,) = joined(meeting, "a")
-    assert a.link.deal(0) == ["a"]
+    a, c = joined(meeting, "ac")
+    assert a.link.deal(0) == ["a", "c"]
     (b,) = joined(meeting, "b")
-    assert b.link.deal(0) == ["a"]
+    assert b.link.deal(0) == ["a", "c"]
     clock.now_s += 10.0
     assert b.link.deal(0) == ["b"]
     a.offer()
-    assert b.link.deal(0) == ["a"]
+    assert b.link.deal(0) == ["a", "c"]
     with pytest.raises(RoundClosedError, match="b has no share of the work of round 0"):
         b.offer()
+    c.offer()
     a.finish()
+    c.finish()
     b.heal("its share does not count")
-    assert meeting.outcomes[0].kept == ["a"] and digests([a, b]) == {meeting.agreed.digest}
-    assert a.link.deal(1) == ["a", "b"]
+    assert meeting.outcomes[0].kept == ["a", "c"] and digests([a, b, c]) == {meeting.agreed.digest}
+    assert a.link.deal(1) == ["a", "b", "c"]
 
 
 def test_a_site_that_joins_during_a_long_round_takes_no_work_from_the_others(tmp_path):
