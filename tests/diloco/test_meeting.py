@@ -279,7 +279,9 @@ def test_the_error_for_a_site_or_folder_of_another_run_names_the_difference(abou
     with pytest.raises(MeetingError, match="another"):
         Meeting(tmp_path, terms(), about, "run", lambda: pytest.fail("a new state was made"))
     Trainee("a", meeting).join(ABOUT | {"data": "ours"})
-    with pytest.raises(MeetingError, match="b has another data: other, and the run has ours"):
+    with pytest.raises(
+        MeetingError, match="b has another data: other, and the run has ours from a, which joined first"
+    ):
         Trainee("b", meeting).join(ABOUT | {"data": "other"})
 
 

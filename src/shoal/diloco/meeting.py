@@ -103,7 +103,7 @@ class Meeting:
     def join(self, name: str, greeting: Greeting) -> Welcome:
         """Add a site. Raise MeetingError if its model, tokenizer, data or recipe differs."""
         expected = {key: greeting.about[key] for key in ("data",) if key in greeting.about} | self.about
-        compare(name, greeting.about, expected)
+        compare(name, greeting.about, expected, first=next(iter(self.members.named), ""))
         self.about = expected  # the meeting reads no data, so the first site defines which data the run uses
         member = self.members.join(name, greeting, self.round)
         self._save()

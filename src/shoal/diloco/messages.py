@@ -151,15 +151,16 @@ def about_model(folder: Path) -> dict[str, str]:
     return {what: _digest([folder / name for name in names]) for what, names in FILES.items()}
 
 
-def compare(name: str, about: Mapping[str, str], ours: Mapping[str, str]) -> None:
+def compare(name: str, about: Mapping[str, str], ours: Mapping[str, str], first: str = "") -> None:
     """Raise MeetingError, naming the difference, if a site has another model, data or setting than the run.
 
-    Data is compared last, because any other difference can change the data too.
+    Data is compared last, because any other difference can change the data too. `first`: the site that brought the data.
     """
     for key in sorted({*ours, *about}, key=lambda key: (key == "data", key)):
         if ours.get(key) != about.get(key):
+            source = f" from {first}, which joined first" if key == "data" and first else ""
             raise MeetingError(
-                f"{name} has another {key}: {_short(about.get(key))}, and the run has {_short(ours.get(key))}; "
+                f"{name} has another {key}: {_short(about.get(key))}, and the run has {_short(ours.get(key))}{source}; "
                 f"give every site the same {key}"
             )
 
