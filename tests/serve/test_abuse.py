@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
 
 from shoal.serve import proof
 from shoal.serve.chat import routes as chat_routes
@@ -263,6 +264,23 @@ def test_the_logprobs_and_completions_of_a_response_are_bounded(api: Running) ->
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs"
     assert api.chat(MESSAGES, n=2, max_tokens=4, **params).status_code == 200
     assert api.complete(prompt=["one"] * 64, n=64, stop=["a" * 400]).status_code == 429
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_counts_until_its_answer_is_sent(
+    api: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    scheduler, counts = api.service.scheduler, list[int]()
+    write_eof = web.StreamResponse.write_eof
+
+    async def counted(response: web.StreamResponse, data: bytes = b"") -> None:
+        counts.append(scheduler._callers.total())
+        await write_eof(response, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write_eof", counted)
+    assert api.chat(MESSAGES, n=2, max_tokens=4, stream=stream).status_code == 200
+    assert counts[0] == 2
+    until(lambda: not scheduler._callers)
 
 
 def test_a_user_of_the_page_has_a_smaller_share_than_a_key(tiny_folder: Path, tmp_path: Path) -> None:
