@@ -28,7 +28,7 @@ from shoal.errors import ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.pace import LARGE_BYTES, Pace, Refusal, Strangers, Unread
 from shoal.protocol.signing import NonceStore, SignatureError, SignedHead, sign_answer, verify_head
-from shoal.shardcast.connections import LISTENER, LOG, PATIENCE, Listener, network, started
+from shoal.shardcast.connections import LOG, PATIENCE, Listener, keep_open, network, started
 
 MAX_SMALL_BYTES = 4 << 10  # enough for a few fields, as in a registration, claim, version or evaluation
 BODY_TIMEOUT_S = 30.0  # for a whole message, and for the next piece of a file
@@ -118,7 +118,7 @@ class Front:
                 self.strangers.reader(address)
             except Refusal as error:
                 return refusal(error.status, str(error))
-            _keep_open(request)
+            keep_open(request)
             response = await handler(request)
             self.strangers.answered(address, _size_bytes(response))
             return response
@@ -157,7 +157,7 @@ class Admission:
         role = self.role_of(head.key)
         if role is not None:
             request[MEMBER] = head.key
-            _keep_open(request)
+            keep_open(request)
             self.pace.member(head.key, rare=rare)  # counts refused requests too: the signature cost as much to verify
         if roles is not None and role not in roles:
             raise Refusal(f"only {' or '.join(roles)} may ask for {request.path}", 403)
@@ -274,12 +274,6 @@ async def listen(
         auto_decompress=False,
     )
     return runner, int(listener.getsockname()[1])
-
-
-def _keep_open(request: web.Request) -> None:
-    """Stop counting this request's connection as silent."""
-    if (listener := request.config_dict.get(LISTENER)) and request.transport:
-        listener.note_request(request.transport.get_extra_info("peername"))
 
 
 def _response(answer: Answer) -> web.StreamResponse:
