@@ -1,6 +1,8 @@
 """A node fetches the task set by the digest in the signed config. A learner's ranks start or fail together."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +48,30 @@ def test_if_the_leader_cannot_join_every_rank_ends(tmp_path: Path, monkeypatch: 
         ranks: Any = Wire(sent, leads=leads)
         with pytest.raises(ShoalError, match=why):
             roles._leading(None, tmp_path, 0, ranks, threading.Event()).__enter__()  # type: ignore[arg-type]
+
+
+def test_the_leader_sends_heartbeats_while_it_waits_for_the_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    class Beating:
+        @contextmanager
+        def heartbeats(self) -> Iterator[None]:
+            events.append("begin")
+            yield
+            events.append("end")
+
+        def doing(self, what: str) -> None: ...
+
+    class Recording(Wire):
+        def broadcast(self, message: bytes | None) -> bytes:
+            events.append("broadcast")
+            return super().broadcast(message)
+
+    monkeypatch.setattr(roles, "join", lambda *_: (Beating(), Config(), "float32"))
+    sent: list[bytes] = []
+    for ranks in (Recording(sent), Wire(sent, leads=False)):
+        with roles._leading(None, tmp_path, 0, ranks, threading.Event()) as (_, config, dtype):  # type: ignore[arg-type]
+            assert (config, dtype) == (Config(), "float32")
+    assert events == ["begin", "broadcast", "end"]
