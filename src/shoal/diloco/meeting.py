@@ -78,7 +78,7 @@ class Meeting:
         self.norms: list[float] = []
         self.outcomes: dict[int, RoundOutcome] = {}
         self.offers: dict[str, SiteOffer] = {}
-        self.deals: list[list[str]] = []  # of the open round: the sites that share its work; no site is in two
+        self.deals: list[list[str]] = []  # the open round's deals, each the sites that share its work; a site is in one
         self.dealt: list[str] = []  # the deal that counts, from the first offer on
         self.healed: dict[str, str] = {}
         self.first_offer_s: float | None = None
