@@ -166,12 +166,12 @@ class Events:
             yield f"progress: {status.trained} of {status.steps} steps trained; every step has its rollouts"
             return
         pace = ratio(status.have - self._open.have, status.now_s - self._open.now_s)
-        left_s = (status.need - status.have) / pace if pace else None
-        share = useful_share(status.signal) or "no group accepted yet"
-        yield (
-            f"progress: step {status.step + 1} of {status.steps}: {status.have} of {status.need} groups accepted, "
-            f"{share}, the rest expected in {duration(left_s)}"
-        )
+        text = f"progress: step {status.step + 1} of {status.steps}: {status.have} of {status.need} groups accepted"
+        if share := useful_share(status.signal):
+            text += f", {share}"
+        if pace:
+            text += f", the rest expected in {duration((status.need - status.have) / pace)}"
+        yield text
 
 
 def _heldout(evaluation: Evaluation) -> str:
