@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -41,7 +41,7 @@ import psutil
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.common.machine import ROOT, commit, save
-from benchmarks.trust.attacker import Attacker
+from benchmarks.trust.attacker import HUGE_BYTES, Attack, Attacker, Then, a_byte_a_second, all_of_it
 from shoal.coordinator.folder import KEY, create_invite
 from shoal.ledger.connection import SqliteConnection
 from shoal.ledger.table import Ledger
@@ -53,8 +53,6 @@ from shoal.protocol.signing import sign_request
 CONFIG = ROOT / "configs" / "tiny.toml"
 START_S = 60.0
 TIMEOUT_S = 10.0  # of one honest heartbeat; a real node waits 30 s
-Then = Callable[[asyncio.StreamWriter], Awaitable[None]]
-HUGE_BYTES = 64 << 20
 STEPS, SAMPLES, ENTRIES = 500, 512, 5_000  # what the coordinator has recorded before the attacks
 MEMBER_RATE = 39.0  # requests per second, just below what a member is allowed
 
@@ -108,7 +106,7 @@ class Site:
 HISTORY = b"GET /v1/history?after=0 HTTP/1.1\r\nhost: c\r\n\r\n"
 
 
-def attacks(site: Site, seconds: float) -> dict[str, Callable[[], Awaitable[Counter[str]]]]:
+def attacks(site: Site, seconds: float) -> dict[str, Attack]:
     """Return every attack by name."""
     stranger = Identity.generate()
     forged = site.request(stranger, "POST", "/v1/heartbeat", b"{}", signature=f"shoal=:{'A' * 86}==:")
@@ -121,38 +119,15 @@ def attacks(site: Site, seconds: float) -> dict[str, Callable[[], Awaitable[Coun
     ).encode()
 
     def attack(
-        make: Callable[[], bytes],
+        data: Callable[[], bytes],
         *,
         rate: float,
         at_once: int,
         outside: bool = True,
         then: Then | None = None,
         **more: bool,
-    ) -> Callable[[], Awaitable[Counter[str]]]:
-        async def run() -> Counter[str]:
-            attacker = Attacker(site.host, site.port, seconds, rate, at_once, outside, **more)
-
-            async def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                writer.write(make())
-                await writer.drain()
-                if then is not None:
-                    await then(writer)
-
-            await attacker.run(visit)
-            return attacker.ended
-
-        return run
-
-    async def a_byte_a_second(writer: asyncio.StreamWriter) -> None:
-        while True:
-            await asyncio.sleep(1.0)
-            writer.write(b"x")
-            await writer.drain()
-
-    async def all_of_it(writer: asyncio.StreamWriter) -> None:
-        for _ in range(HUGE_BYTES >> 16):
-            writer.write(bytes(1 << 16))
-            await writer.drain()
+    ) -> Attack:
+        return lambda: Attacker(site.host, site.port, seconds, rate, at_once, outside, **more).run(data, then)
 
     async def other_files() -> Counter[str]:
         """Announce one file and send others, 256 KiB each."""

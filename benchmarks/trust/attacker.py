@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-Visit = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Then = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Attack = Callable[[], Awaitable[Counter[str]]]
 SOURCES = 8  # strangers' addresses
+HUGE_BYTES = 64 << 20
 
 
 @dataclass
@@ -32,13 +34,14 @@ class Attacker:
     ended: Counter[str] = field(default_factory=Counter)  # requests by outcome: a status or an error
     number: int = 0
 
-    async def run(self, visit: Visit) -> None:
+    async def run(self, data: Callable[[], bytes], then: Then | None = None) -> Counter[str]:
+        """Send `data()` over each connection, then do what `then` does. Return the outcomes."""
         deadline_s, room, tasks = time.monotonic() + self.seconds, asyncio.Semaphore(self.at_once), set()
         started_s = time.monotonic()
         while time.monotonic() < deadline_s:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(room.acquire(), max(deadline_s - time.monotonic(), 0.01))
-                task = asyncio.create_task(self._visit(visit, deadline_s))
+                task = asyncio.create_task(self._visit(data, then, deadline_s))
                 tasks.add(task)
                 task.add_done_callback(lambda done: (tasks.discard(done), room.release()))
             self.number += 1
@@ -46,6 +49,7 @@ class Attacker:
         for task in list(tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        return self.ended
 
     async def _connected(self, source: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         connection = socket.socket()
@@ -56,13 +60,16 @@ class Attacker:
         await asyncio.get_running_loop().sock_connect(connection, (self.host, self.port))
         return await asyncio.open_connection(sock=connection, limit=4096 if self.holds else 1 << 16)
 
-    async def _visit(self, visit: Visit, deadline_s: float) -> None:
+    async def _visit(self, data: Callable[[], bytes], then: Then | None, deadline_s: float) -> None:
         source = f"127.0.0.{2 + self.number % SOURCES}" if self.from_outside else "127.0.0.1"
         writer = None
         try:
             async with asyncio.timeout(max(deadline_s - time.monotonic(), 0.01)):
                 reader, writer = await self._connected(source)
-                await visit(reader, writer)
+                writer.write(data())
+                await writer.drain()
+                if then is not None:
+                    await then(reader, writer)
                 line = await reader.readline()
                 self.ended[line.split(b" ")[1].decode() if line.startswith(b"HTTP") else "closed"] += 1
                 while self.reads and await reader.read(1 << 20):
@@ -76,3 +83,16 @@ class Attacker:
         finally:
             if writer is not None:
                 writer.transport.abort()
+
+
+async def a_byte_a_second(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        writer.write(b"x")
+        await writer.drain()
+
+
+async def all_of_it(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    for _number in range(HUGE_BYTES >> 16):
+        writer.write(bytes(1 << 16))
+        await writer.drain()

@@ -15,45 +15,19 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
-from benchmarks.trust.attacker import Attacker
+from benchmarks.trust.attacker import HUGE_BYTES, Attack, Attacker, Then, a_byte_a_second, all_of_it
 
-HUGE_BYTES = 64 << 20
 LIST_BYTES = 16 << 20
 SHARD = "/v000000/full/00000.shard"
-Then = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-Attack = Callable[[], Awaitable[Counter[str]]]
 
 
 def attacks(host: str, port: int, seconds: float) -> dict[str, Attack]:
     """Return every attack by name."""
 
     def attack(data: Callable[[], bytes], *, rate: float, at_once: int, then: Then | None = None) -> Attack:
-        async def run() -> Counter[str]:
-            attacker = Attacker(host, port, seconds, rate, at_once)
-
-            async def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                writer.write(data())
-                await writer.drain()
-                if then is not None:
-                    await then(reader, writer)
-
-            await attacker.run(visit)
-            return attacker.ended
-
-        return run
-
-    async def a_byte_a_second(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            await asyncio.sleep(1.0)
-            writer.write(b"x")
-            await writer.drain()
-
-    async def all_of_it(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for _number in range(HUGE_BYTES >> 16):
-            writer.write(bytes(1 << 16))
-            await writer.drain()
+        return lambda: Attacker(host, port, seconds, rate, at_once).run(data, then)
 
     async def take_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.pause_reading()  # type: ignore[attr-defined]
