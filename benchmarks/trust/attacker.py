@@ -46,9 +46,7 @@ class Attacker:
                 task.add_done_callback(lambda done: (tasks.discard(done), room.release()))
             self.number += 1
             await asyncio.sleep(max(started_s + self.number / self.rate - time.monotonic(), 0))
-        for task in list(tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)  # each ends at the deadline
         return self.ended
 
     async def _connected(self, source: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
