@@ -10,17 +10,14 @@ Look at the pictures before you commit them. Needs `make browser`.
 
 import argparse
 import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import sync_playwright
 
 from benchmarks.common.machine import IMAGES
+from benchmarks.common.process import serving
 
 OUT = IMAGES
 WIDE, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
@@ -41,10 +38,10 @@ def main() -> None:
         program = shutil.which("chromium") or shutil.which("chromium-browser")
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         if arguments.chat:
-            with serving("serve", arguments.run, "--port", "0", "--dir", folder) as url:
+            with serving("serve", arguments.run, "--port", "0", "--dir", folder) as (_, url):
                 chat(browser, url, arguments.chat, look, arguments.out)
         else:
-            with serving("dashboard", arguments.run, "--port", "0") as url:
+            with serving("dashboard", arguments.run, "--port", "0") as (_, url):
                 for view in VIEWS:
                     dashboard(browser, url, view, look, arguments.out)
         browser.close()
@@ -85,25 +82,6 @@ def say(page: Any, text: str, replies: int) -> None:
     page.get_by_role("textbox", name="Message", exact=True).fill(text)
     page.keyboard.press("Enter")
     page.wait_for_function(f"document.querySelectorAll('article.reply:not(.writing)').length === {replies}")
-
-
-@contextmanager
-def serving(command: str, *arguments: object) -> Iterator[str]:
-    """Start a server and yield its address."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shoal", command, *map(str, arguments)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "http://127.0.0.1:" in line:
-                address = "http://127.0.0.1:" + line.split("http://127.0.0.1:")[1].split()[0].rstrip("/")
-            if command == "dashboard" or line.startswith("ready"):
-                yield address
-                break
-    finally:
-        process.terminate()
-        process.wait()
 
 
 if __name__ == "__main__":

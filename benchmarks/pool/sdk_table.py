@@ -219,18 +219,19 @@ def main() -> None:
         name, url = arguments.client
         print(json.dumps({feature: worked(check) for feature, check in CLIENTS[name][1](url).items()}))  # noqa: T201
         return
+
+    from benchmarks.common.machine import command_line, describe, save
+    from benchmarks.common.process import serving
+    from shoal.model.sources import SMOLLM2, resolve
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.environments or Path(temporary) / "environments").resolve()
         versions = installed(folder)
-        process, url = served(Path(temporary))
-        try:
-            figures = {name: run_client(folder, name, url) for name in CLIENTS}
-            figures["openai (npm)"] = run_node_client(folder, url)
-        finally:
-            process.terminate()
-            process.wait()
-
-    from benchmarks.common.machine import command_line, describe, save
+        model = shutil.copytree(resolve(SMOLLM2), Path(temporary) / MODEL)
+        more = ["--open", "--api-only", "--port", "0", "--dir", Path(temporary) / "serve"]
+        with serving("serve", model, *more) as (_, url):
+            figures = {name: run_client(folder, name, f"{url}/v1") for name in CLIENTS}
+            figures["openai (npm)"] = run_node_client(folder, f"{url}/v1")
 
     result = {"command": command_line(), "machine": describe(), "versions": versions, "found": figures}
     save(arguments.out, result)
@@ -263,19 +264,6 @@ def installed(folder: Path) -> dict[str, str]:
         subprocess.run(["npm", "install", "--silent", "--prefix", str(folder), "openai"], check=True)
     own = json.loads((folder / "node_modules" / "openai" / "package.json").read_text())
     return figures | {"openai (npm)": own["version"]}
-
-
-def served(folder: Path) -> tuple[subprocess.Popen[str], str]:
-    """Start a server of the bundled model. Return its process and the API's address."""
-    from shoal.model.sources import SMOLLM2, resolve
-
-    shutil.copytree(resolve(SMOLLM2), folder / MODEL)
-    command = [sys.executable, "-m", "shoal", "serve", str(folder / MODEL), "--open", "--api-only", "--port", "0"]
-    process = subprocess.Popen([*command, "--dir", str(folder / "serve")], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    url = process.stdout.readline().split(" at ")[1].split()[0]
-    assert process.stdout.readline().startswith("ready")
-    return process, f"{url}/v1"
 
 
 def run_client(folder: Path, name: str, url: str) -> dict[str, str]:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.common.machine import RESULTS, ROOT, commit, describe, save
+from benchmarks.common.process import SHOAL, next_json, running
 
 SIZE_BYTES = 512 << 20
 Figures = dict[str, float]
@@ -89,19 +90,13 @@ def shardcast(tree: Path, seed: int) -> Figures:
             for _ in range(SIZE_BYTES >> 20):
                 file.write(os.urandom(1 << 20))
         argv = ["origin", folder / "model", "--store", folder / "store", "--key-file", folder / "key.pem"]
-        origin = subprocess.Popen(_command(*argv), env=_environment(tree), stdout=subprocess.PIPE, text=True)
-        assert origin.stdout is not None
-        try:
-            facts: dict[str, object] = {}
-            while not {"url", "key", "version"} <= set(facts):
-                facts |= json.loads(origin.stdout.readline())
+        with running([*SHOAL, *argv], env=_environment(tree), stdout=subprocess.PIPE) as origin:
+            facts = next_json(origin)
+            next_json(origin)  # it has published the version
             started_s, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-            _shoal(tree, "fetch", str(facts["url"]), "--key", str(facts["key"]), "--out", str(folder / "out"))
+            _shoal(tree, "fetch", facts["url"], "--key", facts["key"], "--out", str(folder / "out"))
             wall_s, after = time.monotonic() - started_s, resource.getrusage(resource.RUSAGE_CHILDREN)
             client_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        finally:
-            origin.terminate()
-            origin.wait()
         whole = resource.getrusage(resource.RUSAGE_CHILDREN)
         origin_s = whole.ru_utime + whole.ru_stime - after.ru_utime - after.ru_stime
     return {"fetch_wall_s": wall_s, "client_cpu_s": client_s, "origin_cpu_s": origin_s}
@@ -116,7 +111,7 @@ JOBS: dict[str, Callable[[Path, int], Figures]] = {
 
 def _shoal(tree: Path, *argv: str) -> None:
     done = subprocess.run(
-        _command(*argv),
+        [*SHOAL, *argv],
         env=_environment(tree),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -125,10 +120,6 @@ def _shoal(tree: Path, *argv: str) -> None:
     )
     if done.returncode != 0:
         raise SystemExit(f"shoal {' '.join(argv)} of {tree} failed:\n{done.stdout[-2000:]}")
-
-
-def _command(*argv: object) -> list[str]:
-    return [sys.executable, "-m", "shoal", *map(str, argv)]
 
 
 def _environment(tree: Path) -> dict[str, str]:

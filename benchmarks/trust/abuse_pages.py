@@ -35,11 +35,12 @@ import psutil
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common.machine import RESULTS, ROOT, command_line, commit, describe, save
+from benchmarks.common.process import serving
 from shoal.model import sources
 from shoal.model.load import load_tokenizer, save_model
 
 RESULT = RESULTS / "abuse_pages.json"
-START_S, STOP_S, TIMEOUT_S = 120.0, 60.0, 30.0
+STOP_S, TIMEOUT_S = 60.0, 30.0
 PAUSE_S = 0.1  # between two honest requests of one kind
 FILL_S = 90.0
 KEYS = {"honest": "sk-" + "h" * 24, "greedy": "sk-" + "g" * 24}
@@ -78,17 +79,6 @@ Attack = Callable[[Site], Coroutine[Any, Any, None]]
 
 
 # --- the process -------------------------------------------------------------------------------------------------------
-
-
-def start_serve(folder: Path, environment: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
-    (folder / "api.keys").write_text("".join(f"{name} {key}\n" for name, key in KEYS.items()))
-    model = str(model_folder(folder.parent))
-    command = [sys.executable, "-m", "shoal", "serve", model, "--dir", str(folder), "--port", "0", "--threads", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    url = process.stdout.readline().split(" at ")[1].split()[0]
-    assert process.stdout.readline().startswith("ready")
-    return process, url
 
 
 def model_folder(parent: Path) -> Path:
@@ -222,8 +212,9 @@ ROWS: dict[str, tuple[Attack, float]] = {  # with the time limit of an attack th
 
 async def measure(name: str, folder: Path, environment: dict[str, str], seconds: float) -> Json:
     starts, longest_s = ROWS[name]
-    process, url = await asyncio.to_thread(start_serve, folder, environment)
-    try:
+    (folder / "api.keys").write_text("".join(f"{user} {key}\n" for user, key in KEYS.items()))
+    command = ["serve", model_folder(folder.parent), "--dir", folder, "--port", "0", "--threads", "1"]
+    with serving(*command, env=environment) as (process, url):
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar()) as session:
             site = Site(url, process, folder, session)
@@ -237,10 +228,7 @@ async def measure(name: str, folder: Path, environment: dict[str, str], seconds:
             ended_s = round(time.monotonic() - begun_s, 2) if process.poll() is not None else None
             attack.cancel()
             await asyncio.gather(attack, return_exceptions=True)
-        return {"quiet": quiet, "attack": attacked, "requests": dict(site.ended), "sigterm_s": ended_s}
-    finally:
-        process.kill()
-        process.wait()
+    return {"quiet": quiet, "attack": attacked, "requests": dict(site.ended), "sigterm_s": ended_s}
 
 
 async def within(attack: asyncio.Task[None], seconds: float) -> None:

@@ -39,11 +39,11 @@ from urllib.parse import urlsplit
 import psutil
 
 from benchmarks.common.machine import commit, save
+from benchmarks.common.process import SHOAL, next_json, running
 from benchmarks.trust.shardcast_attacks import attacks
 from shoal.shardcast import FetchError
 from shoal.shardcast.alone import fetch
 
-SHOAL = [sys.executable, "-m", "shoal"]
 START_S = 120.0
 ROGUE, ROGUE_S = "a server of huge lists", 20.0
 
@@ -51,7 +51,7 @@ ROGUE, ROGUE_S = "a server of huge lists", 20.0
 class Server:
     """A server's process with its children."""
 
-    def __init__(self, name: str, url: str, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, name: str, url: str, process: subprocess.Popen[str]) -> None:
         self.name, self.url, self.process = name, url, process
         parts = urlsplit(url)
         self.host, self.port = parts.hostname or "", parts.port or 80
@@ -124,7 +124,7 @@ async def measure_readers(server: Server, folder: Path, key: str, seconds: float
     command += ["--listen", f"127.0.0.1:{free_port()}"]
     answers_s, took_s, reader_bytes, relay_bytes, failed = [0.0], list[float](), 0, 0, 0
     try:
-        with started("relay", command, folder / f"relay {rogue}.out", 0) as (relay, _):
+        with started("relay", command, folder / f"relay {rogue}.err", 0) as (relay, _):
             end_s = time.monotonic() + seconds
 
             async def probing() -> None:
@@ -173,19 +173,9 @@ async def measure_readers(server: Server, folder: Path, key: str, seconds: float
 @contextlib.contextmanager
 def started(name: str, command: list[str], log: Path, versions: int) -> Iterator[tuple[Server, list[dict[str, Any]]]]:
     """Start a server. Yield it once it has printed its address and completed `versions` versions."""
-    with log.open("wb") as file, log.with_suffix(".err").open("wb") as errors:
-        process = subprocess.Popen([*SHOAL, *command], stdout=file, stderr=errors)
-    try:
-        deadline_s = time.monotonic() + START_S
-        while len(lines := log.read_bytes().splitlines()) < 1 + versions:
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise SystemExit(f"{name} did not start: {log.with_suffix('.err').read_text()}")
-            time.sleep(0.05)
-        facts = [json.loads(line) for line in lines]
+    with log.open("wb") as errors, running([*SHOAL, *command], stdout=subprocess.PIPE, stderr=errors) as process:
+        facts = [next_json(process) for _ in range(1 + versions)]
         yield Server(name, facts[0]["url"], process), facts
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 async def main(arguments: argparse.Namespace) -> None:
@@ -203,11 +193,11 @@ async def main(arguments: argparse.Namespace) -> None:
 
         command = ["origin", str(folder / "model"), "--store", str(folder / "origin")]
         command += ["--key-file", str(folder / "key.pem"), "--listen", f"127.0.0.1:{free_port()}"]
-        first, facts = stack.enter_context(started("origin", command, folder / "origin.out", 1))
+        first, facts = stack.enter_context(started("origin", command, folder / "origin.err", 1))
         key = facts[0]["key"]
         command = ["relay", "--upstream", first.url, "--key", key, "--store", str(folder / "relay")]
         command += ["--listen", f"127.0.0.1:{free_port()}"]
-        second, _ = stack.enter_context(started("relay", command, folder / "relay.out", 1))
+        second, _ = stack.enter_context(started("relay", command, folder / "relay.err", 1))
         for server in [first, second]:
             rows = {"quiet": await measure(server, folder, key, arguments.seconds)}
             for name in [name for name in attacks("", 0, 0) if arguments.only in name]:

@@ -24,6 +24,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.common.machine import command_line, commit, save
+from benchmarks.common.process import next_json, running
 from benchmarks.weights.large_versions import write_versions
 from shoal.shardcast import Origin, ShardStore, app, public_key_hex, serve
 from shoal.shardcast.alone import fetch
@@ -58,12 +59,10 @@ def measure(folder: Path, rounds: int, size_bytes: int) -> dict[str, list[float]
     origin = Origin(ShardStore(folder / "store"), key, run="hanging", anchor_every=100)
     for version, model in enumerate(versions):
         origin.publish(model, version)
-    command = [sys.executable, "-m", __spec__.name, "--serve", str(folder / "store")]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", __spec__.name, "--serve", folder / "store"]
     took_s: dict[str, list[float]] = {"alone": [], "alone, by number": [], "hanging": [], "hanging, by number": []}
-    try:
-        assert server.stdout is not None
-        first, second, hanging = json.loads(server.stdout.readline())
+    with running(command, stdout=subprocess.PIPE) as server:
+        first, second, hanging = next_json(server)
         for number in range(rounds):
             for name, seconds in took_s.items():
                 out = folder / f"{name} {number}"
@@ -72,9 +71,6 @@ def measure(folder: Path, rounds: int, size_bytes: int) -> dict[str, list[float]
                 started_s = time.monotonic()
                 fetch(urls, out, public_key_hex(key), version=1 if name.endswith("number") else None)
                 seconds.append(round(time.monotonic() - started_s, 4))
-    finally:
-        server.terminate()
-        server.wait()
     return took_s
 
 

@@ -34,6 +34,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.common.machine import RESULTS, command_line, commit, save
+from benchmarks.common.process import running
 from shoal.shardcast import Origin, ShardStore, public_key_hex
 from shoal.shardcast.alone import fetch
 
@@ -71,18 +72,8 @@ def measure(folder: Path, size_bytes: int, port: int) -> dict[str, Any]:
     origin.publish(versions[0], 0)
     published = [cost(lambda v=v: origin.publish(versions[v], v), size_bytes) for v in range(1, VERSIONS)]  # type: ignore[misc]
     steps = {"publish": {name: statistics.median(step[name] for step in published) for name in published[0]}}
-    command = [
-        sys.executable,
-        "-m",
-        "http.server",
-        str(port),
-        "--bind",
-        "127.0.0.1",
-        "--directory",
-        str(folder / "store"),
-    ]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
+    command = [sys.executable, "-m", "http.server", port, "--bind", "127.0.0.1", "--directory", folder / "store"]
+    with running(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
         url, public_key = f"http://127.0.0.1:{port}", public_key_hex(key)
 
         def get(out: str, version: int) -> dict[str, float]:
@@ -92,9 +83,6 @@ def measure(folder: Path, size_bytes: int, port: int) -> dict[str, Any]:
         get("old", 0)
         steps["one behind"] = get("old", 1)
         steps["two behind"] = get("old", 3)
-    finally:
-        server.terminate()
-        server.wait()
     delta_bytes = sum(path.stat().st_size for path in (folder / "store" / "v000001" / "delta").iterdir())
     return {"size_bytes": size_bytes, "delta_bytes": delta_bytes, "steps": steps}
 

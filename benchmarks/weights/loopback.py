@@ -20,7 +20,6 @@ Writes benchmarks/results/loopback.json after each measurement.
 """
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -29,23 +28,25 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
 from benchmarks.common.machine import RESULTS, command_line, cpu_s, describe, save
+from benchmarks.common.process import next_json, running
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))
+QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+PRINTS = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
 GIB, MIB = 1 << 30, 1 << 20
 BLOCK_BYTES = 64 * MIB
 TINY_BYTES = 1 << 10
 FREE_BYTES = 2 << 30  # kept free on the disk
 MOST_RATIO, MOST_SPREAD_MB = 1.3, 50
 DEADLINE_S = 600.0
-LOOK_AGAIN_S = 0.02
 NGINX = """daemon off; pid {0}/nginx.pid; error_log {0}/nginx.log; user root; worker_processes 1; events {{}}
 http {{ sendfile on; access_log off; server {{ listen 127.0.0.1:{1}; root {0}; }} }}
 """
@@ -81,7 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         (folder / "nginx.conf").write_text(NGINX.format(folder, arguments.port))
-        nginx = stack.enter_context(started(["nginx", "-c", str(folder / "nginx.conf")], folder / "nginx.out"))
+        nginx = stack.enter_context(running(["nginx", "-c", folder / "nginx.conf"], **QUIET))
         turns = {}
         for what, size_bytes in {"full": result["size_bytes"], "tiny": TINY_BYTES}.items():
             turns[what] = Turn(folder / what, size_bytes, nginx, f"http://127.0.0.1:{arguments.port}/{what}", stack)
@@ -117,20 +118,12 @@ class Turn:
                 digest.update(data)
                 file.write(data)
         self.hash = digest.hexdigest()
-        argv = [
-            SHOAL,
-            "origin",
-            str(folder / "file"),
-            "--store",
-            str(folder / "store"),
-            "--key-file",
-            str(folder / "key.pem"),
-        ]
-        self.origin = stack.enter_context(started(argv, folder / "origin.out"))
-        facts = json_line(self.origin, folder / "origin.out", 1)
+        argv = [SHOAL, "origin", folder / "file", "--store", folder / "store", "--key-file", folder / "key.pem"]
+        self.origin = stack.enter_context(running(argv, **PRINTS))
+        facts = next_json(self.origin)
         self.url, self.key = facts["url"], facts["key"]
         had_s = cpu_s(self.origin.pid)
-        json_line(self.origin, folder / "origin.out", 2)
+        next_json(self.origin)
         self.publish_s = round(cpu_s(self.origin.pid) - had_s, 4)
 
     def take(self, first: int) -> dict[str, dict[str, float]]:
@@ -151,10 +144,10 @@ class Turn:
     def through_relay(self) -> dict[str, float]:
         store, had_s = self.folder / "relay", cpu_s(self.origin.pid)
         self.settle()
-        argv = [SHOAL, "relay", "--upstream", self.url, "--key", self.key, "--store", str(store)]
-        with started(argv, self.folder / "relay.out") as relay:
-            url = json_line(relay, self.folder / "relay.out", 1)["url"]
-            json_line(relay, self.folder / "relay.out", 2)
+        argv = [SHOAL, "relay", "--upstream", self.url, "--key", self.key, "--store", store]
+        with running(argv, **PRINTS) as relay:
+            url = next_json(relay)["url"]
+            next_json(relay)
             received_s, origin_s = cpu_s(relay.pid), cpu_s(self.origin.pid) - had_s
             client_s = self.fetch(url)
             relay_s = cpu_s(relay.pid)
@@ -235,31 +228,23 @@ def memory(folder: Path, size_mb: int) -> dict[str, Any]:
     first.write_bytes(os.urandom(min(size_mb * MIB, BLOCK_BYTES)))
     for index in range(1, -(-size_mb * MIB // BLOCK_BYTES)):
         os.link(first, first.with_name(f"{index:04d}"))
-    argv = [
-        SHOAL,
-        "origin",
-        str(first.parent),
-        "--store",
-        str(folder / "origin"),
-        "--key-file",
-        str(folder / "key.pem"),
-    ]
-    with started(argv, folder / "origin.out") as origin:
+    argv = [SHOAL, "origin", first.parent, "--store", folder / "origin", "--key-file", folder / "key.pem"]
+    with running(argv, **PRINTS) as origin:
         watched = {"origin": Watched(origin.pid)}
-        facts = json_line(origin, folder / "origin.out", 1)
-        size_bytes = json_line(origin, folder / "origin.out", 2)["size_bytes"]
+        facts = next_json(origin)
+        size_bytes = next_json(origin)["size_bytes"]
         share(folder / "origin")
-        argv = [SHOAL, "relay", "--upstream", facts["url"], "--key", facts["key"], "--store", str(folder / "relay")]
-        with started(argv, folder / "relay.out") as relay:
+        argv = [SHOAL, "relay", "--upstream", facts["url"], "--key", facts["key"], "--store", folder / "relay"]
+        with running(argv, **PRINTS) as relay:
             watched["relay"] = Watched(relay.pid)
-            url = json_line(relay, folder / "relay.out", 1)["url"]
-            json_line(relay, folder / "relay.out", 2)
+            url = next_json(relay)["url"]
+            next_json(relay)
             share(folder / "relay")
-            argv = [SHOAL, "fetch", url, "--key", facts["key"], "--out", str(folder / "out")]
-            with started(argv, folder / "fetch.out") as client:
+            argv = [SHOAL, "fetch", url, "--key", facts["key"], "--out", folder / "out"]
+            with running(argv, **QUIET) as client:
                 watched["client"] = Watched(client.pid)
                 if client.wait(DEADLINE_S):
-                    raise SystemExit(f"{' '.join(argv)} failed")
+                    raise SystemExit(f"{client.args} failed")
     return {
         "size_mb": size_bytes // MIB,
         "peak_mb": {who: seen.peak_mb for who, seen in watched.items()},
@@ -319,27 +304,6 @@ def memory_line(row: dict[str, Any]) -> str:
 
 
 # --- Processes ---
-
-
-@contextmanager
-def started(argv: list[str], out: Path) -> Iterator[subprocess.Popen]:
-    with out.open("wb") as file:
-        process = subprocess.Popen(argv, stdout=file, stderr=subprocess.DEVNULL)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def json_line(process: subprocess.Popen, out: Path, count: int) -> dict[str, Any]:
-    """Return the `count`-th JSON line that a server prints."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while len(lines := out.read_text().split("\n")) <= count:
-        if process.poll() is not None or time.monotonic() > deadline_s:
-            raise SystemExit(f"{process.args} ended or printed nothing after {lines}")
-        time.sleep(LOOK_AGAIN_S)
-    return json.loads(lines[count - 1])
 
 
 def run(argv: list[str]) -> tuple[float, str]:

@@ -14,7 +14,6 @@ The result also says whether the version was sent as a delta. Writes every timin
 """
 
 import argparse
-import json
 import shutil
 import statistics
 import subprocess
@@ -22,13 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from benchmarks.common.machine import RESULTS, describe, save
+from benchmarks.common.process import SHOAL, next_json, running
 from shoal.model.dtype import pick
 from shoal.model.load import load_model, load_tokenizer, load_weights_, save_model
 
@@ -51,7 +51,7 @@ def main() -> None:
         "versions": [],
     }
     with tempfile.TemporaryDirectory() as name, servers(Path(name)) as (watched, relay, key, start):
-        arrived = start("fetch", relay, "--key", key, "--out", str(Path(name) / "out"), "--follow")
+        arrived = start("fetch", relay, "--key", key, "--out", Path(name) / "out", "--follow").stdout
         for folder in folders:
             load_weights_(trained, folder)
             made, final = Path(name) / "made", watched / folder.name
@@ -76,32 +76,21 @@ def main() -> None:
 
 
 @contextmanager
-def servers(folder: Path) -> Iterator[tuple[Path, str, str, Callable[..., IO[str]]]]:
+def servers(folder: Path) -> Iterator[tuple[Path, str, str, Callable[..., subprocess.Popen[str]]]]:
     """Start an origin and a relay. Yield the origin's folder, the relay's URL, the key, and a function that starts another
     process."""
     watched = folder / "watched"
     watched.mkdir()
-    started: list[subprocess.Popen[str]] = []
+    with ExitStack() as stack:
 
-    def start(*arguments: str) -> IO[str]:
-        command = [sys.executable, "-m", "shoal", *arguments]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
-        output = started[-1].stdout
-        assert output is not None
-        return output
+        def start(*arguments: object) -> subprocess.Popen[str]:
+            output = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            return stack.enter_context(running([*SHOAL, *arguments], **output))
 
-    try:
-        own = ["--store", str(folder / "origin"), "--key-file", str(folder / "key.pem")]
-        origin = json.loads(start("origin", str(watched), *own).readline())
-        key, url = origin["key"], origin["url"]
-        relay = start("relay", "--upstream", url, "--key", key, "--store", str(folder / "relay"))
-        relay_url = json.loads(relay.readline())["url"]
-        yield watched, relay_url, key, start
-    finally:
-        for process in started:
-            process.terminate()
-        for process in started:
-            process.wait()
+        origin = start("origin", watched, "--store", folder / "origin", "--key-file", folder / "key.pem")
+        facts = next_json(origin)
+        relay = start("relay", "--upstream", facts["url"], "--key", facts["key"], "--store", folder / "relay")
+        yield watched, next_json(relay)["url"], facts["key"], start
 
 
 def seconds(work: Any) -> float:
