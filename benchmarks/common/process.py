@@ -1,16 +1,18 @@
-"""Start processes, and read what they print."""
+"""Start processes, wait for them, and read what they print."""
 
 import json
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 SHOAL = [sys.executable, "-m", "shoal"]
-LATEST_S = 600.0  # a process that prints nothing for this long is killed
+LATEST_S = 600.0
 STOP_S = 30.0
 
 
@@ -46,7 +48,8 @@ def next_json(process: subprocess.Popen[str]) -> Any:
 
 
 def next_line(process: subprocess.Popen[str], pattern: str) -> str:
-    """Return the next line whose start matches `pattern`. Skip others. Raise SystemExit if the process prints none."""
+    """Return the next line whose start matches `pattern`. Raise SystemExit if the process ends without it, or has
+    not printed it after LATEST_S."""
     assert process.stdout is not None
     killer = threading.Timer(LATEST_S, process.kill)
     killer.start()
@@ -57,3 +60,16 @@ def next_line(process: subprocess.Popen[str], pattern: str) -> str:
     finally:
         killer.cancel()
     raise SystemExit(f"{process.args} printed no line that begins with {pattern}")
+
+
+def wait_until(
+    true: Callable[[], Any], what: str, log: Path | None = None, process: Any = None, within_s: float = LATEST_S
+) -> None:
+    """Wait until `true()`. Raise SystemExit with the end of `log` if the time is up, or if `process` ends before."""
+    deadline_s = time.monotonic() + within_s
+    while not true():
+        ended = process is not None and process.poll() is not None
+        if ended or time.monotonic() > deadline_s:
+            tail = log.read_text(errors="replace")[-2000:] if log is not None else ""
+            raise SystemExit(f"no {what}: {'its process ended' if ended else f'waited {within_s:g} s'}. {tail}")
+        time.sleep(0.1)

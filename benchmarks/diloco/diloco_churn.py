@@ -24,17 +24,17 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common.machine import command_line, describe, save
+from benchmarks.common.process import SHOAL, wait_until
 from shoal.model.load import load_tokenizer, save_model
 from shoal.model.sources import resolve
 
-WAIT_S, INNER_STEPS, WIDTH, LATEST_S = 6.0, 10, 64, 300.0
+WAIT_S, INNER_STEPS, WIDTH = 6.0, 10, 64
 KINDS = (
     "kill a site before it offers",
     "kill a site that has offered",
@@ -83,16 +83,14 @@ class Run:
         save_model(model, tokenizer, folder / "model")
 
     def start(self, name: str) -> None:
-        command = [sys.executable, "-m", "shoal"]
-        if name == "meet":
-            command += ["pool", "meet", str(self.folder / "churn.toml"), "--dir", str(self.folder / "meet")]
-        else:
+        config, folder = self.folder / "churn.toml", self.folder / name
+        command = ["pool", "meet", config, "--dir", folder]
+        if name != "meet":
             invite = self.folder / "meet" / "invites" / f"{name}.invite"
-            wait(invite.exists, "the meeting's invites")
-            command += ["pretrain", str(self.folder / "churn.toml"), "--join", str(invite)]
-            command += ["--out", str(self.folder / name)]
+            wait_until(invite.exists, "invite of the meeting", self.folder / "meet.log")
+            command = ["pretrain", config, "--join", invite, "--out", folder]
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen([*command, "--threads", "1"], stdout=log, stderr=log)
+            self.processes[name] = subprocess.Popen([*SHOAL, *command, "--threads", "1"], stdout=log, stderr=log)
 
     def kill(self, name: str) -> None:
         assert self.processes[name].poll() is None, (self.folder / f"{name}.log").read_text()[-2000:]
@@ -126,14 +124,6 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
-def wait(true: Callable[[], Any], what: str) -> None:
-    deadline_s = time.monotonic() + LATEST_S
-    while not true():
-        if time.monotonic() > deadline_s:
-            raise SystemExit(f"gave up waiting for {what} after {LATEST_S:.0f} s")
-        time.sleep(0.1)
-
-
 def at(run: Run, kind: str, site: str) -> None:
     """Wait until a fault of this kind can happen to `site`."""
 
@@ -146,9 +136,9 @@ def at(run: Run, kind: str, site: str) -> None:
 
     if kind == "kill a site after the round":
         before = len(run.rounds())
-        wait(lambda: any(site in each["kept"] for each in run.rounds()[before:]), f"a round with {site}")
+        wait_until(lambda: any(site in each["kept"] for each in run.rounds()[before:]), f"round with {site}")
     elif "during" in kind or "offer" in kind:
-        wait(now, kind)
+        wait_until(now, f"moment to {kind}")
 
 
 def fault(run: Run, kind: str, draw: random.Random, stop_s: float) -> dict[str, Any]:
@@ -236,7 +226,7 @@ def churn(run: Run, minutes: float, every_s: float, stop_s: float, seed: int) ->
     draw, faults, kinds = random.Random(seed), list[dict[str, Any]](), list[str]()
     for name in ("meet", *run.sites):
         run.start(name)
-    wait(lambda: len(run.rounds()) >= 2, "two rounds")
+    wait_until(lambda: len(run.rounds()) >= 2, "second round")
     start_s = time.monotonic()
     while (elapsed_s := time.monotonic() - start_s) < 60 * minutes:
         time.sleep(draw.expovariate(1 / every_s))
@@ -244,7 +234,7 @@ def churn(run: Run, minutes: float, every_s: float, stop_s: float, seed: int) ->
         faults.append(fault(run, kinds.pop(), draw, stop_s))
     before = len(run.rounds())
     whole = len(run.sites)
-    wait(lambda: any(len(each["kept"]) == whole for each in run.rounds()[before:]), "a round with all sites")
+    wait_until(lambda: any(len(each["kept"]) == whole for each in run.rounds()[before:]), "round with all sites")
     return {"churned_s": round(elapsed_s), "faults": faults} | verdict(run, faults)
 
 

@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -26,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.machine import command_line, describe, save
+from benchmarks.common.process import SHOAL, wait_until
 from benchmarks.weights.wan.network import FOLDER, INSIDE, Network, Plan, enter
 
 PLAN = Plan(100e6, 0.0, 100e6, 0, 2, 50.0, 0.0, 100.0, "cubic")
 LONGEST_S, LOOK_S = 300.0, 0.1
 TOKENS, BATCH, MICRO_BATCH = 256, 24, 24
 WIDTH, LAYERS = 128, 4
-SHOAL = [sys.executable, "-m", "shoal"]
 SETTINGS: dict[str, dict[str, Any]] = {  # the sites' settings and the number of steps
     "H = 50": {"inner_steps": 50, "steps": 150},
     "H = 10": {"inner_steps": 10, "steps": 50},
@@ -67,7 +66,7 @@ def sites(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         meet += ["--set", f"sites.url=http://{network.address('origin')}:7000"]
         started = [network.start("origin", meet, folder / "meet.log")]
         invites = [folder / "meet" / "invites" / f"site-{i}.invite" for i in range(2)]
-        until(lambda: all(path.exists() for path in invites), folder / "meet.log")
+        wait_until(lambda: all(path.exists() for path in invites), "invites", folder / "meet.log", within_s=60.0)
         for i, invite in enumerate(invites):
             join = [*SHOAL, "pretrain", config, "--join", invite, "--out", folder / f"site-{i}", "--threads", "1"]
             started.append(network.start(f"client{i}", join, folder / f"site-{i}.log"))
@@ -135,14 +134,6 @@ def busiest(course: list[tuple[float, int, int]]) -> float:
             first += 1
         most = max(most, *(now - then for now, then in zip(counted, course[first][1:], strict=True)))
     return 8e-6 * most
-
-
-def until(true: Callable[[], bool], log: Path) -> None:
-    deadline_s = time.monotonic() + 60
-    while not true():
-        if time.monotonic() > deadline_s:
-            raise SystemExit(log.read_text())
-        time.sleep(LOOK_S)
 
 
 def write_model() -> int:

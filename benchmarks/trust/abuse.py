@@ -22,7 +22,6 @@ import json
 import os
 import random
 import secrets
-import signal
 import sqlite3
 import string
 import subprocess
@@ -41,6 +40,7 @@ import psutil
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.common.machine import ROOT, commit, save
+from benchmarks.common.process import SHOAL, running, wait_until
 from benchmarks.trust.attacker import HUGE_BYTES, Attack, Attacker, Then, a_byte_a_second, all_of_it
 from shoal.coordinator.folder import KEY, create_invite
 from shoal.ledger.connection import SqliteConnection
@@ -51,7 +51,6 @@ from shoal.protocol.messages import VERSION, Role
 from shoal.protocol.signing import sign_request
 
 CONFIG = ROOT / "configs" / "tiny.toml"
-START_S = 60.0
 TIMEOUT_S = 10.0  # of one honest heartbeat; a real node waits 30 s
 STEPS, SAMPLES, ENTRIES = 500, 512, 5_000  # what the coordinator has recorded before the attacks
 MEMBER_RATE = 39.0  # requests per second, just below what a member is allowed
@@ -334,16 +333,10 @@ async def join(site: Site, folder: Path, identity: Identity, name: str, role: Ro
 async def main(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / "coordinator"
-        command = [sys.executable, "-m", "shoal", "coordinator", str(CONFIG), "--dir", str(folder)]
-        server = subprocess.Popen(
-            [*command, "--threads", "1"], stdout=subprocess.DEVNULL, stderr=(log := (Path(made) / "log").open("w"))
-        )
-        try:
-            deadline_s = time.monotonic() + START_S
-            while not (folder / FILE).exists():
-                if server.poll() is not None or time.monotonic() > deadline_s:
-                    raise RuntimeError(f"the coordinator did not start: {(Path(made) / 'log').read_text()[-2000:]}")
-                await asyncio.sleep(0.1)
+        log = Path(made) / "log"
+        command = [*SHOAL, "coordinator", CONFIG, "--dir", folder, "--threads", "1"]
+        with log.open("w") as errors, running(command, stdout=subprocess.DEVNULL, stderr=errors) as server:
+            wait_until((folder / FILE).exists, "coordinator", log, server)
             invite = await asyncio.to_thread(create_invite, folder, "worker", "insider", None, 1.0)
             site = Site.at(invite, Identity.generate())
             site.members = [Identity.generate() for _ in range(arguments.heartbeats)]
@@ -359,14 +352,10 @@ async def main(arguments: argparse.Namespace) -> None:
                 sys.stdout.write(f"{name} {json.dumps(results[name])}\n")
                 sys.stdout.flush()
             results["quiet again"] = await measure(site, process, folder, arguments.seconds)
-            log.flush()
-            logged = (Path(made) / "log").read_text()
+            logged = log.read_text()
             tracebacks = logged.count("Traceback")
             if tracebacks:
                 sys.stdout.write(logged[-6000:])
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(30)
     settings = {
         "commit": commit(),
         "seconds": arguments.seconds,

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.machine import RESULTS, command_line, describe, save
+from benchmarks.common.process import SHOAL, wait_until
 from benchmarks.trust.abuse import CONFIG, Site, attack_in_a_process, attacks, join
 from shoal.coordinator.folder import create_invite
 from shoal.protocol.identity import Identity
 
 PATH = RESULTS / "steps_under_attack.json"
-START_S = 240.0
 WARM_STEPS = 5
 
 CPU_ALONE = "CPU alone"
@@ -62,14 +62,11 @@ def attackers_cpu_s() -> float:
 async def main(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as made:
         out = Path(made) / "run"
-        command = [sys.executable, "-m", "shoal", "run", str(CONFIG), "--out", str(out), "--set", "run.steps=100000"]
+        command = [*SHOAL, "run", str(CONFIG), "--out", str(out), "--set", "run.steps=100000"]
         run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            deadline_s = time.monotonic() + START_S
-            while len(times(out / "metrics.jsonl")) < WARM_STEPS:
-                if run.poll() is not None or time.monotonic() > deadline_s:
-                    raise RuntimeError(f"the run made fewer than {WARM_STEPS} steps in {START_S:g} s: see {out}/logs")
-                await asyncio.sleep(0.2)
+            metrics = out / "metrics.jsonl"
+            wait_until(lambda: len(times(metrics)) >= WARM_STEPS, f"step {WARM_STEPS}", process=run)
             folder = out / "coordinator"
             invite = await asyncio.to_thread(create_invite, folder, "worker", "insider", None, 1.0)
             site = Site.at(invite, Identity.generate())
@@ -78,7 +75,7 @@ async def main(arguments: argparse.Namespace) -> None:
             for name in [name for name in attacks(site, 0) if arguments.only in name]:
                 for attack in ("", name, CPU_ALONE):
                     share = phases[-1]["attackers_cpu"] if attack == CPU_ALONE else 0.0
-                    phases.append(await phase(site, out / "metrics.jsonl", arguments.seconds, attack, share))
+                    phases.append(await phase(site, metrics, arguments.seconds, attack, share))
                     sys.stdout.write(f"{json.dumps(phases[-1])}\n")
                     sys.stdout.flush()
         finally:

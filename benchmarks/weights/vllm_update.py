@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.machine import RESULTS, describe, save
+from benchmarks.common.process import wait_until
 from benchmarks.weights.update_latency import servers
 from shoal.engine.protocol import Engine, Sampling
 from shoal.engine.torch_engine import TorchEngine
@@ -42,7 +43,6 @@ from shoal.shardcast import Access, Client, FetchError
 
 PATH = RESULTS / "vllm_update.json"
 PROMPT = list(range(200, 240))
-LATEST_S = 120.0
 PAUSE_S = 2.0
 PARTS = ("fetch_s", "load_s", "first_s", "total_s")
 
@@ -92,11 +92,7 @@ def main() -> None:
 
 def arrives(client: Client, engine: Engine, version: int) -> dict[str, Any]:
     """Wait until the relay shows the version's manifest. Then fetch the version, load it, and generate one token."""
-    until_s = time.monotonic() + LATEST_S
-    while not shown(client, version):
-        if time.monotonic() > until_s:
-            raise SystemExit(f"version {version} was not published in {LATEST_S:g} s")
-        time.sleep(0.05)
+    wait_until(lambda: shown(client, version), f"version {version}", within_s=120.0)
     times_s = [time.perf_counter()]
     folder, manifest = client.fetch(version)
     times_s.append(time.perf_counter())

@@ -24,7 +24,6 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,12 +36,13 @@ import httpx
 import psutil
 
 from benchmarks.common.machine import ROOT, command_line, describe, save
+from benchmarks.common.process import running, wait_until
 from benchmarks.pool.scale.requests import Sent, body_of, identities, request, send
 from shoal import config as config_module
 from shoal.coordinator.folder import open_tables
 from shoal.coordinator.nodes import Nodes
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import make_invite, run_id
+from shoal.protocol.invite import FILE, make_invite, run_id
 from shoal.protocol.messages import VERSION, PolicyVersion, Role
 
 START_S = 60.0
@@ -107,19 +107,13 @@ async def measure(folder: Path, url: str, arguments: argparse.Namespace) -> list
 
 @contextmanager
 def listening(folder: Path, run: str, profile: Path | None) -> Iterator[tuple[psutil.Process, str]]:
-    command = [sys.executable, *(["-m", "cProfile", "-o", str(profile)] if profile else []), "-m", "shoal"]
-    command += ["coordinator", str(folder / "config.toml"), "--dir", str(folder / "pool"), "--run", run]
+    command = [sys.executable, *(["-m", "cProfile", "-o", profile] if profile else []), "-m", "shoal"]
+    command += ["coordinator", folder / "config.toml", "--dir", folder / "pool", "--run", run]
     command += ["--port", "0", "--no-report", "--threads", "1"]
-    with (folder / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        try:
-            deadline_s = time.monotonic() + START_S
-            while not (folder / "pool" / "coordinator.json").exists():
-                if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise RuntimeError(f"the coordinator did not start: {(folder / 'log').read_text()[-2000:]}")
-                time.sleep(0.05)
-            yield psutil.Process(process.pid), json.loads((folder / "pool" / "coordinator.json").read_text())["url"]
-        finally:
-            process.terminate()
+    with (folder / "log").open("wb") as log, running(command, stdout=log, stderr=log) as process:
+        address = folder / "pool" / FILE
+        wait_until(address.exists, "coordinator", folder / "log", process)
+        yield psutil.Process(process.pid), json.loads(address.read_text())["url"]
 
 
 class Pool:
