@@ -114,12 +114,10 @@ def format_exactness(exact: Exactness) -> str:
     return f"exact  {exact.submissions} of these, {count(exact.tokens)} tokens{unequal}"
 
 
-def metrics_by_name(metrics: dict[str, float], kind: str, last: str) -> dict[str, float]:
-    """Return those metrics of a step that are called `kind/NAME/last`, by NAME (a source or a target length)."""
-    split = {tuple(name.split("/")): value for name, value in metrics.items()}
-    return {
-        parts[1]: value for parts, value in split.items() if len(parts) == 3 and (parts[0], parts[2]) == (kind, last)
-    }
+def means_by_name(metrics: dict[str, float], kind: str) -> dict[str, float]:
+    """Return those metrics of a step that are called `kind/NAME/mean`, by NAME (a source or a target length)."""
+    split = [(name.split("/"), value) for name, value in metrics.items()]
+    return {parts[1]: value for parts, value in split if len(parts) == 3 and (parts[0], parts[2]) == (kind, "mean")}
 
 
 def useful_share(signal: Signal) -> str:

@@ -35,8 +35,8 @@ from shoal.watch.figures import (
     format_exactness,
     format_rejections,
     grader_warning,
+    means_by_name,
     memory,
-    metrics_by_name,
     no_signal_warning,
     node_condition,
     number,
@@ -121,9 +121,9 @@ def _training(status: Status, history: RunHistory, elapsed_s: float, width: int)
     rows.add_column(overflow="ellipsis")
     rows.add_row("reward", _reward(history, cells - 32))
     last = history.metrics[-1] if history.metrics else {}
-    if len(sources := metrics_by_name(last, "reward", "mean")) > 1:
+    if len(sources := means_by_name(last, "reward")) > 1:
         rows.add_row("sources", _one_line([_source(name, mean, last) for name, mean in sources.items()], cells))
-    if lengths := metrics_by_name(last, "length", "mean"):
+    if lengths := means_by_name(last, "length"):
         lost = number(last.get("length_penalty/mean"))
         each = [f"{clean(target)} → {number(mean, 0)}" for target, mean in lengths.items()]
         rows.add_row("length", _one_line([f"penalty {lost}", *each], cells))
