@@ -242,7 +242,7 @@ class Checkers:
         return newest is not None and values[newest] == others[newest]
 
     def live_validators(self) -> list[str]:
-        return self.db.nodes.live_keys("validator", self.db.clock())
+        return self.db.nodes.live_validators(self.db.clock())
 
     def peers(self, worker: str) -> list[str]:
         """Return the live validators of a worker's class."""

@@ -240,11 +240,10 @@ class Nodes:
             "SELECT role, key FROM nodes WHERE role != 'worker' AND state != 'banned' ORDER BY seq"
         )
 
-    def live_keys(self, role: Role, now_s: float) -> list[str]:
-        """Return the keys of live nodes of this role that are not evicted, in order of registration."""
+    def live_validators(self, now_s: float) -> list[str]:
+        """Return the keys of live validators that are not evicted, in order of registration."""
         rows = self.connection.rows(
-            "SELECT key FROM nodes WHERE role = ? AND seen_s >= ? AND state != 'banned' ORDER BY seq",
-            role,
+            "SELECT key FROM nodes WHERE role = 'validator' AND seen_s >= ? AND state != 'banned' ORDER BY seq",
             now_s - self.timeout_s,
         )
         return [key for (key,) in rows]
