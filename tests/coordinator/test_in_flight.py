@@ -123,7 +123,7 @@ def test_leaving_and_returning_ends_neither_a_rest_nor_a_suspension(proven: Harn
     proven.pool.members.drain(ALICE)
     proven.join(ALICE)
     assert proven.node().rests_until_s == rests_until_s > proven.clock.now_s and missed(proven) == 1
-    proven.pool.db.nodes.suspend(ALICE, "because", proven.clock.now_s, 60)
+    proven.pool.db.nodes.suspend(ALICE, "because", proven.clock.now_s)
     proven.pool.members.drain(ALICE)
     proven.join(ALICE)
     assert proven.node().state == "suspended"
@@ -135,7 +135,7 @@ def test_a_worker_that_left_may_return_but_its_suspension_continues(proven: Harn
     proven.join(ALICE)
     assert proven.task().number == 1
     proven.pool.assignments.uploaded(ALICE, f"{ALICE[:16]}-000001", FILE)
-    proven.pool.db.nodes.suspend(ALICE, "because", proven.clock.now_s, 60)
+    proven.pool.db.nodes.suspend(ALICE, "because", proven.clock.now_s)
     proven.pool.members.drain(ALICE)
     assert proven.beat(ALICE).state == "left"
     proven.join(ALICE)

@@ -198,7 +198,7 @@ def test_an_open_invite_needs_some_stake_and_admits_workers_only() -> None:
 
 def test_a_suspended_worker_gets_no_new_task_until_its_time_is_over(harness: Harness) -> None:
     held = harness.task(ALICE)
-    until_s = harness.pool.db.nodes.suspend(ALICE, "3 tasks expired", harness.clock.now_s, 60)
+    until_s = harness.pool.db.nodes.suspend(ALICE, "3 tasks expired", harness.clock.now_s)
     harness.pool.assignments.uploaded(ALICE, held.id, "9" * 64)
     assert harness.claimed().assignment == held
     assert until_s == harness.clock.now_s + 60
@@ -216,7 +216,7 @@ def test_a_suspended_worker_gets_no_new_task_until_its_time_is_over(harness: Har
 def test_each_suspension_is_twice_as_long_as_the_one_before_up_to_a_limit(harness: Harness) -> None:
     lengths = []
     for _ in range(12):
-        until_s = harness.pool.db.nodes.suspend(ALICE, "why", harness.clock.now_s, 60)
+        until_s = harness.pool.db.nodes.suspend(ALICE, "why", harness.clock.now_s)
         lengths.append(until_s - harness.clock.now_s)
         harness.clock.now_s = until_s
     assert lengths[:4] == [60, 120, 240, 480]
@@ -224,15 +224,15 @@ def test_each_suspension_is_twice_as_long_as_the_one_before_up_to_a_limit(harnes
 
 
 def test_an_old_suspension_is_forgotten(harness: Harness) -> None:
-    until_s = harness.pool.db.nodes.suspend(ALICE, "why", harness.clock.now_s, 60)
+    until_s = harness.pool.db.nodes.suspend(ALICE, "why", harness.clock.now_s)
     harness.clock.now_s = until_s + FORGET_S
-    assert harness.pool.db.nodes.suspend(ALICE, "why", harness.clock.now_s, 60) == harness.clock.now_s + 120
+    assert harness.pool.db.nodes.suspend(ALICE, "why", harness.clock.now_s) == harness.clock.now_s + 120
     harness.clock.now_s += 121 + FORGET_S
-    assert harness.pool.db.nodes.suspend(ALICE, "why", harness.clock.now_s, 60) == harness.clock.now_s + 60
+    assert harness.pool.db.nodes.suspend(ALICE, "why", harness.clock.now_s) == harness.clock.now_s + 60
 
 
 def test_status_and_metrics_show_a_suspension_while_it_lasts(harness: Harness) -> None:
-    harness.pool.db.nodes.suspend(ALICE, "3 tasks expired", harness.clock.now_s, 60)
+    harness.pool.db.nodes.suspend(ALICE, "3 tasks expired", harness.clock.now_s)
     harness.clock.now_s += 20
 
     def shown() -> dict[str, tuple[float, str]]:

@@ -197,7 +197,7 @@ class Nodes:
                 return True
         return False
 
-    def suspend(self, key: str, reason: str, now_s: float, base_s: float = FIRST_SUSPENSION_S) -> float:
+    def suspend(self, key: str, reason: str, now_s: float) -> float:
         """Suspend a key for twice as long as last time. Never shorten a suspension. Return the end time."""
         with self.connection.transaction():
             node = self.get(key)
@@ -205,7 +205,7 @@ class Nodes:
             if node is not None and before and now_s - node.suspended_until_s > FORGET_S:
                 self.connection.change("UPDATE nodes SET suspensions = 0 WHERE key = ?", key)
                 before = 0
-            length_s = min(base_s * 2.0 ** min(before, 60), MAX_SUSPENSION_S)
+            length_s = min(FIRST_SUSPENSION_S * 2.0 ** min(before, 60), MAX_SUSPENSION_S)
             until_s = now_s + length_s
             self.connection.change(
                 "UPDATE nodes SET suspensions = suspensions + 1,"
