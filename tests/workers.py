@@ -69,9 +69,7 @@ def assignment(number: int = 0, *, worker: Identity = ALICE, step: int = 0, vers
         policy_digest="d" * 64,
         nonce=f"{number:032x}",
         groups=GROUPS,
-        deadline_s=0.0,
         upload_path=f"/v1/submissions/{id}",
-        max_bytes=1 << 20,
     )
 
 

@@ -14,7 +14,8 @@ def test_a_worker_that_requests_a_task_gets_one_of_its_version(harness: Harness)
     task = harness.task()
     assert (task.number, task.step, task.policy_version, task.groups) == (0, 0, 0, 2)
     assert task.id == f"{ALICE[:16]}-000000" and task.policy_digest == f"{0:064x}"
-    assert task.deadline_s == harness.clock.now_s + DEADLINE_S
+    kept = harness.pool.db.submissions.get(task.id)
+    assert kept is not None and kept.deadline_s == harness.clock.now_s + DEADLINE_S
     assert harness.beat(BOB, wants=False).assignment is None
     assert harness.beat(VALIDATOR, 0).assignment is None
 

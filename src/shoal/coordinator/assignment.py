@@ -162,9 +162,7 @@ class Assignments:
             policy_digest=submission.digest,
             nonce=submission.nonce,
             groups=submission.groups,
-            deadline_s=submission.deadline_s,
             upload_path=f"/v1/submissions/{submission.id}",
-            max_bytes=self.config.max_submission_bytes,
         )
 
     def _next_size(self, node: Member | None, step: int, version: int, newest: int, now_s: float) -> int:

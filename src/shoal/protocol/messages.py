@@ -198,9 +198,7 @@ class Assignment(Message):
     policy_digest: str = Hex64
     nonce: str = Hex32  # only the coordinator can compute it; the same assignment always gets the same nonce
     groups: int = Field(ge=1)
-    deadline_s: float  # unix time, after which a worker that lost the task gets another; late uploads are allowed
     upload_path: str
-    max_bytes: int
 
 
 class HeartbeatAnswer(Message):

@@ -109,9 +109,7 @@ def offline_assignment(
         policy_digest=digest,
         nonce=nonce,
         groups=config.workers.groups_per_submission if groups is None else groups,
-        deadline_s=0.0,
         upload_path=f"/v1/submissions/{id}",
-        max_bytes=config.max_submission_bytes,
     )
 
 
