@@ -20,11 +20,11 @@ def test_a_batch_is_ready_when_it_is_full_of_useful_groups_oldest_first(harness:
     first = harness.accepted(useful=(False, True))
     second = harness.accepted(BOB)
     filling = harness.pool.batches.of_step(0)
-    assert (filling.ready, filling.have, filling.need, filling.groups) == (False, 3, 4, [])
+    assert (filling.ready, filling.groups, harness.status().have, harness.status().need) == (False, [], 3, 4)
     third = harness.accepted()
     assert groups(harness, 0) == [(first.id, 1), (second.id, 0), (second.id, 1), (third.id, 0)]
     before = harness.pool.batches.of_step(0)
-    assert harness.pool.batches.of_step(1).have == 1, "the fifth group must wait for the next step"
+    assert harness.status().have == 1, "the fifth group must wait for the next step"
     harness.accepted()
     harness.accepted()
     assert harness.pool.batches.of_step(0) == before, "a full batch changed"
@@ -34,7 +34,7 @@ def test_a_batch_is_ready_when_it_is_full_of_useful_groups_oldest_first(harness:
 def test_leftover_groups_fill_further_batches_at_once(harness: Harness) -> None:
     harness.accepted(useful=(True,) * 11)
     assert [harness.pool.batches.of_step(step).ready for step in range(3)] == [True, True, False]
-    assert harness.pool.batches.of_step(2).have == 3
+    assert harness.status().have == 3
 
 
 def test_leftover_groups_within_the_async_level_fill_the_next_batch(harness: Harness) -> None:

@@ -205,7 +205,7 @@ class Pool(Store):
     def get(self, path: str, kind: type[Batch]) -> Batch:
         step = int(path.removeprefix("/v1/batches/"))
         groups = [BatchGroup(submission=submission(step), group=group) for group in range(GROUPS)]
-        return kind(step=step, ready=True, have=GROUPS, need=GROUPS, groups=groups)
+        return kind(step=step, ready=True, groups=groups)
 
     def post(self, path: str, message: StepReport, kind: type[Ok]) -> Ok:
         assert path == "/v1/steps"

@@ -35,7 +35,7 @@ def quarantine(tmp_path) -> Path:
 
 def fetched(store: Store, quarantine: Path, *members: tuple[int, int], step: int = 4) -> Fetched:
     groups = [BatchGroup(submission=submission(number), group=group) for number, group in members]
-    batch = Batch(step=step, ready=True, have=len(groups), need=len(groups), groups=groups)
+    batch = Batch(step=step, ready=True, groups=groups)
     files: Gathering = gathering(store, CONFIG, quarantine)  # type: ignore[arg-type]
     return files.gather(batch, validators(store))  # type: ignore[arg-type]
 

@@ -53,17 +53,12 @@ class Batches:
             return self._fill()
 
     def of_step(self, step: int) -> Batch:
-        """Return the groups of a step's batch if it is full, else the number of groups that wait for it."""
-        need = self.config.coordinator.prompts_per_step
+        """Return the groups of a step's batch if it is full, else an empty batch that is not ready."""
         groups = self.db.groups.of_batch(step)
-        if len(groups) < need:
-            return Batch(step=step, ready=False, have=self.count_waiting(), need=need, groups=[])
+        if len(groups) < self.config.coordinator.prompts_per_step:
+            return Batch(step=step, ready=False)
         members = [BatchGroup(submission=submission, group=group) for submission, group in groups]
-        return Batch(step=step, ready=True, have=need, need=need, groups=members)
-
-    def count_waiting(self) -> int:
-        """Count the groups that the open batch could take now."""
-        return self.db.groups.count_waiting(max_unchecked=max_unchecked(self.config))
+        return Batch(step=step, ready=True, groups=members)
 
     def _is_useful(self, group: GroupResult) -> bool:
         return not group.outcomes.grader_error and (group.useful or not self.config.coordinator.online_filter)

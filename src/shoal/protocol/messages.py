@@ -259,8 +259,6 @@ class BatchGroup(Message):
 class Batch(Message):
     step: int
     ready: bool
-    have: int  # useful accepted groups that are in no batch yet
-    need: int
     groups: list[BatchGroup] = []
 
 

@@ -266,7 +266,7 @@ class Walk:
 def gather_step(run: AuditedRun, state: AuditState, step: int) -> Fetched:
     """Return a step's groups from the accepted files, gathered by the learner's code. Raise StoreError."""
     members = [BatchGroup(submission=id, group=group) for id, group in state.batches[step]]
-    batch = Batch(step=step, ready=True, have=len(members), need=len(members), groups=members)
+    batch = Batch(step=step, ready=True, groups=members)
 
     def read(id: str) -> bytes:
         return run.store.get("accepted", state.accepted[id].accepted)
