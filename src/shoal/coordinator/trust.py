@@ -169,16 +169,16 @@ def bets(spent: ToleranceSpent, config: Config) -> dict[str, float]:
     for name in ("better", "worse", "easier", "harder", "distribution"):
         log_values[name] = getattr(spent, name)
     if config.evidence.regenerated:
-        log_values["improved"] = _choice_bet(spent.improved, spent.spoiled, REWARD_TILT)
-        log_values["spoiled"] = _choice_bet(spent.spoiled, spent.improved, REWARD_TILT)
+        log_values["improved"] = _choice_bet(spent.improved, spent.spoiled)
+        log_values["spoiled"] = _choice_bet(spent.spoiled, spent.improved)
     return log_values
 
 
-def _choice_bet(count: int, opposite: int, tilt: float) -> float:
+def _choice_bet(count: int, opposite: int) -> float:
     """Return ln of the e-value of a bet that near ties fall in one direction more often than with an honest worker.
 
     At a near tie, honest rounding can decide between two tokens. A near tie that changes the reward falls in this
-    direction with probability at most tilt / (1 + tilt) if the worker is honest.
+    direction with probability at most REWARD_TILT / (1 + REWARD_TILT) if the worker is honest.
     """
-    mean = tilt / (1 + tilt)
+    mean = REWARD_TILT / (1 + REWARD_TILT)
     return count * bet_share(1.0, mean, CHOICE_STAKE) + opposite * bet_share(0.0, mean, CHOICE_STAKE)
