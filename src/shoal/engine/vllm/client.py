@@ -136,7 +136,7 @@ class VllmEngine:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self.versions: dict[str, str] = self._expect("hello", START_S).get("versions", {})
+        self.versions: dict[str, str] = self._expect("hello").get("versions", {})
 
     def load(self, folder: Path) -> None:
         """Load or replace the weights. Raise RuntimeError during a `generate` call."""
@@ -153,7 +153,7 @@ class VllmEngine:
 
     def _load(self, folder: Path) -> None:
         self._send({"do": "load", "folder": str(folder.resolve()), "dtype": self.dtype})
-        self._expect("loaded", START_S)
+        self._expect("loaded")
 
     def generate(
         self,
@@ -233,8 +233,8 @@ class VllmEngine:
         except (wire.ClosedError, OSError):  # OSError: another thread closed the socket
             raise self._failure("it ended") from None
 
-    def _expect(self, kind: str, within_s: float) -> dict[str, Any]:
-        frame, _ = self._receive(within_s)
+    def _expect(self, kind: str) -> dict[str, Any]:
+        frame, _ = self._receive(START_S)
         if frame["is"] != kind:
             raise self._failure(f"it sent {frame['is']!r} instead of {kind!r}")
         return frame
