@@ -206,20 +206,18 @@ def disk_needs(config: Config, parameters: int) -> DiskNeeds:
     def versions(keep: int) -> int:
         return min(keep + 1, steps + 1) * version  # one more while the next is written
 
-    def store(keep: int) -> int:
-        """Return the size of a store that keeps this many versions, and the versions that their deltas build on."""
-        n = min(keep + ANCHOR_EVERY + 1, steps + 1)
-        return int((math.ceil(n / ANCHOR_EVERY) + DELTA_FRAC * n) * version)
+    stored = min(KEEP + ANCHOR_EVERY + 1, steps + 1)  # the versions that a store keeps, and those their deltas build on
+    store = int((math.ceil(stored / ANCHOR_EVERY) + DELTA_FRAC * stored) * version)
 
     written = math.ceil(steps / learner.steps_between_checkpoints(0 if learner.lora else parameters))
     meeting = 0
     if learner.sites:
         meeting = ROUNDS * (version if learner.lora else ROUND_BYTES * parameters) + versions(learner.keep_versions)
     kept = sites * (checkpoint + versions(learner.keep_versions)) + version
-    kept += store(KEEP) + meeting
+    kept += store + meeting
     caches = config.workers.count * versions(WORKER_KEEP) + versions(EVALUATOR_KEEP)
     caches += config.validator.count * versions(config.coordinator.async_level + 2)
-    caches += config.relays.count * store(KEEP)
+    caches += config.relays.count * store
     peak = kept + caches + sites * min(learner.keep_last, written - 1) * checkpoint
     return DiskNeeds(peak_bytes=peak, kept_bytes=kept)
 
