@@ -127,10 +127,9 @@ def next_state(node: Member, event: Event, now_s: float) -> NodeState | None:
 
 
 class Nodes:
-    def __init__(self, connection: Connection, timeout_s: float = TIMEOUT_S) -> None:
-        """A node without a heartbeat for `timeout_s` counts as gone."""
+    def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.timeout_s = timeout_s
+        self.timeout_s = TIMEOUT_S
 
     def get(self, key: str) -> Member | None:
         row = self.connection.row(f"SELECT {COLUMNS} FROM nodes WHERE key = ?", key)
