@@ -115,6 +115,13 @@ def test_a_damaged_head_file_is_reported(site: Site, tmp_path: Path) -> None:
         Witness(node, tmp_path / "validator").sign()
 
 
+def test_a_line_that_is_no_entry_is_reported(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = validator(site, tmp_path)
+    monkeypatch.setattr(node, "get_bytes", lambda path, max_bytes: b"{}\n")
+    with pytest.raises(LedgerError, match="line 1 of the coordinator's ledger after entry 0 is not a ledger entry"):
+        Witness(node, tmp_path / "validator").sign()
+
+
 def test_only_a_head_of_this_ledger_signed_by_its_sender_is_recorded(site: Site, tmp_path: Path) -> None:
     node, other = validator(site, tmp_path), validator(site, tmp_path, "other")
     chain = ledger(site, node)

@@ -93,11 +93,16 @@ def write_export(entries: Iterable[Entry], path: Path) -> None:
 def read_export(path: Path) -> Iterator[Entry]:
     """Yield the entries of an export, unverified. Raise LedgerError, naming the first line that is not an entry."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield Entry.model_validate_json(line)
-            except ValidationError as error:
-                raise LedgerError(f"line {number} of {path} is not a ledger entry", number) from error
+        yield from parse_entries(file, str(path))
+
+
+def parse_entries(lines: Iterable[bytes], source: str) -> Iterator[Entry]:
+    """Yield the entries in JSON lines, unverified. Raise LedgerError, naming the first line that is not an entry."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield Entry.model_validate_json(line)
+        except ValidationError as error:
+            raise LedgerError(f"line {number} of {source} is not a ledger entry", number) from error
 
 
 def entry_digest(seq: int, time_s: int, kind: str, body: str, previous: str) -> str:

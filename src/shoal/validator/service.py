@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from shoal.config import Config
 from shoal.files import write_file
-from shoal.ledger.chain import GENESIS, Entry, Head, LedgerError, open_head, sign_head, verify_chain
+from shoal.ledger.chain import GENESIS, Entry, Head, LedgerError, open_head, parse_entries, sign_head, verify_chain
 from shoal.model.dtype import DtypeName
 from shoal.model.turns import model_tokens
 from shoal.protocol.calling import RefusedError
@@ -104,7 +104,7 @@ class Witness:
 
     def _page(self, after: int) -> list[Entry]:
         data = self.node.get_bytes(f"/v1/ledger/{after}", max_bytes=MAX_PAGE_BYTES)
-        return [Entry.model_validate_json(line) for line in data.splitlines()]
+        return list(parse_entries(data.splitlines(), f"the coordinator's ledger after entry {after}"))
 
 
 class Validator:
