@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from shoal.cli.launch import watch
-from shoal.cli.launch.watch import STALL_S, Watch
+from shoal.cli.launch.watch import LONGEST_WORK_S, STALL_S, Watch
 from shoal.cli.preflight.machine import RESERVE_BYTES
 from shoal.errors import ShoalError
 from shoal.protocol.history import History, PoolWatch
@@ -52,6 +52,17 @@ def test_a_run_without_progress_is_stopped_and_names_who_waits(tmp_path: Path) -
         ShoalError, match=r"nothing was accepted or trained for 101 s; learner is waiting for the batch of step 2"
     ):
         site.at(191, nodes=[node("worker-0", accepted=2), waiting])
+
+
+def test_a_long_step_is_no_stall_but_a_learner_that_is_gone_is(tmp_path: Path) -> None:
+    site = Site(tmp_path, stall_s=100)
+    training = {"doing": "training step 2", "waiting": False}
+    site.at(0, nodes=[node("learner", "learner", stats=training)])
+    site.at(LONGEST_WORK_S - 1, nodes=[node("learner", "learner", stats=training)])
+    with pytest.raises(ShoalError, match="nothing was accepted or trained for 14399 s; learner is training step 2"):
+        site.at(LONGEST_WORK_S - 1, nodes=[node("learner", "learner", stats=training, seen_s=0.0)])
+    with pytest.raises(ShoalError, match="nothing was accepted or trained for 14401 s"):
+        site.at(LONGEST_WORK_S + 1, nodes=[node("learner", "learner", stats=training)])
 
 
 def test_a_trained_step_is_progress(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from shoal.cli.preflight.machine import check_left, free_bytes
 from shoal.config.tasks import GRADER_ERRORS
 from shoal.errors import ShoalError
 from shoal.protocol.history import Grading, PoolWatch, Status, UnreachableError
-from shoal.watch.figures import grader_warning, no_signal_warning
+from shoal.watch.figures import activity, grader_warning, no_signal_warning, node_condition
 
 NO_SIGNAL_GROUPS = 512  # a run is stopped after this many consecutive accepted groups, each with equal rewards
-STALL_S = 900.0  # without an accepted submission or a trained step
+STALL_S = 900.0  # without an accepted submission or a trained step, while no node computes
+LONGEST_WORK_S = 4 * 3600.0  # the same while a node computes: a step or an evaluation may take hours on a slow machine
+COMPUTES = ("learner", "worker", "validator", "evaluator")
 MIN_GRADED = 64  # rollouts before the grader's error rate is checked
 # MIN_GRADED of a resumed run. By then, all recent rollouts in which errors are counted are newer than the resume.
 RECENT_GRADED = 512
@@ -62,8 +64,8 @@ class Watch:
         """Raise ShoalError if the run cannot continue."""
         check_left(self.folder, self.free(self.folder))
         stalled_s = self.clock() - self._progress_s
-        if stalled_s > self.stall_s:
-            raise ShoalError(f"nothing was accepted or trained for {stalled_s:.0f} s; {self._who_waits()}")
+        if stalled_s > (max(self.stall_s, LONGEST_WORK_S) if self._computes() else self.stall_s):
+            raise ShoalError(f"nothing was accepted or trained for {stalled_s:.0f} s; {self._activities()}")
         if self.status is None:
             return
         if self.status.signal.flat - self._flat_before >= NO_SIGNAL_GROUPS:
@@ -85,7 +87,17 @@ class Watch:
             return ""
         return grader_warning(grading) + f", more than {GRADER_ERRORS:.0%}"
 
-    def _who_waits(self) -> str:
+    def _computes(self) -> bool:
+        """Return whether a live node says that it computes."""
+        return self.status is not None and any(
+            node.role in COMPUTES
+            and node.stats.doing
+            and not node.stats.waiting
+            and node_condition(node, self.status, running=True)[0] == "here"
+            for node in self.status.nodes
+        )
+
+    def _activities(self) -> str:
         nodes = self.status.nodes if self.status else []
-        waiting = [f"{node.name} is waiting for {node.stats.doing}" for node in nodes if node.stats.waiting]
-        return "; ".join(waiting) or f"see {self.folder / 'logs'}"
+        known = [f"{node.name} is {activity(node)}" for node in nodes if node.stats.doing]
+        return "; ".join(known) or f"see {self.folder / 'logs'}"
