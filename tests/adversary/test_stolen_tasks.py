@@ -91,7 +91,7 @@ def test_a_workers_next_rollouts_cannot_be_computed_before_its_assignment(site: 
     first = site.harness.accepted(ALICE.public, useful=(False, False))
     public = first.model_copy(update={"number": 1, "id": f"{ALICE.public[:16]}-000001"})
     alices = site.harness.task(ALICE.public)
-    known = {"nonce": alices.nonce, "upload_path": alices.upload_path, "deadline_s": alices.deadline_s}
+    known = {"nonce": alices.nonce, "upload_path": alices.upload_path}
     assert public.model_copy(update=known) == alices, "everything but the nonce must be known beforehand"
     seeds = [{seed for plan in site.alice.plan(assignment) for seed in plan.seeds} for assignment in (public, alices)]
     assert not seeds[0] & seeds[1]
