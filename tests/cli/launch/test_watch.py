@@ -61,6 +61,8 @@ def test_a_long_step_is_no_stall_but_a_learner_that_is_gone_is(tmp_path: Path) -
     site.at(LONGEST_WORK_S - 1, nodes=[node("learner", "learner", stats=training)])
     with pytest.raises(ShoalError, match="nothing was accepted or trained for 14399 s; learner is training step 2"):
         site.at(LONGEST_WORK_S - 1, nodes=[node("learner", "learner", stats=training, seen_s=0.0)])
+    with pytest.raises(ShoalError, match="relay-0 is serving"):  # a relay computes nothing
+        site.at(LONGEST_WORK_S - 1, nodes=[node("relay-0", "relay", stats={"doing": "serving", "waiting": False})])
     with pytest.raises(ShoalError, match="nothing was accepted or trained for 14401 s"):
         site.at(LONGEST_WORK_S + 1, nodes=[node("learner", "learner", stats=training)])
 
