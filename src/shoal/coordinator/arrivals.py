@@ -6,7 +6,9 @@
                 again. It may still be uploaded while a batch can take its version. If it is accepted, its worker's own
                 time becomes longer
     missed      its worker requests another task and will not upload this one, because the worker has newer weights, or
-                lost this task and it is older than `assignment.DEADLINE_S`, or lost the file that it announced
+                lost this task and it is older than `assignment.DEADLINE_S`, or lost the file that it announced.
+                A miss of a task from before the coordinator's start has no further consequence, because the restart
+                may be its cause
     rest        how long a worker gets no task after a miss: the pool's median time * 2 ^ (tasks missed in a row - 1)
                 * 2 ^ (8 * share missed), at most MAX_REST_S
     suspension  when the recent share of missed tasks reaches SUSPEND_SHARE
@@ -56,6 +58,7 @@ class Arrivals:
     def __init__(self, db: Database, config: Config) -> None:
         self.db = db
         self.config = config
+        self.started_s = db.clock()
         self._cached_times: list[float] = []
         self._cached_s = 0.0  # when the times were read
 
@@ -129,7 +132,7 @@ class Arrivals:
         for task in tasks:
             self.db.submissions.move(task, "miss")
         node = self.db.nodes.get(tasks[0].worker)
-        if node is None:
+        if node is None or all(task.assigned_s < self.started_s for task in tasks):
             return
         in_a_row = node.missed_in_a_row + 1
         share = _share(node)
