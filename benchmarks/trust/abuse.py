@@ -35,12 +35,13 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-import aiohttp
+import httpx
 import psutil
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.common.machine import ROOT, commit, save
 from benchmarks.common.process import SHOAL, running, wait_until
+from benchmarks.common.signed import signed_request
 from benchmarks.trust.attacker import HUGE_BYTES, Attack, Attacker, Then, a_byte_a_second, all_of_it
 from shoal.coordinator.folder import KEY, create_invite
 from shoal.ledger.connection import SqliteConnection
@@ -48,7 +49,7 @@ from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import FILE, Invite
 from shoal.protocol.messages import VERSION, Role
-from shoal.protocol.signing import sign_request
+from shoal.protocol.signing import SignedAuth
 
 CONFIG = ROOT / "configs" / "tiny.toml"
 TIMEOUT_S = 10.0  # of one honest heartbeat; a real node waits 30 s
@@ -69,37 +70,20 @@ class Site:
         parts = urlsplit(invite.url)
         return cls(parts.hostname or "", parts.port or 80, invite, [], insider)
 
+    def client(self, identity: Identity) -> httpx.AsyncClient:
+        url = f"http://{self.host}:{self.port}"
+        return httpx.AsyncClient(base_url=url, auth=SignedAuth(identity, self.invite.run), timeout=TIMEOUT_S)
+
     async def ask(self, method: str, path: str, message: dict[str, Any] | bytes) -> dict[str, Any]:
         """Send a request as the insider. Return the response."""
         body = message if isinstance(message, bytes) else json.dumps(message).encode()
-        reader, writer = await asyncio.open_connection(self.host, self.port)
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                writer.write(self.request(self.insider, method, path, body, connection="close"))
-                figures: dict[str, Any] = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
-        finally:
-            writer.transport.abort()
+        async with self.client(self.insider) as client:
+            figures: dict[str, Any] = (await client.request(method, path, content=body)).json()
         return figures
 
     def request(self, identity: Identity, method: str, path: str, body: bytes, **changed: str) -> bytes:
         """Return the bytes of a signed request."""
-        headers = sign_request(
-            identity,
-            method=method,
-            path=path,
-            query="",
-            body=body,
-            audience=self.invite.run,
-            created_s=int(time.time()),
-            nonce=secrets.token_hex(16),
-        )
-        head = {"host": self.host, "content-length": str(len(body))} | headers | changed
-        return (
-            f"{method} {path} HTTP/1.1\r\n".encode()
-            + b"".join(f"{k}: {v}\r\n".encode() for k, v in head.items())
-            + b"\r\n"
-            + body
-        )
+        return signed_request(identity, self.invite.run, self.host, path, body, method=method, **changed)
 
 
 HISTORY = b"GET /v1/history?after=0 HTTP/1.1\r\nhost: c\r\n\r\n"
@@ -184,28 +168,19 @@ def attacks(site: Site, seconds: float) -> dict[str, Attack]:
     }  # fmt: skip
 
 
-async def beat(
-    site: Site, identity: Identity, session: aiohttp.ClientSession, stop: asyncio.Event, took_s: list[float]
-) -> int:
+async def beat(client: httpx.AsyncClient, stop: asyncio.Event, took_s: list[float]) -> int:
     """Send a heartbeat per second over one connection, as an honest node does. Return how many failed."""
     failed = 0
-    while not stop.is_set():
-        headers = sign_request(
-            identity, method="POST", path="/v1/heartbeat", query="", body=b"{}", audience=site.invite.run,
-            created_s=int(time.time()), nonce=secrets.token_hex(16),
-        )  # fmt: skip
-        started_s = time.monotonic()
-        try:
-            async with session.post(
-                f"http://{site.host}:{site.port}/v1/heartbeat", data=b"{}", headers=headers
-            ) as answer:
-                await answer.read()
-                failed += answer.status != 200
-        except (aiohttp.ClientError, TimeoutError):
-            failed += 1
-        took_s.append(time.monotonic() - started_s)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), max(1.0 - (time.monotonic() - started_s), 0))
+    async with client:
+        while not stop.is_set():
+            started_s = time.monotonic()
+            try:
+                failed += (await client.post("/v1/heartbeat", content=b"{}")).status_code != 200
+            except httpx.TransportError:
+                failed += 1
+            took_s.append(time.monotonic() - started_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), max(1.0 - (time.monotonic() - started_s), 0))
     return failed
 
 
@@ -232,19 +207,16 @@ async def measure(
 ) -> dict[str, Any]:
     """Measure honest heartbeats, with an attack from another process or without one."""
     stop, took_s = asyncio.Event(), list[float]()
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    async with contextlib.AsyncExitStack() as stack:
-        sessions = [await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout)) for _ in site.members]
-        cpu_s, started_s, before_bytes = sum(process.cpu_times()[:2]), time.monotonic(), on_disk(folder)
-        pairs = zip(site.members, sessions, strict=True)
-        beating = [asyncio.create_task(beat(site, *pair, stop, took_s)) for pair in pairs]
-        watching = asyncio.create_task(watch(process, stop))
-        ended = await attack_in_a_process(site, seconds, attack) if attack else {}
-        if not attack:
-            await asyncio.sleep(seconds)
-        stop.set()
-        failed, (rss_bytes, files) = sum(await asyncio.gather(*beating)), await watching
-        busy = (sum(process.cpu_times()[:2]) - cpu_s) / (time.monotonic() - started_s)
+    clients = [site.client(member) for member in site.members]  # made first, because this blocks the event loop
+    cpu_s, started_s, before_bytes = sum(process.cpu_times()[:2]), time.monotonic(), on_disk(folder)
+    beating = [asyncio.create_task(beat(client, stop, took_s)) for client in clients]
+    watching = asyncio.create_task(watch(process, stop))
+    ended = await attack_in_a_process(site, seconds, attack) if attack else {}
+    if not attack:
+        await asyncio.sleep(seconds)
+    stop.set()
+    failed, (rss_bytes, files) = sum(await asyncio.gather(*beating)), await watching
+    busy = (sum(process.cpu_times()[:2]) - cpu_s) / (time.monotonic() - started_s)
     took_s.sort()
     return {
         "heartbeats": len(took_s),
@@ -321,12 +293,10 @@ async def publish(site: Site, folder: Path) -> None:
 async def join(site: Site, folder: Path, identity: Identity, name: str, role: Role = "worker") -> Invite:
     invite = await asyncio.to_thread(create_invite, folder, role, name, None, 1.0)
     body = json.dumps({"protocol": VERSION, "invite": invite.signed.model_dump_json()}).encode()
-    reader, writer = await asyncio.open_connection(site.host, site.port)
-    writer.write(site.request(identity, "POST", "/v1/register", body))
-    line = await asyncio.wait_for(reader.readline(), TIMEOUT_S)
-    writer.close()
-    if b" 200 " not in line:
-        raise RuntimeError(f"{name} could not join: {line!r}")
+    async with site.client(identity) as client:
+        answer = await client.post("/v1/register", content=body)
+    if answer.status_code != 200:
+        raise RuntimeError(f"{name} could not join: {answer.text}")
     return invite
 
 

@@ -37,7 +37,8 @@ import psutil
 
 from benchmarks.common.machine import ROOT, command_line, describe, save
 from benchmarks.common.process import running, wait_until
-from benchmarks.pool.scale.requests import Sent, body_of, identities, request, send
+from benchmarks.common.signed import signed_request
+from benchmarks.pool.scale.requests import Sent, body_of, identities, send
 from shoal import config as config_module
 from shoal.coordinator.folder import open_tables
 from shoal.coordinator.nodes import Nodes
@@ -210,7 +211,7 @@ class Pool:
         return body_of({"invite": invite.signed.model_dump_json(), "url": url, "protocol": VERSION})
 
     def _signed(self, key: Identity, path: str, body: bytes) -> bytes:
-        return request(key, self.run, self.url.removeprefix("http://"), path, body)
+        return signed_request(key, self.run, self.url.removeprefix("http://"), path, body)
 
 
 class Until:

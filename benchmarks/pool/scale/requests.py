@@ -1,4 +1,4 @@
-"""Prepare signed requests as bytes before timing starts, and send them over plain sockets.
+"""Send signed requests, prepared as bytes before timing starts, over plain sockets.
 
 Invariant: the client parses only the status and length of a response, so that the coordinator, not the client, is measured.
 Both run on this machine. `client_cpu_s` is the client's CPU time.
@@ -6,7 +6,6 @@ Both run on this machine. `client_cpu_s` is the client's CPU time.
 
 import asyncio
 import json
-import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -16,7 +15,6 @@ from urllib.parse import urlsplit
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.protocol.identity import Identity
-from shoal.protocol.signing import sign_request
 
 TIMEOUT_S = 30.0
 HEAD_END = b"\r\n\r\n"
@@ -24,23 +22,6 @@ HEAD_END = b"\r\n\r\n"
 
 def identities(count: int) -> list[Identity]:
     return [Identity(Ed25519PrivateKey.generate()) for _ in range(count)]
-
-
-def request(identity: Identity, run: str, host: str, path: str, body: bytes) -> bytes:
-    """Return the bytes of one signed POST, valid for a minute."""
-    headers = sign_request(
-        identity,
-        method="POST",
-        path=path,
-        query="",
-        body=body,
-        audience=run,
-        created_s=int(time.time()),
-        nonce=secrets.token_hex(16),
-    )
-    lines = [f"POST {path} HTTP/1.1", f"host: {host}", f"content-length: {len(body)}"]
-    lines += [f"{name}: {text}" for name, text in headers.items()]
-    return "\r\n".join(lines).encode() + HEAD_END + body
 
 
 @dataclass
