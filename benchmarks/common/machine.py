@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -14,12 +15,19 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 DIGITS, WIDTH = 6, 120  # limits of a number's digits and of a line's characters, in raw files
+INSIDE = "--inside"  # tells a script that it runs in its own namespaces (`namespaces`)
 WRITTEN = [":!benchmarks/results", ":!docs"]  # git pathspecs that leave out what benchmarks write
+
+
+def about() -> dict[str, Any]:
+    """Return the first two entries of a raw file: the command that started this process, and the machine."""
+    return {"command": command_line(), "machine": describe()}
 
 
 def command_line() -> str:
     """Return the command that started this process, with absolute paths shortened to their last part."""
-    return " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.orig_argv[1:])])
+    words = [re.sub(r"(^|=)/.*/", r"\1", word) for word in sys.orig_argv[1:] if word != INSIDE]
+    return " ".join(["python", *words])
 
 
 def describe() -> dict[str, Any]:

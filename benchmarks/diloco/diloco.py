@@ -18,7 +18,6 @@ own code, and the byte counts are the sizes of the files that it sends. A ring a
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -32,8 +31,8 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from benchmarks.common.machine import RESULTS, command_line, commit, save
-from benchmarks.diloco.diloco_model import Size, Trainee, Trainees, perplexity, processor, tokens
+from benchmarks.common.machine import RESULTS, about, save
+from benchmarks.diloco.diloco_model import Size, Trainee, Trainees, perplexity, tokens
 from shoal.diloco.agreed import Agreed, Shapes
 from shoal.diloco.codec import Kind
 from shoal.diloco.meeting import Meeting
@@ -173,10 +172,8 @@ def add(grid: str, run: dict[str, Any], train_tokens: int) -> None:
     with FileLock(f"{result_file(grid)}.lock"):
         stored = read(grid)
         stored |= {
-            "command": command_line(),
-            "commit": commit(),
+            **about(),
             "threads": 1,
-            "machine": {"cpu": processor(), "python": platform.python_version(), "torch": torch.__version__},
             "size": asdict(SIZE),
             "sequences_per_step": SEQUENCES,
             "steps": STEPS,

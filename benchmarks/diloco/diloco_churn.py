@@ -29,7 +29,7 @@ from typing import Any
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common.machine import command_line, describe, save
+from benchmarks.common.machine import about, save
 from benchmarks.common.process import SHOAL, wait_until
 from shoal.model.load import load_tokenizer, save_model
 from shoal.model.sources import resolve
@@ -255,7 +255,7 @@ def main() -> None:
         record = json.loads(arguments.out.read_text())
         picture(record, record["sites"], arguments.figure)
         return
-    record = {"command": command_line(), "machine": describe()}
+    record = about()
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder), arguments.sites)
         record |= {"sites": arguments.sites, "parameters": run.parameters, "inner_steps": INNER_STEPS, "wait_s": WAIT_S}

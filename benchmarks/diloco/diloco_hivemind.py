@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common.machine import command_line, describe, save
+from benchmarks.common.machine import about, save
 from benchmarks.diloco.diloco_hivemind_peers import KIND, SIDE
 
 PEERS = Path(__file__).with_name("diloco_hivemind_peers.py")
@@ -159,8 +159,7 @@ def main() -> None:
                 for engine in (shoal, other):
                     engine.end()
     record = {
-        "command": command_line().replace(Path(arguments.hivemind).name, "PYTHON"),
-        "machine": describe(),
+        **about(),
         "parameters": arguments.matrices * SIDE * SIDE,
         "kind": KIND,
         "idle_bytes_per_s_by_peers": idle,

@@ -13,7 +13,6 @@ while the directions of successive rounds differ. If the direction stays the sam
 
 import argparse
 import math
-import platform
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common.machine import command_line, commit, save
-from benchmarks.diloco.diloco_model import Size, Trainee, perplexity, processor, tokens
+from benchmarks.common.machine import about, save
+from benchmarks.diloco.diloco_model import Size, Trainee, perplexity, tokens
 from shoal.diloco.agreed import Shapes, outer_step, pseudo_gradient
 
 SITES = 2
@@ -91,9 +90,8 @@ def main() -> None:
     size = Size(steps=arguments.steps, lr=arguments.lr, width=arguments.width)
     data = tokens(size)
     record: dict[str, Any] = {
-        "command": command_line(),
-        "commit": commit(),
-        "machine": {"cpu": processor(), "python": platform.python_version(), "torch": torch.__version__, "threads": 1},
+        **about(),
+        "threads": 1,
         "sites": SITES,
         "tokens_per_step_and_site": size.sequences * size.length,
         "size": asdict(size),

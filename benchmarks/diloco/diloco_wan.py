@@ -24,9 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import command_line, describe, save
+from benchmarks.common.machine import INSIDE, about, save
 from benchmarks.common.process import SHOAL, wait_until
-from benchmarks.weights.wan.network import FOLDER, INSIDE, Network, Plan, enter
+from benchmarks.weights.wan.network import FOLDER, Network, Plan, enter
 
 PLAN = Plan(100e6, 0.0, 100e6, 0, 2, 50.0, 0.0, 100.0, "cubic")
 LONGEST_S, LOOK_S = 300.0, 0.1
@@ -47,8 +47,7 @@ def main() -> None:
     arguments = parser.parse_args()
     enter(Path("peers"))
 
-    command = command_line().removesuffix(f" {INSIDE}")
-    record: dict[str, Any] = {"command": command, "machine": describe(), "load_before": os.getloadavg()}
+    record: dict[str, Any] = about() | {"load_before": os.getloadavg()}
     record |= {"tokens_per_step_and_site": TOKENS * BATCH, "parameters": write_model(), "runs": []}
     for repeat in range(arguments.repeats):
         for name in arguments.settings:

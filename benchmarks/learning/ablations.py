@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.common.machine import IMAGES, RESULTS, ROOT, command_line, commit, describe, save
+from benchmarks.common.machine import IMAGES, RESULTS, ROOT, about, commit, save
 from shoal import tasks
 from shoal.config import load
 from shoal.engine.torch_engine import TorchEngine
@@ -148,7 +148,7 @@ def main() -> None:
     study = STUDIES[arguments.study]
     path = arguments.out or RESULTS / f"ablations-{arguments.study}.json"
     steps = arguments.steps or study.steps
-    result: dict[str, Any] = {"command": command_line(), "machine": describe(), "runs": []}
+    result: dict[str, Any] = about() | {"runs": []}
     if path.exists():
         result["runs"] = json.loads(path.read_text())["runs"]
     done = {(run["arm"], run["seed"], run["steps"]) for run in result["runs"]}

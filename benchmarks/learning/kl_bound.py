@@ -25,7 +25,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from benchmarks.common.machine import RESULTS, commit, save
+from benchmarks.common.machine import RESULTS, about, save
 
 ROWS, VOCABULARY, DRIFT = 64, 256, 1.0  # the drift is the std of a logit's change, in nats
 GRAD_CLIP = 0.1
@@ -68,9 +68,7 @@ def main() -> None:
                     result.append({"tokens": tokens, "beta": beta, "outlier": outlier, "bound": name} | mean)
                     print(json.dumps(result[-1]))  # noqa: T201
     report = {
-        "command": f"python -m benchmarks.learning.kl_bound --seeds {arguments.seeds}",
-        "commit": commit(),
-        "torch": torch.__version__,
+        **about(),
         "grad_clip": GRAD_CLIP,
         "cases": result,
     }

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.common.machine import describe, save
+from benchmarks.common.machine import about, save
 from shoal.config.recipe import LearnerSection
 from shoal.engine.selftest import fixed_tokens
 from shoal.learner.batch import MicroBatch, micro_batches
@@ -37,7 +37,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = [measured(resolve(arguments.model), lr, arguments.dtype) for lr in (1e-6, 1e-5, 1e-4)]
     result = {
-        "machine": describe(),
+        **about(),
         "model": arguments.model,
         "dtype": arguments.dtype,
         "updates": UPDATES,

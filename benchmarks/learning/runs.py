@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import IMAGES, RESULTS, ROOT, command_line, describe, save
+from benchmarks.common.machine import IMAGES, RESULTS, ROOT, about, save
 from benchmarks.trust.adversary.cheats import CHEATS
 from benchmarks.trust.byzantine import liars
 from shoal.protocol.messages import Evaluation
@@ -52,7 +52,7 @@ def main() -> None:
         plot(arguments.label or arguments.config)
         return
     kinds = [""] if arguments.cheats is None else arguments.cheats or list(CHEATS)
-    result: dict[str, Any] = {"command": command_line(), "machine": describe(), "runs": []}
+    result: dict[str, Any] = about() | {"runs": []}
     path = RESULTS / f"{arguments.label or arguments.config}.json"
     if arguments.finished:
         result["runs"] = [record(folder, cheat="") for folder in arguments.finished]

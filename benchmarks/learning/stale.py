@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.common.machine import IMAGES, RESULTS, ROOT, command_line, describe, save
+from benchmarks.common.machine import IMAGES, RESULTS, ROOT, about, save
 from shoal import tasks
 from shoal.config import load
 from shoal.config.recipe import LearnerSection, LossSection
@@ -69,8 +69,7 @@ def main() -> None:
     torch.set_num_threads(1)
     started_s = time.monotonic()
     result: dict[str, Any] = {
-        "command": command_line(),
-        "machine": describe(),
+        **about(),
         "settings": {"age": arguments.age, "lr": arguments.lr, "prompts": PROMPTS, "group": GROUP, "arms": ARMS},
         "runs": [],
     }

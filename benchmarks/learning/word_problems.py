@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import RESULTS, ROOT, command_line, commit, describe, save
+from benchmarks.common.machine import RESULTS, ROOT, about, commit, save
 from shoal.config import Config, load
 from shoal.engine.torch_engine import TorchEngine
 from shoal.evals.examiner import Examiner
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     path = RESULTS / f"{arguments.benchmark}-eval.json"
-    result: dict[str, Any] = {"command": command_line(), "machine": describe(), "measurements": []}
+    result: dict[str, Any] = about() | {"measurements": []}
     if path.exists():
         result["measurements"] = json.loads(path.read_text())["measurements"]
     done = {tuple(row[key] for key in ("model", "prompt", "temperature", "n")) for row in result["measurements"]}

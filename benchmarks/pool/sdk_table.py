@@ -220,7 +220,7 @@ def main() -> None:
         print(json.dumps({feature: worked(check) for feature, check in CLIENTS[name][1](url).items()}))  # noqa: T201
         return
 
-    from benchmarks.common.machine import command_line, describe, save
+    from benchmarks.common.machine import about, save
     from benchmarks.common.process import serving
     from shoal.model.sources import SMOLLM2, resolve
 
@@ -233,7 +233,7 @@ def main() -> None:
             figures = {name: run_client(folder, name, f"{url}/v1") for name in CLIENTS}
             figures["openai (npm)"] = run_node_client(folder, f"{url}/v1")
 
-    result = {"command": command_line(), "machine": describe(), "versions": versions, "found": figures}
+    result = about() | {"versions": versions, "found": figures}
     save(arguments.out, result)
     table(figures)
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.common.machine import RESULTS, ROOT, commit, describe, save
+from benchmarks.common.machine import RESULTS, ROOT, about, commit, save
 from benchmarks.common.process import SHOAL, next_json, running
 
 SIZE_BYTES = 512 << 20
@@ -36,8 +36,7 @@ def main() -> None:
     trees = {"before": arguments.before.resolve(), "after": ROOT}
     commits = {name: commit(tree) for name, tree in trees.items()}
     result = {
-        "command": f"python -m benchmarks.speed.against_commit BEFORE --rounds {arguments.rounds}",
-        "machine": describe(),
+        **about(),
         "commits": commits,
         "rounds": [],
     }

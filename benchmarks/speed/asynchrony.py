@@ -11,7 +11,7 @@ import statistics
 import sys
 from typing import Any
 
-from benchmarks.common.machine import RESULTS, command_line, describe, save
+from benchmarks.common.machine import RESULTS, about, save
 from benchmarks.learning.runs import one_run
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--config", default="tiny")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"command": command_line(), "machine": describe(), "runs": []}
+    result: dict[str, Any] = about() | {"runs": []}
     for pair in range(arguments.pairs):
         for level in (2, 0):
             run = one_run(arguments.config, pair, "", ["--set", f"coordinator.async_level={level}"])

@@ -44,7 +44,7 @@ from shoal.validator.case import Case
 from shoal.validator.judge import Judge
 from shoal.worker.produce import Producer
 
-from ..common.machine import command_line, describe, save
+from ..common.machine import about, save
 
 PROMPT_TOKENS, GROUP = 40, 8
 
@@ -64,8 +64,7 @@ def main() -> None:
     ranks = Ranks.start(60.0, 60.0)
     dtype, _ = pick("auto", arguments.device)
     result: dict[str, Any] = {
-        "command": command_line(),
-        "machine": describe(),
+        **about(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "ranks": ranks.size,
         "dtype": dtype,

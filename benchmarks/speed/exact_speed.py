@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.machine import RESULTS, command_line, describe, save
+from benchmarks.common.machine import RESULTS, about, save
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
@@ -56,8 +56,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    machine = describe() | {"load": os.getloadavg()}
-    result: dict[str, Any] = {"command": command_line(), "machine": machine, "cases": []}
+    result: dict[str, Any] = about() | {"load": os.getloadavg(), "cases": []}
     for name in arguments.models:
         for dtype in arguments.dtypes:
             for part in arguments.parts:

@@ -25,7 +25,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.workers import FakeNode
 
-from benchmarks.common.machine import RESULTS, ROOT, command_line, describe, save
+from benchmarks.common.machine import RESULTS, ROOT, about, save
 from shoal import config as config_module
 from shoal.cli.roles import opened_engine
 from shoal.model.sources import resolve
@@ -69,7 +69,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     path = RESULTS / ("in_flight.json" if arguments.engine == "torch" else "in_flight-vllm.json")
-    result: dict[str, Any] = {"command": command_line(), "machine": describe(), "runs": []}
+    result: dict[str, Any] = about() | {"runs": []}
     settings = config_of(arguments, 1)
     compute = OneThread()
     with opened_engine(arguments.engine, settings, "bfloat16", arguments.threads, compute) as (engine, kind, _):

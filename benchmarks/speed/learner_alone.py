@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common.machine import RESULTS, command_line, describe, save
+from benchmarks.common.machine import RESULTS, about, save
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.learner.batch import micro_batches
 from shoal.learner.groups import Group
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--label", help="write results/learner_alone-LABEL.json instead")
     arguments = parser.parse_args()
     path = PATH.with_stem(f"{PATH.stem}-{arguments.label}") if arguments.label else PATH
-    result: dict[str, Any] = {"command": command_line(), "machine": describe(), "cases": []}
+    result: dict[str, Any] = about() | {"cases": []}
     for dtype in arguments.dtypes:
         peak = matmul_peak(getattr(torch, dtype))
         systems = {"shoal": make_shoal(dtype), "autocast": make_plain("float32", dtype)}

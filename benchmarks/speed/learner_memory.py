@@ -44,7 +44,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import Qwen2Config
 
-from benchmarks.common.machine import RESULTS, command_line, commit, save
+from benchmarks.common.machine import RESULTS, about, save
 from shoal.cli.preflight.estimate import LOGITS_BYTES, MASTER_BYTES, Sizes, Work, activation_bytes, sizes_of
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.learner import masters
@@ -131,7 +131,7 @@ def main() -> None:
     register()
     cases: list[dict[str, Any]] = []
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    result = {"command": command_line(), "commit": commit(), "versions": versions, "cases": cases}
+    result = about() | {"versions": versions, "cases": cases}
     for ranks in arguments.ranks:
         for name in arguments.models:
             cases.append(case(name, ranks))

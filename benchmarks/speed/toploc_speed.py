@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common.machine import RESULTS, ROOT, describe, save
+from benchmarks.common.machine import RESULTS, ROOT, about, save
 
 ROUNDS = 21
 CHUNK, TOP_K = 32, 128
@@ -51,10 +51,7 @@ def main() -> None:
         json.dump(measure(arguments.public, arguments.states, arguments.threads), sys.stdout)
         return
 
-    figures: dict[str, Any] = {
-        "command": "python -m benchmarks.speed.toploc_speed --public PATH",
-        "machine": describe(),
-    }
+    figures: dict[str, Any] = about()
     with tempfile.TemporaryDirectory() as folder:
         states = Path(folder) / "states.pt"
         make_states(states)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.machine import RESULTS, ROOT, command_line, describe, save
+from benchmarks.common.machine import RESULTS, ROOT, about, save
 from shoal import config
 from shoal.cli.calibrate import RUN
 from shoal.config import Config
@@ -56,8 +56,7 @@ def main() -> None:
     settings = config.load(arguments.config)
     dtype, gflops = pick("auto")
     result: dict[str, Any] = {
-        "command": command_line(),
-        "machine": describe(),
+        **about(),
         "model": settings.model.name,
         "dtype": dtype,
         "one_thread_gflops": {name: round(speed, 1) for name, speed in gflops.items()},

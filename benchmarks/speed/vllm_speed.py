@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.common.machine import RESULTS, command_line, describe, save
+from benchmarks.common.machine import RESULTS, about, save
 from shoal.engine.protocol import Engine, Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.engine.vllm.client import VllmEngine
@@ -48,8 +48,7 @@ def main() -> None:
     ours = TorchEngine(arguments.dtype)
     ours.load(folder)
     result: dict[str, Any] = {
-        "command": command_line(),
-        "machine": describe(),
+        **about(),
         "load": [os.getloadavg()],
     }
     with closing(VllmEngine(arguments.dtype, arguments.threads)) as theirs, tempfile.TemporaryDirectory() as changed:

@@ -39,7 +39,7 @@ import httpx
 import psutil
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks.common.machine import ROOT, commit, save
+from benchmarks.common.machine import ROOT, about, save
 from benchmarks.common.process import SHOAL, running, wait_until
 from benchmarks.common.signed import signed_request
 from benchmarks.trust.attacker import HUGE_BYTES, Attack, Attacker, Then, a_byte_a_second, all_of_it
@@ -326,17 +326,11 @@ async def main(arguments: argparse.Namespace) -> None:
             tracebacks = logged.count("Traceback")
             if tracebacks:
                 sys.stdout.write(logged[-6000:])
-    settings = {
-        "commit": commit(),
-        "seconds": arguments.seconds,
-        "heartbeats_per_s": arguments.heartbeats,
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-    }
+    settings = {"seconds": arguments.seconds, "heartbeats_per_s": arguments.heartbeats, "load": os.getloadavg()[0]}
     sys.stdout.write(f"quiet {results['quiet']}\nquiet again {results['quiet again']}\n")
     sys.stdout.write(f"tracebacks of the coordinator: {tracebacks}\n")
     if arguments.out:
-        save(arguments.out, {"settings": settings, "tracebacks": tracebacks, "results": results})
+        save(arguments.out, about() | {"settings": settings, "tracebacks": tracebacks, "results": results})
 
 
 if __name__ == "__main__":

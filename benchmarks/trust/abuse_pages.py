@@ -34,7 +34,7 @@ import numpy as np
 import psutil
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common.machine import RESULTS, ROOT, command_line, commit, describe, save
+from benchmarks.common.machine import RESULTS, ROOT, about, commit, save
 from benchmarks.common.process import serving
 from shoal.model import sources
 from shoal.model.load import load_tokenizer, save_model
@@ -282,8 +282,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tree = arguments.tree.resolve()
     result: Json = {
-        "command": command_line(),
-        "machine": describe(),
+        **about(),
         "commit": commit(tree),
         "load_average_before": os.getloadavg(),
         "rows": {},

@@ -38,7 +38,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from benchmarks.common.machine import commit, save
+from benchmarks.common.machine import about, save
 from benchmarks.common.process import SHOAL, next_json, running
 from benchmarks.trust.shardcast_attacks import attacks
 from shoal.shardcast import FetchError
@@ -180,12 +180,10 @@ def started(name: str, command: list[str], log: Path, versions: int) -> Iterator
 
 async def main(arguments: argparse.Namespace) -> None:
     result: dict[str, Any] = {
-        "commit": commit(),
-        "settings": {
-            "seconds": arguments.seconds, "size_mb": arguments.size_mb, "cores": os.cpu_count(), "load": os.getloadavg()[0],
-        },
+        **about(),
+        "settings": {"seconds": arguments.seconds, "size_mb": arguments.size_mb, "load": os.getloadavg()[0]},
         "servers": {},
-    }  # fmt: skip
+    }
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
         folder = Path(made)
         (folder / "model").mkdir()

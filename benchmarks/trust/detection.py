@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.machine import RESULTS, command_line, describe, save
+from benchmarks.common.machine import RESULTS, about, save
 from benchmarks.trust.adversary.attacks import ATTACKS, Attack, Lab
 from benchmarks.trust.attacks import WORKERS, identity, make
 from shoal import config, toploc
@@ -53,8 +53,7 @@ def main() -> None:
     settings = config.load(arguments.config, [*arguments.set, "model.numerics=fast"])
     folder = resolve(settings.model.name)
     result: dict[str, Any] = {
-        "command": command_line(),
-        "machine": describe(),
+        **about(),
         "model": settings.model.name,
         "tokens": arguments.tokens,
         "dtypes": ["bfloat16", "float32"],

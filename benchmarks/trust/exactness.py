@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks.common.machine import RESULTS, command_line, describe, save
+from benchmarks.common.machine import RESULTS, about, save
 from shoal import config, toploc
 from shoal.cli.calibrate import RUN
 from shoal.engine.torch_engine import TorchEngine
@@ -92,8 +92,7 @@ def main() -> int:
         **counts,
         "batch_shapes": len(shapes),
         "wall_s": round(time.perf_counter() - started_s),
-        "machine": describe(),
-        "command": command_line(),
+        **about(),
     }
     kept = json.loads(PATH.read_text()) if PATH.exists() else {}
     save(PATH, kept | {f"{settings.model.name} {dtype}": result})

@@ -25,7 +25,7 @@ from tests.fuzzing.damage import CRASH, Note
 from tests.fuzzing.files import fuzz_files
 from tests.fuzzing.proofs import fuzz_proofs
 
-from benchmarks.common.machine import RESULTS, command_line, describe, save
+from benchmarks.common.machine import RESULTS, about, save
 
 DEADLINE_S = 60.0  # if no case ends for this long, the stack is printed and the process ends
 GROWTH_BYTES = 64 << 20
@@ -50,7 +50,7 @@ def main() -> None:
                 lambda random, cases, note: fuzz_requests(random, cases, note, Path(folder)),
             ),
         }
-        result: dict[str, Any] = {"command": command_line(), "machine": describe()}
+        result: dict[str, Any] = about()
         result["parts"] = {
             name: run(name, Random(f"{arguments.seed} {name}"), *part) for name, part in parts.items() if part[0]
         }

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.machine import IMAGES, RESULTS, ROOT, commit, save
+from benchmarks.common.machine import IMAGES, RESULTS, ROOT, about, save
 from shoal import config
 from shoal.coordinator.trust import bets
 from shoal.evidence import ALPHA, REWARD_TILT, TASK_TILT, Process, allocation
@@ -180,7 +180,7 @@ def lasted(
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rng = np.random.default_rng(0)
-    result: dict[str, Any] = {"commit": commit(), "alpha": None, "rows": [], "honest": []}
+    result: dict[str, Any] = about() | {"alpha": None, "rows": [], "honest": []}
     for model in MODELS:
         settings = config.load(ROOT / "configs" / f"{model.config}.toml")
         result["alpha"] = ALPHA

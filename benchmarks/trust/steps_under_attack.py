@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import RESULTS, command_line, describe, save
+from benchmarks.common.machine import RESULTS, about, save
 from benchmarks.common.process import SHOAL, wait_until
 from benchmarks.trust.abuse import CONFIG, Site, attack_in_a_process, attacks, join
 from shoal.coordinator.folder import create_invite
@@ -85,10 +85,7 @@ async def main(arguments: argparse.Namespace) -> None:
     quiet, attacked, alone = steps_s[::3], steps_s[1::3], steps_s[2::3]
     ratio = statistics.median(a / b for a, b in zip(attacked, alone, strict=True))
     against_quiet = statistics.median(a / b for a, b in zip(attacked, quiet, strict=True))
-    result: dict[str, Any] = {
-        "command": command_line(),
-        "machine": describe() | {"load": os.getloadavg()},
-    }
+    result: dict[str, Any] = about() | {"load": os.getloadavg()}
     result |= {"ratio": ratio, "against_quiet": against_quiet, "phases": phases}
     save(PATH, result)
     sys.stdout.write(f"a step takes {ratio:.2f} times as long; with the attackers' CPU time, {against_quiet:.2f}\n")

@@ -44,7 +44,7 @@ import numpy as np
 import torch
 import zstandard
 
-from benchmarks.common.machine import RESULTS, describe, save
+from benchmarks.common.machine import RESULTS, about, save
 from shoal.model.load import load_model, load_weights_
 from shoal.shardcast import delta
 from shoal.shardcast.delta import MAGIC, PIECE_WORDS, Kind, Link, Reader, Writer
@@ -63,12 +63,7 @@ def main() -> None:
     arguments = parser.parse_args()
     labels = {label: Path(folder) for label, folder in (option.split("=", 1) for option in arguments.versions)}
 
-    options = " ".join(f"--versions {label}={folder.name}" for label, folder in labels.items())
-    figures: dict[str, Any] = {
-        "command": f"python -m benchmarks.weights.deltas {options} --most {arguments.most}",
-        "machine": describe(),
-        "versions": {},
-    }
+    figures: dict[str, Any] = about() | {"versions": {}}
     torch.set_num_threads(1)
     path = RESULTS / "deltas.json"
     for label, folder in labels.items():

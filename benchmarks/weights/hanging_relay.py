@@ -23,7 +23,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks.common.machine import command_line, commit, save
+from benchmarks.common.machine import about, save
 from benchmarks.common.process import next_json, running
 from benchmarks.weights.large_versions import write_versions
 from shoal.shardcast import Origin, ShardStore, app, public_key_hex, serve
@@ -44,8 +44,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         rounds = measure(Path(name), arguments.rounds, arguments.size_mb * 10**6)
-    result: dict[str, Any] = {"command": command_line(), "commit": commit(), "cores": os.cpu_count()}
-    result |= {"load": os.getloadavg()[0], "summary": summary(rounds), "seconds": rounds}
+    result: dict[str, Any] = about() | {"load": os.getloadavg()[0], "summary": summary(rounds), "seconds": rounds}
     sys.stdout.write(json.dumps(result["summary"], indent=1) + "\n")
     if arguments.out:
         save(arguments.out, result)

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks.common.machine import RESULTS, command_line, commit, save
+from benchmarks.common.machine import RESULTS, about, save
 from benchmarks.common.process import running
 from shoal.shardcast import Origin, ShardStore, public_key_hex
 from shoal.shardcast.alone import fetch
@@ -53,8 +53,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=18471, help="port of the server of plain files")
     parser.add_argument("--out", type=Path, default=RESULTS / "large_versions.json")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"command": command_line(), "commit": commit(), "label": arguments.label}
-    result |= {"cores": os.cpu_count(), "cpu": processor(), "load": os.getloadavg()[0], "sizes": []}
+    result: dict[str, Any] = about() | {"label": arguments.label}
+    result |= {"load": os.getloadavg()[0], "sizes": []}
     for size_mb in arguments.sizes_mb:
         with tempfile.TemporaryDirectory() as name:
             result["sizes"].append(measure(Path(name), size_mb * MB, arguments.port))

@@ -35,7 +35,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from benchmarks.common.machine import RESULTS, command_line, cpu_s, describe, save
+from benchmarks.common.machine import RESULTS, about, cpu_s, save
 from benchmarks.common.process import next_json, running
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))
@@ -71,7 +71,7 @@ def main() -> None:
     )
     parser.add_argument("--port", type=int, default=18470, help="port of nginx")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"command": command_line(), "machine": describe()}
+    result: dict[str, Any] = about()
     result |= {"size_bytes": arguments.size_mb * MIB, "publish_s": {}, "rounds": [], "memory": []}
 
     def keep(line: str) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.machine import RESULTS, describe, save
+from benchmarks.common.machine import RESULTS, about, save
 from benchmarks.common.process import SHOAL, next_json, running
 from shoal.model.dtype import pick
 from shoal.model.load import load_model, load_tokenizer, load_weights_, save_model
@@ -45,8 +45,7 @@ def main() -> None:
     trained, engine = load_model(folders[0], "float32", "cpu"), load_model(folders[0], dtype, "cpu")
     tokenizer = load_tokenizer(folders[0])
     result: dict[str, Any] = {
-        "command": f"python -m benchmarks.weights.update_latency --versions DIR --count {arguments.count}",
-        "machine": describe(),
+        **about(),
         "dtype": dtype,
         "versions": [],
     }

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.machine import RESULTS, describe, save
+from benchmarks.common.machine import RESULTS, about, save
 from benchmarks.common.process import wait_until
 from benchmarks.weights.update_latency import servers
 from shoal.engine.protocol import Engine, Sampling
@@ -56,10 +56,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     plain = TorchEngine(arguments.dtype)
     result: dict[str, Any] = {
-        "command": "python -m benchmarks.weights.vllm_update --versions DIR",
-        "threads": arguments.threads,
-        "dtype": arguments.dtype,
-        "machine": describe(),
+        **about(),
         "load": [os.getloadavg()],
         "versions": [],
     }

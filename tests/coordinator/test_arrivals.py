@@ -167,7 +167,9 @@ def test_a_worker_does_not_rest_for_a_task_that_it_lost_when_the_run_stopped(poo
     assert pool.task(version=1).id != lost.id, "a resumed run must give its restarted workers tasks at once"
     assert (pool.state(lost.id), pool.node().missed_in_a_row) == ("expired", 0)
     pool.clock.now_s += 601.0
-    assert "missed tasks in a row: 1" in pool.beat(version=1).waiting_for, "only tasks from before the start are excused"
+    assert "missed tasks in a row: 1" in pool.beat(version=1).waiting_for, (
+        "only tasks from before the start are excused"
+    )
 
 
 def test_accepted_work_ends_the_rest_but_erases_only_part_of_the_missed_share(pool: Harness) -> None:

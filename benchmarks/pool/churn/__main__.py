@@ -24,9 +24,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import ROOT, command_line, describe, save
+from benchmarks.common.machine import INSIDE, ROOT, about, save
 from benchmarks.pool.churn.faults import Fault, draw, in_background, role_of
-from benchmarks.pool.churn.network import INSIDE, SUBNET, Network, enter, missing
+from benchmarks.pool.churn.network import SUBNET, Network, enter, missing
 from benchmarks.pool.churn.verdict import figures, judge
 from shoal import config as config_module
 from shoal.cli.launch import members
@@ -182,8 +182,7 @@ def main() -> int:
     wrong = judge(swarm.out, last.config.run.steps if last else 0) | ({"failed": [failed]} if failed else {})
 
     result = {
-        "command": command_line().removesuffix(f" {INSIDE}"),
-        "machine": describe(),
+        **about(),
         "wrong": wrong,
         "churned_s": round(swarm.churned_s, 1),
         **({"tokens_per_s": swarm.tokens_per_s()} | figures(swarm.out) if not wrong["incomplete"] else {}),

@@ -7,18 +7,17 @@ namespace.
 
 import shutil
 import subprocess
-import sys
 
-INSIDE = "--inside"
+from benchmarks.common import namespaces
+
 SUBNET = "10.78.0"
-APART = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
 def missing() -> str:
     """Return why this machine cannot have such a network, or "" if it can."""
     if not all(map(shutil.which, ("unshare", "ip", "setpriv"))):
         return "needs Linux with util-linux and iproute2"
-    made = subprocess.run([*APART, "sh", "-c", BRIDGE], capture_output=True, text=True, check=False)
+    made = subprocess.run([*namespaces.APART, "sh", "-c", BRIDGE], capture_output=True, text=True, check=False)
     return "" if made.returncode == 0 else f"no network namespaces here: {made.stderr.strip().splitlines()[-1:]}"
 
 
@@ -32,12 +31,9 @@ ip link set bridge0 up
 
 
 def enter() -> None:
-    """Restart this program in its own namespaces, which end with it."""
-    if INSIDE in sys.argv:
-        run("sh", "-c", BRIDGE)
-        return
-    again = ["setpriv", "--pdeathsig", "TERM", *APART, *sys.orig_argv, INSIDE]
-    sys.exit(subprocess.run(again, check=False).returncode)
+    """Restart this program in its own namespaces, and create the bridge there."""
+    namespaces.enter()
+    run("sh", "-c", BRIDGE)
 
 
 class Network:

@@ -35,7 +35,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.common.machine import ROOT, command_line, describe, save
+from benchmarks.common.machine import ROOT, about, save
 from benchmarks.common.process import running, wait_until
 from benchmarks.common.signed import signed_request
 from benchmarks.pool.scale.requests import Sent, body_of, identities, send
@@ -64,8 +64,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     result: dict[str, Any] = {
-        "command": command_line(),
-        "machine": describe(),
+        **about(),
         "load": os.getloadavg(),
         "connections": arguments.connections,
     }

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import IMAGES, RESULTS, command_line, commit, save
+from benchmarks.common.machine import IMAGES, RESULTS, about, save
 from benchmarks.pool.simulate.pool import Pool
 from benchmarks.pool.simulate.recorded import recorded
 from benchmarks.pool.simulate.settings import SIZES, cases
@@ -51,8 +51,7 @@ def main() -> None:
 def keep(new: dict[str, Any]) -> dict[str, Any]:
     """Add these figures to the results file. Return all its figures."""
     result: dict[str, Any] = json.loads(PATH.read_text()) if PATH.exists() else {"pools": {}}
-    ran = {"command": command_line(), "commit": commit()}
-    result = result | ran | new | {"pools": result["pools"] | new.get("pools", {})}
+    result = result | about() | new | {"pools": result["pools"] | new.get("pools", {})}
     save(PATH, result)
     return result
 

@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.machine import RESULTS, ROOT, command_line, describe, save
+from benchmarks.common.machine import RESULTS, ROOT, about, save
 from benchmarks.speed.trl.heldout import first_at, measure
 from benchmarks.speed.trl.job import write_job
 from benchmarks.speed.trl.settings import CHOSEN, SETTINGS
@@ -102,8 +102,7 @@ def main() -> None:
     path = RESULTS / f"{arguments.label or ('trl-smoke' if arguments.smoke else 'trl')}.json"
     result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     part: dict[str, Any] = {
-        "command": command_line(),
-        "machine": describe(),
+        **about(),
         "peer": versions(arguments.peer),
         "runs": [],
     }

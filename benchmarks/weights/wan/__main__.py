@@ -31,8 +31,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from benchmarks.common.machine import RESULTS, command_line, describe, save
-from benchmarks.weights.wan.network import FOLDER, INSIDE, Network, Plan, enter
+from benchmarks.common.machine import INSIDE, RESULTS, about, save
+from benchmarks.weights.wan.network import FOLDER, Network, Plan, enter
 from benchmarks.weights.wan.stage import LOOK_AGAIN_S, Stage
 from benchmarks.weights.wan.systems import SYSTEMS
 
@@ -68,7 +68,6 @@ def main() -> int:
     arguments = parser.parse_args()
     enter(arguments.peers)
 
-    command = command_line().removesuffix(f" {INSIDE}").replace(str(arguments.peers), "PEERS")
     rates = (arguments.origin, arguments.relay, arguments.client)
     plan = Plan(
         *(rate * 1e6 * arguments.scale for rate in rates),
@@ -81,7 +80,7 @@ def main() -> int:
     )
     size_bytes = round(arguments.size * 1e6 * arguments.scale)
     bound_s = size_bytes * 8 / min(plan.origin_bps, plan.client_bps) + 2 * plan.rtt_ms / 2e3
-    result: dict[str, Any] = {"command": command, "machine": describe(), "plan": asdict(plan)}
+    result: dict[str, Any] = about() | {"plan": asdict(plan)}
     result |= {"size_bytes": size_bytes, "bound_s": bound_s, "framing": 1500 / 1448, "transfers": []}
     path = RESULTS / f"wan-{arguments.label}.json"
     names = [name for name in arguments.systems if not (arguments.skip_slow and name in SLOW)]

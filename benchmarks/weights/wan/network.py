@@ -9,15 +9,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import namespaces
+
 HERE = Path(__file__).parent
-INSIDE = "--inside"
 FOLDER = Path("/mnt")  # a file system in memory, visible only in this namespace
 SYSCTLS = ("net.ipv4.tcp_no_metrics_save=1", "net.ipv6.conf.all.disable_ipv6=1", "net.ipv6.conf.default.disable_ipv6=1")
 SETUP = """link set lo up
@@ -29,10 +29,7 @@ route add 10.77.0.0/24 dev wan0 src {address} congctl {plan.congestion}
 
 def enter(peers: Path) -> None:
     """Restart this program in its own namespaces, with the peers' Python environment at FOLDER/peers."""
-    if INSIDE not in sys.argv:
-        apart = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        again = ["setpriv", "--pdeathsig", "KILL", *apart, *sys.orig_argv, INSIDE]
-        sys.exit(subprocess.run(again, check=False).returncode)
+    namespaces.enter()
     for folder in (Path("/run"), FOLDER):
         run("mount", "-t", "tmpfs", "-o", "size=80%", "tmpfs", str(folder))
     (FOLDER / "peers").mkdir()
