@@ -141,6 +141,27 @@ def test_memory_and_cpu_time_of_a_process_are_measured_and_kept_after_its_end() 
     assert not usage.measure({}), "the next measurement comes later"
 
 
+@pytest.mark.parametrize(("took_s", "pause_s"), [(0.01, 5.0), (0.2, 20.0)])
+def test_measuring_memory_takes_at_most_one_percent_of_the_time(
+    monkeypatch: pytest.MonkeyPatch, took_s: float, pause_s: float
+) -> None:
+    now_s = 100.0
+
+    def slow(*_: object) -> int:
+        nonlocal now_s
+        now_s += took_s / 2  # two files of the process are read
+        return 0
+
+    monkeypatch.setattr("shoal.cli.launch.children._memory_bytes", slow)
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    usage = Usage()
+    assert usage.measure({"learner": os.getpid()})
+    now_s += pause_s - 0.1
+    assert not usage.measure({})
+    now_s += 0.2
+    assert usage.measure({})
+
+
 def test_the_cpu_time_of_a_restarted_process_is_the_sum_over_its_processes() -> None:
     assert Usage(seconds={("learner", 1): 2.0, ("learner", 2): 3.0, ("origin", 3): 1.0}).cpu_s() == {
         "learner": 5.0,

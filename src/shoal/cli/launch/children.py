@@ -24,7 +24,8 @@ from shoal.cli.launch import process
 from shoal.errors import ShoalError
 
 MAX_RESTARTS = 5  # per process; then the run fails
-MEASURE_S = 5.0  # between two measurements of memory, which cost the kernel milliseconds per gigabyte
+# Measuring memory costs the kernel 20 ms per gigabyte.
+MEASURE_S, MEASURE_SHARE = 5.0, 0.01  # shortest time between two measurements; largest share of time for them
 STOP_S = 10.0  # between SIGTERM and SIGKILL
 MAX_BACKOFF_S = 8.0
 # hides a warning that would appear after the shell's prompt: multiprocessing removed a killed child's semaphores
@@ -193,18 +194,21 @@ class Usage:
     rss_bytes: dict[str, int] = field(default_factory=dict)  # by the process's name
     together_bytes: int = 0  # the highest sum of all processes at one time, with shared pages counted once
     seconds: dict[tuple[str, int], float] = field(default_factory=dict)  # CPU time by name and process id
-    measured_s: float = 0.0
+    next_s: float = 0.0
 
     def measure(self, pids: Mapping[str, int]) -> bool:
-        """Measure these processes, by name. Return False if the last measurement is less than MEASURE_S ago."""
-        if time.monotonic() - self.measured_s <= MEASURE_S:
+        """Measure these processes, by name. Return False if it is too early for the next measurement."""
+        started_s = time.monotonic()
+        if started_s < self.next_s:
             return False
         for name, pid in pids.items():
             peak = _memory_bytes(pid, "status", "VmHWM:")
             self.rss_bytes[name] = max(self.rss_bytes.get(name, 0), peak)
             self.seconds[name, pid] = max(self.seconds.get((name, pid), 0.0), _cpu_s(pid))
         together = sum(_memory_bytes(pid, "smaps_rollup", "Pss:") for pid in pids.values())
-        self.together_bytes, self.measured_s = max(self.together_bytes, together), time.monotonic()
+        self.together_bytes = max(self.together_bytes, together)
+        ended_s = time.monotonic()
+        self.next_s = ended_s + max(MEASURE_S, (ended_s - started_s) / MEASURE_SHARE)
         return True
 
     def cpu_s(self) -> dict[str, float]:
