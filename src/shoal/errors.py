@@ -5,6 +5,10 @@
 
 import errno
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 LASTING = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EADDRINUSE, errno.EADDRNOTAVAIL}
@@ -40,6 +44,12 @@ def disk_is_full(error: Exception) -> bool:
 def first_line(error: Exception) -> str:
     """Return the first line of the error's message, or the error's type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def first_problem(error: "ValidationError") -> str:
+    """Return pydantic's first error in one line, with the name of the field if it is about one."""
+    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    return ": ".join(filter(None, (".".join(map(str, problem["loc"])), problem["msg"])))
 
 
 def printable(text: str) -> str:

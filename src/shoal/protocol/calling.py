@@ -20,7 +20,7 @@ from typing import TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, first_problem
 from shoal.protocol.invite import Invite
 from shoal.protocol.signing import UnsignedAnswerError, check_answer
 
@@ -211,7 +211,7 @@ class Caller:
         try:
             return model.model_validate_json(response.content)
         except ValidationError as error:
-            raise NodeError(f"{response.request.url.path}: unexpected answer: {error.errors()[0]['msg']}") from error
+            raise NodeError(f"{response.request.url.path}: unexpected answer: {first_problem(error)}") from error
 
 
 def _reason(response: httpx.Response) -> str:

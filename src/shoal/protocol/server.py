@@ -24,7 +24,7 @@ from hashlib import sha256
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, first_problem
 from shoal.protocol.identity import Identity
 from shoal.protocol.pace import LARGE_BYTES, Pace, Refusal, Strangers, Unread
 from shoal.protocol.signing import NonceStore, SignatureError, SignedHead, sign_answer, verify_head
@@ -204,8 +204,7 @@ class Admission:
             except SignatureError as error:
                 return refusal(TOO_EARLY if error.reason == "replayed" else 401, str(error))
             except ValidationError as error:
-                first = error.errors()[0]
-                return refusal(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+                return refusal(400, first_problem(error))
             except Refusal as error:
                 return refusal(error.status, str(error))
             except tuple(self.statuses) as error:

@@ -21,6 +21,7 @@ from typing_extensions import TypedDict  # pydantic needs this TypedDict on Pyth
 
 from shoal import toploc
 from shoal.config import Config
+from shoal.errors import first_problem
 from shoal.model import logprobs
 from shoal.model.sampling import replay_margins
 from shoal.model.tree import Tree, forward_hidden, pack
@@ -92,9 +93,7 @@ class Reply(BaseModel):
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise ReplyError(f"this is not a reply file: {where}: {first['msg']}") from error
+            raise ReplyError(f"this is not a reply file: {first_problem(error)}") from error
 
 
 @dataclass(frozen=True)

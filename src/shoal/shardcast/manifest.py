@@ -31,7 +31,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, first_problem
 
 FORMAT: Literal[5] = 5
 MAX_SIZE_BYTES = 1 << 40  # 1 TiB
@@ -270,13 +270,6 @@ def _is_plain(name: str) -> bool:
 def _folded(name: str) -> str:
     """Normalise a name as some file systems do: ignore case, and trailing spaces and dots."""
     return name.lower().rstrip(" .") or name
-
-
-def first_problem(error: ValidationError) -> str:
-    """Return pydantic's first error in one line."""
-    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in problem["loc"])
-    return f"{where}: {problem['msg']}" if where else problem["msg"]
 
 
 # Domain separation: nothing else that this key signs is a valid statement.

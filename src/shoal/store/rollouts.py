@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shoal.errors import first_problem
 from shoal.model.turns import fit
 from shoal.protocol.identity import Identity, verify
 from shoal.protocol.messages import Hex64
@@ -194,7 +195,7 @@ def _checked_header(decoded: Decoded, limits: FileLimits, *, domain: str) -> Hea
     try:
         header = Header.model_validate_json(decoded.header)
     except ValidationError as error:
-        raise RolloutFileError(f"header: {error.errors()[0]['loc']} {error.errors()[0]['msg']}") from error
+        raise RolloutFileError(f"header: {first_problem(error)}") from error
     lengths: dict[str, Any] = {name: decoded.columns[name].lengths for name in ("tokens", "logprobs", "turns")}
     for name, lengths_N in lengths.items():
         if int(lengths_N.max()) > limits.max_tokens:

@@ -19,6 +19,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.config.tasks import TaskSection
+from shoal.errors import first_problem
 from shoal.files import new_file
 from shoal.tasks.task import Task, TasksNotFoundError
 
@@ -70,7 +71,7 @@ class TaskManifest(TaskPart):
             return cls.model_validate_json(data)
         except ValidationError as error:
             raise TasksNotFoundError(
-                f"the manifest of the task set is invalid in this version of Shoal: {error.errors()[0]['msg']}"
+                f"the manifest of the task set is invalid in this version of Shoal: {first_problem(error)}"
             ) from error
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shoal.errors import first_problem
 from shoal.serve import proof
 from shoal.serve.chat.accounts import SESSION_S, Accounts, NewSession, Session
 from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, ConversationReader, Conversations
@@ -54,8 +55,7 @@ def parse_form(data: bytes, kind: type[Kind]) -> Kind:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise HttpError(400, f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
+        raise HttpError(400, first_problem(error)) from error
 
 
 STATIC = Path(__file__).parent / "static"
