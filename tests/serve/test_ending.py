@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from shoal.serve import proof
 from shoal.serve.detokenizer import MAX_CHARACTER_TOKENS, Detokenizer, StopMatcher, detokenize
@@ -125,6 +126,26 @@ def test_a_reply_with_another_text_is_refused_without_a_forward_pass(
 ) -> None:
     monkeypatch.setattr(proof, "forward_hidden", None)
     assert not proof.verify(reply.model_copy(update={"text": "another"}), tiny).passed
+
+
+@pytest.mark.parametrize(("margins", "passed"), [((2.9, 2.9), True), ((2.9, 2.9, 2.9), False), ((3.1,), False)])
+def test_a_reply_from_other_numerics_may_have_two_mismatched_tokens(
+    tiny: LoadedModel,
+    reply: proof.Reply,
+    monkeypatch: pytest.MonkeyPatch,
+    margins: tuple[float, ...],
+    passed: bool,
+) -> None:
+    """The limits are the validator's, where a mismatch is counted and does not enter the mean margin."""
+
+    def some(_: object, tokens_N: torch.Tensor, *__: object) -> torch.Tensor:
+        margins_N = torch.zeros(len(tokens_N))
+        margins_N[: len(margins)] = torch.tensor(margins)
+        return margins_N
+
+    monkeypatch.setattr(proof, "replay_margins", some)
+    verdict = proof.verify(reply, tiny)
+    assert verdict.passed is passed and not verdict.exact
 
 
 class CountingDecoder:

@@ -251,7 +251,7 @@ def _check_tokens(
     margins_N = torch.cat(margins)
     beyond = int((margins_N > limits.sampling_margin).sum())
     far = int((margins_N > FAR_FACTOR * limits.sampling_margin).sum())
-    mean = float(margins_N.clamp(max=1.0).mean())
+    mean = float(margins_N.where(margins_N <= limits.sampling_margin, 0.0).mean())  # `beyond` counts larger margins
     within = far == 0 and beyond <= limits.allowed_mismatches(len(margins_N)) and mean <= limits.sampling_margin_mean
     unequal = int((margins_N != 0).sum())
     detail = f"{len(margins_N) - unequal} of {len(margins_N)} are"
@@ -270,7 +270,7 @@ def _check_proofs(reply: Reply, hidden_NH: torch.Tensor, config: Config) -> tupl
         return ReplyFinding(question, False, f"malformed: {error}"), False
     failed = sum(not toploc.BFLOAT16.passes(chunk) for chunk in chunks)
     exponents = sum(chunk.exponent_mismatches for chunk in chunks) / len(chunks)
-    mantissas = sum(min(chunk.mantissa_error_mean, 127.0) for chunk in chunks) / len(chunks)
+    mantissas = sum(chunk.mantissa_error_mean for chunk in chunks) / len(chunks)
     passed = not failed and exponents <= limits.proof_exponent_mean and mantissas <= limits.proof_mantissa_mean
     equal = claimed == toploc.build(hidden_NH, chunk_tokens=CHUNK_TOKENS)
     return ReplyFinding(question, passed, f"{len(chunks) - failed} of {len(chunks)} do"), equal
