@@ -8,6 +8,7 @@ difference as `inexact`.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from shoal.config import Config
 from shoal.model.dtype import DtypeName
@@ -45,16 +46,7 @@ def verify(
     """Return the exit status, and lines of text on each check that ran. Raise RolloutFileError if unreadable."""
     with Judge(config, header.run, dtype) as judge:
         judge.load(weights)
-        assignment = offline_assignment(
-            config,
-            header.worker,
-            header.submission,
-            step=header.step,
-            version=header.policy_version,
-            digest=header.policy_digest,
-            nonce=header.nonce,
-            groups=header.groups,
-        )
+        assignment = offline_assignment(config, header.worker, header.submission, header=header)
         case = judge.open(assignment, header.worker, data)
         if isinstance(case, Finding):
             raise RolloutFileError(case.detail)
@@ -89,28 +81,15 @@ def find_weights(run: Path, version: int) -> Path:
 
 
 def offline_assignment(
-    config: Config,
-    worker: str,
-    number: int,
-    *,
-    step: int = 0,
-    version: int = 0,
-    digest: str = "0" * 64,
-    nonce: str = "0" * 32,
-    groups: int | None = None,
+    config: Config, worker: str, number: int, *, groups: int | None = None, header: Header | None = None
 ) -> Assignment:
-    """Make an assignment without a coordinator. No field is validated."""
+    """Make an assignment without a coordinator, from a file's header if there is one. No field is validated."""
     id = f"{worker[:16]}-{number:06d}"
-    return Assignment.model_construct(
-        id=id,
-        number=number,
-        step=step,
-        policy_version=version,
-        policy_digest=digest,
-        nonce=nonce,
-        groups=config.workers.groups_per_submission if groups is None else groups,
-        upload_path=f"/v1/submissions/{id}",
-    )
+    fields: dict[str, Any] = {"step": 0, "policy_version": 0, "policy_digest": "0" * 64, "nonce": "0" * 32}
+    fields["groups"] = config.workers.groups_per_submission if groups is None else groups
+    if header is not None:
+        fields = {name: getattr(header, name) for name in fields}
+    return Assignment.model_construct(id=id, number=number, upload_path=f"/v1/submissions/{id}", **fields)
 
 
 def _explain(check: Check, outcome: Outcome) -> list[str]:

@@ -166,16 +166,7 @@ def _judge(judge: Judge, run: AuditedRun, id: str, worker: str, file: str) -> Fi
     """Return a validator's finding about a submission of the loaded version; None if the validator accepts it."""
     data = run.store.get("submissions", file)
     header = judge.quarantine.read(data).header  # the walk has compared it with the ledger
-    assignment = offline_assignment(
-        judge.config,
-        worker,
-        int(id[-6:]),
-        step=header.step,
-        version=header.policy_version,
-        digest=header.policy_digest,
-        nonce=header.nonce,
-        groups=header.groups,
-    )
+    assignment = offline_assignment(judge.config, worker, int(id[-6:]), header=header)
     case = judge.open(assignment, worker, data)
     return case if isinstance(case, Finding) else judge.examine([case])[0].finding
 
