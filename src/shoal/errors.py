@@ -52,10 +52,10 @@ def first_problem(error: "ValidationError") -> str:
     return ": ".join(filter(None, (".".join(map(str, problem["loc"])), problem["msg"])))
 
 
-def printable(text: str) -> str:
+def printable(text: str, keep: str = "\n\t") -> str:
     """Make text from other machines safe to print: replace what could move the cursor or reverse the writing direction.
 
     >>> printable("a\x1b[2Jb\nc")
     'a?[2Jb\nc'
     """
-    return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
+    return "".join(character if character.isprintable() or character in keep else "?" for character in text)

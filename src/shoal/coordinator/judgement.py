@@ -21,6 +21,7 @@ from shoal.coordinator.credit import Escrow
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.submissions import UNSETTLED, Submission
 from shoal.coordinator.trust import Trust
+from shoal.errors import printable
 from shoal.protocol.history import WorkerSample
 from shoal.protocol.messages import HARD, LEASE_S, Assignment, Claim, Claims, ContentOwner, Reason, Verdict
 from shoal.shardcast.store import KEEP
@@ -179,7 +180,7 @@ class Judgement:
     def _reject(self, submission: Submission, reason: Reason, detail: str) -> list[str]:
         self.db.ledger.append("rejected", _entry(submission) | {"reason": reason.value, "detail": detail})
         worker = self.db.nodes.name(submission.worker)
-        lines = [f"{submission.id} by {worker} rejected: {reason}: {_printable(detail)}"]
+        lines = [f"{submission.id} by {worker} rejected: {reason}: {printable(detail[:200], keep='')}"]
         if reason is Reason.SPENDING and self.trust.dismiss(submission.worker, submission.id, detail):
             self.escrow.forfeit(submission.worker)
         if reason in UNUSABLE:
@@ -249,11 +250,6 @@ def _log_all(lines: Iterable[str]) -> None:
     """Log events. Call it after the transaction, which an error might still undo."""
     for line in lines:
         log.info("%s", line)
-
-
-def _printable(detail: str) -> str:
-    """Return a detail as one short, printable line, because it may quote arbitrary bytes of a worker's file."""
-    return "".join(character if character.isprintable() else " " for character in detail[:200])
 
 
 def _entry(submission: Submission) -> dict[str, str | int | bool | None]:

@@ -42,6 +42,7 @@ from shoal.diloco.messages import (
     Welcome,
     compare,
 )
+from shoal.errors import printable
 
 PAST = 16  # recent norms whose median is the usual norm
 LONGEST_PAUSE = 64  # maximum number of rounds between two rounds that wait for a failing site
@@ -157,7 +158,7 @@ class Meeting:
         """Note once per round that a site adopts the state, and why. The next round waits for the site."""
         self.members.expect(name, self.round)
         if name not in self.healed:
-            self.healed[name] = "".join(each if each.isprintable() else " " for each in why)
+            self.healed[name] = printable(why, keep="")
             log.warning("%s is healed in round %d: %s", name, self.round, self.healed[name])
         self._save()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Literal
 
+from shoal.errors import printable
 from shoal.protocol.history import Exactness, Grading, NodeStatus, Signal, Status
 from shoal.protocol.messages import Reason, Role
 
@@ -161,8 +162,8 @@ def sparkline(values: Sequence[float], cells: int) -> str:
 
 
 def clean(text: str) -> str:
-    """Replace unprintable characters of untrusted text, which could move the cursor or change the writing direction."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+    """Make untrusted text safe to print in one line."""
+    return printable(text, keep="")
 
 
 def number(value: float | None, digits: int = 3) -> str:
