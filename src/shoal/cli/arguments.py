@@ -113,6 +113,16 @@ def read_config(arguments: argparse.Namespace) -> Config:
     return config_module.load(arguments.config, arguments.overrides, arguments.overlays)
 
 
+def read_optional_config(arguments: argparse.Namespace) -> Config | None:
+    """Return the config, or None if the arguments name none. Raise UserError if they change one without naming it."""
+    if arguments.config is not None:
+        return read_config(arguments)
+    given = {"--set": arguments.overrides, "--with": arguments.overlays, "--out": getattr(arguments, "out", None)}
+    if options := [option for option, value in given.items() if value]:
+        raise UserError(f"{options[0]} needs a config: name a TOML file, or a packaged config such as quickstart")
+    return None
+
+
 def say(text: str, to: TextIO | None = None) -> None:
     """Print a text and flush; every command prints with this function. `to`: standard output if None.
 

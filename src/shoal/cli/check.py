@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal import config as config_module
-from shoal.cli.arguments import Commands, add_command, add_config, read_config, say, whole
+from shoal.cli.arguments import Commands, add_command, add_config, read_config, read_optional_config, say, whole
 from shoal.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    config = read_config(arguments) if arguments.config else None
+    config = read_optional_config(arguments)
     from shoal.cli.preflight.machine import examine
 
     findings = list(examine(arguments.dir, config.model.device if config else "cpu"))
@@ -65,6 +65,9 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
     from shoal.model import dtype, sources
     from shoal.model.load import load_tokenizer
 
+    if (config.sft.data or config.pretrain.data) and "sources" not in config.tasks.model_fields_set:
+        yield ok("config", "valid, for `shoal sft` or `shoal pretrain`; their time, memory and disk are not estimated")
+        return
     name, prompt, problems = config.model.name, PROMPT, []
     try:
         check_length(config, fetch=True)
@@ -102,7 +105,7 @@ def config(arguments: argparse.Namespace) -> None:
     if arguments.explain is not None:
         say(config_module.explain(arguments.explain))
     else:
-        say(config_module.dumps(read_config(arguments) if arguments.config else config_module.Config()).rstrip("\n"))
+        say(config_module.dumps(read_optional_config(arguments) or config_module.Config()).rstrip("\n"))
 
 
 def calibrate(arguments: argparse.Namespace) -> None:

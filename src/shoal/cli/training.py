@@ -21,6 +21,7 @@ from shoal.cli.arguments import (
     add_dashboard,
     add_threads,
     read_config,
+    read_optional_config,
     run_name,
     say,
 )
@@ -90,13 +91,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_sft(arguments: argparse.Namespace) -> None:
     """Train and print the model's folder. Raise ShoalError after SIGINT or SIGTERM."""
-    if arguments.config is None:
+    config = read_optional_config(arguments)
+    if config is None:
         from shoal.learner.sft.tiny import tiny
 
         process.log_lines("sft")
         say(f"{tiny()}")
         return
-    config = read_config(arguments)
     stop = process.begin("sft", threads=arguments.threads)
     from shoal.cli.launch.prepare import model_folder
     from shoal.learner.ranks import from_leader, start_ranks

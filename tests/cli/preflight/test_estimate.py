@@ -143,3 +143,12 @@ def test_roles_share_the_cores_unless_they_take_turns() -> None:
     settings = parse({"coordinator": {"async_level": 0}, "workers": {"count": 2}, "validator": {"count": 1}})
     threads = share_threads(settings, 8)
     assert (threads["learner"], threads["validator"], threads["worker"]) == (8, 8, 4)
+
+
+def test_a_check_of_a_config_for_fine_tuning_or_pretraining_leaves_out_tasks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("sft", "pretrain"):
+        assert main(["check", name]) == DONE, name
+        printed = capsys.readouterr().out
+        assert "for `shoal sft` or `shoal pretrain`" in printed and "to train on" not in printed
