@@ -51,8 +51,10 @@ def check(arguments: argparse.Namespace) -> int:
 
     findings = list(examine(arguments.dir, config.model.device if config else "cpu"))
     if config and not any(finding.level == "fails" for finding in findings):
-        # the config's own finding about the disk replaces the general one
-        findings = [finding for finding in findings if finding.name != "disk"] + list(of_config(config, arguments.dir))
+        own = list(of_config(config, arguments.dir))
+        if any(finding.name == "disk" for finding in own):  # it replaces the general one
+            findings = [finding for finding in findings if finding.name != "disk"]
+        findings += own
     say("\n".join(finding.line() for finding in findings))
     return int(any(finding.level == "fails" for finding in findings))
 

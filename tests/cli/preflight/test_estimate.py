@@ -152,3 +152,4 @@ def test_a_check_of_a_config_for_fine_tuning_or_pretraining_leaves_out_tasks(
         assert main(["check", name]) == DONE, name
         printed = capsys.readouterr().out
         assert "for `shoal sft` or `shoal pretrain`" in printed and "to train on" not in printed
+        assert "disk" in printed
