@@ -1,6 +1,7 @@
 """Origin and relay as members of a pool, with a real coordinator on loopback."""
 
 import json
+import shutil
 import sqlite3
 import threading
 import time
@@ -22,7 +23,7 @@ from shoal.protocol.invite import FILE as ADDRESS
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import Evaluation, Ok
 from shoal.protocol.node import Node
-from shoal.shardcast import Access, Client, FetchError, PublishError
+from shoal.shardcast import Access, Client, FetchError, Manifest, Origin, PublishError
 from shoal.shardcast.fetch.client import fetch_published
 from shoal.watch.figures import weights_tree
 from shoal.worker.loop import follow
@@ -298,6 +299,25 @@ def test_only_the_newest_of_several_unpublished_versions_is_published(site: Site
     origin = site.origin()
     wait_until(lambda: site.status().newest_version == 2)
     assert [json.loads(body)["version"] for body in site.announced()] == [2]
+    assert origin.stopped() == "stopped"
+
+
+def test_a_version_that_the_learner_removes_during_its_publication_is_skipped(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = Origin.publish
+
+    def slowly(self: Origin, path: Path, version: int) -> Manifest:
+        if version == 0:
+            site.write(1)
+            shutil.rmtree(path)
+        return publish(self, path, version)
+
+    monkeypatch.setattr(Origin, "publish", slowly)
+    site.write(0)
+    origin = site.origin()
+    wait_until(lambda: site.status().newest_version == 1)
+    assert [json.loads(body)["version"] for body in site.announced()] == [1]
     assert origin.stopped() == "stopped"
 
 

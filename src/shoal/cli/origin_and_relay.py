@@ -49,7 +49,13 @@ def run_origin(
             newest = max(watched.glob("v*"), default=None)  # older versions that were not published yet are skipped
             if newest is not None and int(newest.name[1:]) != node.policy_version:
                 node.doing(f"publishing {newest.name}")
-                manifest = await asyncio.to_thread(origin.publish, newest, int(newest.name[1:]))
+                try:
+                    manifest = await asyncio.to_thread(origin.publish, newest, int(newest.name[1:]))
+                except FileNotFoundError:
+                    if newest.exists():
+                        raise
+                    log.info("the learner removed %s while it was published, because it has newer ones", newest.name)
+                    continue
                 await asyncio.to_thread(_announce, node, manifest)
                 node.policy_version = manifest.version
                 log.info("version %d is published: %d bytes", manifest.version, manifest.size_bytes)

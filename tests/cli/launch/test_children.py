@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,23 @@ def test_a_crash_is_followed_by_a_restart(tmp_path: Path, status: int) -> None:
     children.all.append(child)
     children.revive(lines.append)
     assert child.restarts == 1 and "restart 1 in 0.5 s" in lines[0]
+
+
+@pytest.mark.parametrize(("ran_s", "fails"), [(3700.0, False), (3500.0, True)])
+def test_only_crashes_in_a_row_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran_s: float, fails: bool
+) -> None:
+    children, now_s = Children(tmp_path, "cuda"), 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    child = Child("relay-0", [], tmp_path / "log", children.context)
+    child.log.write_text("shoal relay: no route to host\n")
+    children.all.append(child)
+    with pytest.raises(ShoalError, match="relay-0 ended 6 times in a row") if fails else nullcontext():
+        for _ in range(20):
+            child.process, child.start_at_s = Ended(1), now_s  # type: ignore[assignment]
+            now_s += ran_s
+            children.revive(lambda line: None)
+    assert child.restarts == (5 if fails else 20)
 
 
 def test_a_killed_process_prints_no_warning_about_semaphores(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from setproctitle import setproctitle
 from shoal.cli.launch import process
 from shoal.errors import ShoalError
 
-MAX_RESTARTS = 5  # per process; then the run fails
+MAX_RESTARTS = 5  # in a row, of one process; then the run fails
+STEADY_S = 3600.0  # a process that ran for this long ends the row
 # Measuring memory costs the kernel 20 ms per gigabyte.
 MEASURE_S, MEASURE_SHARE = 5.0, 0.01  # shortest time between two measurements; largest share of time for them
 STOP_S = 10.0  # between SIGTERM and SIGKILL
@@ -56,7 +57,8 @@ class Child:
     module: str = "shoal.cli"  # its `main` runs the command
     optional: bool = False  # the run continues without it
     restarts: int = 0
-    start_at_s: float = 0.0
+    in_a_row: int = 0  # restarts since it last ran for STEADY_S
+    start_at_s: float = 0.0  # when it started, or when it is to start again
     process: BaseProcess | None = None
     ended: bool = False  # exited as intended: done, or evicted
 
@@ -64,6 +66,7 @@ class Child:
         arguments = (self.module, self.command, self.log)
         self.process = self.context.Process(target=_become, args=arguments, name=self.name, daemon=True)  # type: ignore[attr-defined]
         self.process.start()
+        self.start_at_s = time.monotonic()
 
     def exit_status(self) -> int | None:
         """Return the exit status (negative after a signal), or None if the child has not started or still runs."""
@@ -140,20 +143,22 @@ class Children:
         if code in (0, EVICTED):
             child.ended = True
             return
+        if time.monotonic() - child.start_at_s >= STEADY_S:
+            child.in_a_row = 0
         is_final = code in (USAGE, LASTING)
-        if is_final or child.restarts >= self.max_restarts:
+        if is_final or child.in_a_row >= self.max_restarts:
             why = f"{child.last_error()} (see {child.log})"
             if child.optional:
                 child.ended = True
                 say(f"{child.name} ended, and the run continues without it: {why}")
                 return
-            what = "cannot run" if is_final else f"ended {child.restarts + 1} times"
+            what = "cannot run" if is_final else f"ended {child.in_a_row + 1} times in a row"
             raise ShoalError(f"{child.name} {what}: {why}")
-        backoff_s = min(0.5 * 2**child.restarts, MAX_BACKOFF_S)
-        child.restarts += 1
+        backoff_s = min(0.5 * 2**child.in_a_row, MAX_BACKOFF_S)
+        child.restarts, child.in_a_row = child.restarts + 1, child.in_a_row + 1
         child.process, child.start_at_s = None, time.monotonic() + backoff_s
         how = f"by signal {-code}" if code < 0 else f"with status {code}: {child.last_error()}"
-        say(f"{child.name} ended {how}; restart {child.restarts} in {backoff_s:g} s")
+        say(f"{child.name} ended {how}; restart {child.in_a_row} in {backoff_s:g} s")
 
     def stop_all(self) -> None:
         running = [child.process for child in self.all if child.process and child.process.is_alive()]
