@@ -154,7 +154,7 @@ class ValidatorSection(Section):
     """Nats by which a token may score below the token its seed selects; a token further below is a mismatch (measured by
     `shoal calibrate`)."""
     sampling_mismatches: NonNegativeInt = 2
-    """Mismatches allowed per submission, in addition to one per 1,000 tokens (measured by `shoal calibrate`)."""
+    """Mismatches allowed per submission, in addition to one per 1,000 tokens."""
     sampling_margin_mean: PositiveFloat = 0.02
     """Maximum mean margin in nats, over a submission's tokens; a mismatch counts as 0 (measured by `shoal calibrate`)."""
     classes: Literal["any", "exact"] = "any"
