@@ -63,7 +63,7 @@ class LossSection(Section):
     entropy: NonNegativeFloat = 1e-4
     """Weight of the entropy bonus (INTELLECT-2)."""
     normalize_std: bool = False
-    """Divide advantages by the group's standard deviation of rewards (Dr. GRPO)."""
+    """Divide advantages by the group's standard deviation of rewards (GRPO does; Dr. GRPO does not)."""
 
     @property
     def epsilon_high(self) -> float:
