@@ -165,7 +165,7 @@ def test_the_reason_for_healing_is_logged_once_per_round_in_one_line(tmp_path, c
         for _ in range(5):
             meeting.heal("a", "x\n12:00:00 meet: round 7 is over\x1b[2J")
     assert [record.getMessage() for record in caplog.records] == [
-        "a is healed in round 0: x 12:00:00 meet: round 7 is over [2J"
+        "a is healed in round 0: x?12:00:00 meet: round 7 is over?[2J"
     ]
 
 
