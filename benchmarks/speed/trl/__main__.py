@@ -8,17 +8,19 @@
     a   prompt-heavy: small sums, prompts of 46 tokens, completions of at most 16
     b   completion-heavy: GSM8K, prompts of about 120 tokens, completions of at most 256
     c   an adapter: configs/words.toml, which says where model and problems come from (`--set model.name=FOLDER`)
+    d   an adapter and longer answers: configs/recipe.toml, on GSM8K
 
-A step has eight prompts with eight completions each, and one optimizer step; in c, 16 completions each and eight optimizer
-steps. In c, the loss has no KL and entropy terms, because TRL has no entropy bonus. Three systems take turns in each round:
+A step has eight prompts with eight completions each, and one optimizer step; in c and d, 16 completions each and eight
+optimizer steps. There, the loss has no KL and entropy terms, because TRL has no entropy bonus. Three systems take turns in
+each round:
 
     shoal run    the whole system: a worker, proofs, validation, training, SHARDCAST, the ledger
-    shoal loop   generation and training in one process, without verification (loop.py); not in c
+    shoal loop   generation and training in one process, without verification (loop.py); in a and b
     trl          GRPOTrainer with the settings CHOSEN in settings.py, which also lists the settings that --tune tries
 
 All systems generate the same number of completions, because `shoal run` also takes groups of equal rewards instead of
 sampling again (`coordinator.online_filter = false`). None saves checkpoints or recomputes activations. Held-out accuracy
-(workloads a and c) is measured after the run, by one engine and one grader, on bf16 weights that each system wrote every few
+(not in b) is measured after the run, by one engine and one grader, on bf16 weights that each system wrote every few
 steps. Writing them is not timed. Seconds to an accuracy count from the launch of the first process. Memory is the peak of
 all processes of a system together (Pss). A step of TRL ends with its optimizer step, and one of `shoal run` with the
 published version. The last steps of `shoal run` do not count, because nothing is generated during them.
@@ -70,6 +72,8 @@ class Workload:
     accuracy: bool  # is held-out accuracy measured?
 
 
+ADAPTER = (*ALIKE, "learner.loss.beta=0", "learner.loss.entropy=0", "evaluator.n=256")
+ADAPTER_SMOKE = ("evaluator.n=8", "sampling.max_tokens=8", "sampling.group_size=4")
 WORKLOADS = {
     "a": Workload(
         "quickstart",
@@ -85,13 +89,8 @@ WORKLOADS = {
         8,
         False,
     ),
-    "c": Workload(
-        "words",
-        (*ALIKE, "learner.loss.beta=0", "learner.loss.entropy=0", "evaluator.n=256"),
-        ("evaluator.n=8", "sampling.max_tokens=8", "sampling.group_size=4"),
-        16,
-        True,
-    ),
+    "c": Workload("words", ADAPTER, ADAPTER_SMOKE, 16, True),
+    "d": Workload("recipe", ADAPTER, ADAPTER_SMOKE, 16, True),
 }
 SYSTEMS = ("trl", "shoal loop", "shoal run")
 
@@ -147,8 +146,8 @@ def read_arguments() -> argparse.Namespace:
     arguments.dtype, _ = dtype.pick(arguments.dtype)
     if arguments.smoke:
         arguments.rounds = 1
-    if arguments.workload == "c" and "shoal loop" in arguments.systems and not arguments.tune:
-        parser.error("workload c has no `shoal loop`: add --systems trl 'shoal run'")
+    if arguments.workload in "cd" and "shoal loop" in arguments.systems and not arguments.tune:
+        parser.error(f"workload {arguments.workload} has no `shoal loop`: add --systems trl 'shoal run'")
     return arguments
 
 
@@ -193,6 +192,7 @@ def one_run(arguments: argparse.Namespace, system: str, settings: str, seed: int
     else:
         versions_in = folder / "versions"
         options = {"threads": arguments.threads, "dtype": arguments.dtype, "save_every": arguments.every}
+        options["device"] = config.model.device
         options["settings"] = SETTINGS.get(settings)
         launched_s = write_job(folder, config, model, versions_in if keeps else None, **options)
         python = arguments.peer / "bin" / "python" if system == "trl" else sys.executable

@@ -19,7 +19,7 @@ def measure(
     """Return greedy and sampled accuracy of `model` and of each `every`-th version, with the seconds until it existed."""
     curve = []
     for version in range(0, len(steps) + 1, every):
-        engine = TorchEngine(dtype)  # a new one, because only versions may have adapters
+        engine = TorchEngine(dtype, config.model.device)  # a new one, because only versions may have adapters
         engine.load(versions / f"v{version:06d}" if version else model)
         point = {"version": version, "since_launch_s": steps[version - 1]["since_launch_s"] if version else 0.0}
         for name, temperature in (("greedy", 0.0), ("sampled", config.sampling.temperature)):

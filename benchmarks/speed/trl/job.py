@@ -16,7 +16,7 @@ from shoal.tasks.prompt import prompt_tokens
 def write_job(folder: Path, config: Config, model: Path, versions: Path | None, **more: Any) -> float:
     """Write job.json and prompts.jsonl into `folder`. Return the time of launch. `versions` is the folder for weights.
 
-    `more` also goes into job.json: threads, dtype, save_every, settings.
+    `more` also goes into job.json: threads, dtype, device, save_every, settings.
     """
     export(config, model, folder / "prompts.jsonl")
     learner, launched_s = config.learner, time.time()

@@ -36,8 +36,8 @@ def main() -> None:
     tokenizer = load_tokenizer(folder)
     graders = tasks.Graders(config.tasks)
     source = config.tasks.sources[0].label
-    policy = Policy(folder, config.learner, job["dtype"], "cpu", config.sampling.temperature)
-    engine = TorchEngine(job["dtype"])
+    policy = Policy(folder, config.learner, job["dtype"], job["device"], config.sampling.temperature)
+    engine = TorchEngine(job["dtype"], job["device"])
     engine.load(folder)
     sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, eos_ids(folder))
     size, prompts = config.sampling.group_size, config.coordinator.prompts_per_step

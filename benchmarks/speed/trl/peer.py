@@ -143,7 +143,7 @@ def main() -> None:
             scale_rewards="group" if recipe["normalize_std"] else "none",
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=recipe["warmup_steps"],
-            use_cpu=True,
+            use_cpu=job["device"] == "cpu",
             seed=job["seed"],
             shuffle_dataset=False,
             save_strategy="no",
