@@ -34,7 +34,7 @@ ROOMS = {
         "toploc",
     ],
     "evals": ["config", "engine", "errors", "files", "model", "protocol", "sandbox", "shardcast", "tasks", "watch"],
-    "serve": ["config", "engine", "errors", "files", "model", "shardcast", "tasks", "toploc", "watch"],
+    "serve": ["config", "engine", "errors", "files", "model", "shardcast", "tasks", "toploc", "validator", "watch"],
     "cli": [
         "config", "coordinator", "diloco", "engine", "errors", "evals", "evidence", "files", "learner", "ledger",
         "model", "protocol", "sandbox", "serve", "shardcast", "store", "tasks", "validator", "watch", "worker",

@@ -20,7 +20,6 @@ from shoal.tasks.rewards import graders
 from shoal.validator.case import Case
 from shoal.validator.checks import (
     DISTRIBUTION_EVIDENCE,
-    FAR,
     FILE,
     OUTLIERS,
     Rules,
@@ -34,6 +33,7 @@ from shoal.validator.checks import (
     special_tokens,
     termination,
 )
+from shoal.validator.rounding import FAR
 from shoal.validator.service import Validator
 from shoal.validator.spending import spent
 from shoal.worker.produce import Producer

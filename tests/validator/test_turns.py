@@ -16,7 +16,8 @@ from shoal.store.rollouts import Rollout, read_accepted, read_submission
 from shoal.tasks import Grade, Task
 from shoal.tasks.environments import close
 from shoal.validator.by_hand import read_header
-from shoal.validator.checks import FAR, OUTLIERS, endings, special_tokens, termination
+from shoal.validator.checks import OUTLIERS, endings, special_tokens, termination
+from shoal.validator.rounding import FAR
 from shoal.validator.service import Validator
 from shoal.worker.produce import Producer
 

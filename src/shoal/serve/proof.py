@@ -30,12 +30,12 @@ from shoal.serve.errors import ClientGoneError, PromptError, ReplyError
 from shoal.serve.generation import Generation
 from shoal.serve.prompt import encode
 from shoal.serve.versions import LoadedModel
+from shoal.validator.rounding import of_margins, of_proofs
 from shoal.watch.page.guard import json_size_error
 
 CHUNK_TOKENS = 32
 MAX_BYTES = 16 << 20
 MAX_TOKENS = 1 << 20
-FAR_FACTOR = 4.0  # rounding cannot explain a difference larger than this multiple of `sampling_margin`
 VOCABULARY_ROWS = 256  # tokens whose logits are in memory at once
 CAVEAT = "that does not show who chose the seed, or whether the text is true."
 EXACT = f"These weights, this prompt and this seed give exactly this text; {CAVEAT}"
@@ -233,7 +233,7 @@ def _check_tokens(
     reply: Reply, loaded: LoadedModel, config: Config, check: Callable[[], None]
 ) -> tuple[ReplyFinding, ReplyFinding, bool]:
     check()
-    model, limits = loaded.engine.model, config.validator
+    model = loaded.engine.model
     packed = pack([Tree(reply.prompt, [reply.tokens])]).to(model.device)
     hidden_NH = forward_hidden(model, packed)
     tokens_N = torch.tensor(reply.tokens, device=hidden_NH.device)
@@ -249,28 +249,21 @@ def _check_tokens(
             positions = range(start, start + len(own_C))
             margins.append(replay_margins(scaled_CV, own_C, seeds[span], positions))
     margins_N = torch.cat(margins)
-    beyond = int((margins_N > limits.sampling_margin).sum())
-    far = int((margins_N > FAR_FACTOR * limits.sampling_margin).sum())
-    mean = float(margins_N.where(margins_N <= limits.sampling_margin, 0.0).mean())  # `beyond` counts larger margins
-    within = far == 0 and beyond <= limits.allowed_mismatches(len(margins_N)) and mean <= limits.sampling_margin_mean
     unequal = int((margins_N != 0).sum())
     detail = f"{len(margins_N) - unequal} of {len(margins_N)} are"
-    tokens = ReplyFinding("Are the tokens those that the seed yields?", within, detail)
+    explained = of_margins(margins_N, config.validator).explained
+    tokens = ReplyFinding("Are the tokens those that the seed yields?", explained, detail)
     proofs, equal = _check_proofs(reply, hidden_NH.to("cpu", torch.bfloat16), config)
     return tokens, proofs, unequal == 0 and equal
 
 
 def _check_proofs(reply: Reply, hidden_NH: torch.Tensor, config: Config) -> tuple[ReplyFinding, bool]:
     question = "Do the proofs match the recomputed hidden states?"
-    limits = config.validator
     try:
         claimed = [toploc.from_base64(proof) for proof in reply.proofs]
         chunks = toploc.verify(hidden_NH, claimed, chunk_tokens=CHUNK_TOKENS)
     except toploc.ProofError as error:
         return ReplyFinding(question, False, f"malformed: {error}"), False
-    failed = sum(not toploc.BFLOAT16.passes(chunk) for chunk in chunks)
-    exponents = sum(chunk.exponent_mismatches for chunk in chunks) / len(chunks)
-    mantissas = sum(chunk.mantissa_error_mean for chunk in chunks) / len(chunks)
-    passed = not failed and exponents <= limits.proof_exponent_mean and mantissas <= limits.proof_mantissa_mean
+    errors = of_proofs(chunks, config.validator)
     equal = claimed == toploc.build(hidden_NH, chunk_tokens=CHUNK_TOKENS)
-    return ReplyFinding(question, passed, f"{len(chunks) - failed} of {len(chunks)} do"), equal
+    return ReplyFinding(question, errors.explained, f"{len(chunks) - errors.failed} of {len(chunks)} do"), equal

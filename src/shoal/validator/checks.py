@@ -40,15 +40,14 @@ from shoal.tasks import versions
 from shoal.tasks.environments import Conversation
 from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.prefill import ALTERNATIVES, submission_evidence
+from shoal.validator.rounding import of_margins, of_proofs
 
 REWARD_TOLERANCE = 1e-4  # absolute for rewards up to 1, relative for larger ones; files hold rewards as float32
-FAR = 4.0  # numerics cannot cause a margin of more than this many times `sampling_margin`
 EOS_PROBABILITY = 0.1  # an end token that its seed does not yield must be more probable than this (INTELLECT-2)
 # Numerics can move a few tokens beyond `sampling_margin`. A submission may contain up to this many end tokens beyond
 # the margin, and as many special tokens.
 OUTLIERS = 2
 DISTRIBUTION_EVIDENCE = 16.0  # limit in nats. Honest work exceeds x nats with probability at most e^-x
-WORST_MANTISSA = 127.0  # replaces the infinite mantissa error of a proof without any equal exponent
 
 
 @dataclass(frozen=True)
@@ -189,44 +188,32 @@ def proof(rules: Rules, case: Case) -> Outcome:
     except toploc.ProofError as error:
         return rejected(Reason.PROOF, f"malformed proof: {error}")
     chunks = [chunk for rollout in results for chunk in rollout]
-    failed = [chunk for chunk in chunks if not toploc.BFLOAT16.passes(chunk)]
-    limits = rules.limits(case)
-    exponents = sum(chunk.exponent_mismatches for chunk in chunks) / len(chunks)
-    mantissas = sum(min(chunk.mantissa_error_mean, WORST_MANTISSA) for chunk in chunks) / len(chunks)
+    errors = of_proofs(chunks, rules.limits(case))
     evidence = {
-        "proof_exponent_max": max(chunk.exponent_mismatches for chunk in chunks),
-        "proof_exponent_mean": exponents,
-        "proof_mantissa_mean": mantissas,
-        "proofs_failed": len(failed),
+        "proof_exponent_max": errors.largest,
+        "proof_exponent_mean": errors.exponents,
+        "proof_mantissa_mean": errors.mantissas,
+        "proofs_failed": errors.failed,
     }
-    if not failed and exponents <= limits.proof_exponent_mean and mantissas <= limits.proof_mantissa_mean:
+    if errors.explained:
         return Outcome(None, evidence)
     return rejected(
         Reason.PROOF,
-        f"not the hidden states of version {case.assignment.policy_version}: {len(failed)} of {len(chunks)} proofs "
-        f"fail, {exponents:.1f} exponents differ in a proof on average",
+        f"not the hidden states of version {case.assignment.policy_version}: {errors.failed} of {len(chunks)} proofs "
+        f"fail, {errors.exponents:.1f} exponents differ in a proof on average",
         evidence,
     )
 
 
 def sampling(rules: Rules, case: Case) -> Outcome:
     """Does every token follow from its seed? (A few may differ within numerical error.)"""
-    limits = rules.limits(case)
-    margins_N = case.computed().margins_N
-    beyond = int((margins_N > limits.sampling_margin).sum())
-    far = int((margins_N > FAR * limits.sampling_margin).sum())
-    share = beyond / len(margins_N)
-    mean = float(margins_N.where(margins_N <= limits.sampling_margin, 0.0).mean())  # `beyond` counts larger margins
-    evidence = {
-        "mismatch_frac": share,
-        "margin_mean": mean,
-        "margin_max": float(margins_N.max()),
-    }
-    if far == 0 and beyond <= limits.allowed_mismatches(len(margins_N)) and mean <= limits.sampling_margin_mean:
+    margins = of_margins(case.computed().margins_N, rules.limits(case))
+    evidence = {"mismatch_frac": margins.beyond, "margin_mean": margins.mean, "margin_max": margins.largest}
+    if margins.explained:
         return Outcome(None, evidence)
     return rejected(
         Reason.SAMPLING,
-        f"{share:.1%} of the tokens are not what their seeds yield; the mean margin is {mean:.3f} nats",
+        f"{margins.beyond:.1%} of the tokens are not what their seeds yield; the mean margin is {margins.mean:.3f} nats",
         evidence,
     )
 
