@@ -302,23 +302,28 @@ def test_only_the_newest_of_several_unpublished_versions_is_published(site: Site
     assert origin.stopped() == "stopped"
 
 
-def test_a_version_that_the_learner_removes_during_its_publication_is_skipped(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("newer", [True, False])
+def test_a_version_that_vanishes_during_its_publication_is_skipped_only_if_there_is_a_newer_one(
+    site: Site, monkeypatch: pytest.MonkeyPatch, newer: bool
 ) -> None:
     publish = Origin.publish
 
     def slowly(self: Origin, path: Path, version: int) -> Manifest:
         if version == 0:
-            site.write(1)
+            if newer:
+                site.write(1)
             shutil.rmtree(path)
         return publish(self, path, version)
 
     monkeypatch.setattr(Origin, "publish", slowly)
     site.write(0)
     origin = site.origin()
-    wait_until(lambda: site.status().newest_version == 1)
-    assert [json.loads(body)["version"] for body in site.announced()] == [1]
-    assert origin.stopped() == "stopped"
+    if newer:
+        wait_until(lambda: site.status().newest_version == 1)
+        assert origin.stopped() == "stopped"
+    else:
+        assert isinstance(origin.join(), FileNotFoundError)
+    assert [json.loads(body)["version"] for body in site.announced()] == ([1] if newer else [])
 
 
 def test_an_origin_whose_key_would_be_published_is_refused_and_creates_no_key(site: Site) -> None:
