@@ -2,6 +2,7 @@
 
 import errno
 import resource
+import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from shoal.model.load import (
     WEIGHTS,
+    build_model,
     eos_ids,
     load_model,
     load_tokenizer,
@@ -46,6 +48,40 @@ def edited(tiny_folder: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, T
         return tmp_path
 
     return edit
+
+
+def test_a_folder_without_some_of_the_weights_is_refused(
+    tiny_folder: Path, edited: Callable[[Callable[[dict[str, Tensor]], object]], Path]
+) -> None:
+    folder = edited(lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    for path in tiny_folder.iterdir():
+        if path.name != WEIGHTS:
+            (folder / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(
+        UnsupportedModelError, match=r"lacks 1 of the model's weights, such as model\.layers\.1\.mlp\.up"
+    ):
+        load_model(folder)
+
+
+def test_two_threads_never_build_models_at_the_same_time(make_tiny: Any) -> None:
+    """transformers replaces functions of its classes meanwhile, and would not restore them."""
+    config, entered = make_tiny(0).config, list[str]()
+
+    def build_second(_: str) -> Any:
+        entered.append("second")
+        return make_tiny(0)
+
+    second = threading.Thread(target=build_model, args=(build_second, config, "fast"))
+
+    def build_first(_: str) -> Any:
+        second.start()
+        second.join(0.5)
+        entered.append("first")
+        return make_tiny(0)
+
+    build_model(build_first, config, "fast")
+    second.join()
+    assert entered == ["first", "second"]
 
 
 @pytest.mark.parametrize("config", ["{}", '{"model_type": "no-such-model"}', "not JSON"])

@@ -5,6 +5,7 @@ Invariant: weights are read from safetensors only. They are written as one bf16 
 """
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -28,6 +29,9 @@ from shoal.model.support import UnsupportedModelError, check_config, check_logpr
 WEIGHTS = "model.safetensors"
 T = TypeVar("T")
 
+# While transformers builds a model, it replaces `tie_weights` of all models. If two threads do so at the same time, the
+# replacement can stay, and then each model that the process loads later has an output head of random numbers.
+_building = threading.Lock()
 OPENED_FOR = 16  # tensors read before a file is reopened, because its mapped pages use memory until it is closed
 
 
@@ -41,7 +45,8 @@ def load_model(
     """Load the causal LM in `folder`, in eval mode. Return a transformers model (typed Any: transformers is untyped).
 
     `seed`: initialise random weights instead, the same for the same folder, seed and version of PyTorch.
-    Raise UnsupportedModelError for a model whose logprobs in packed rows differ from those of plain transformers.
+    Raise UnsupportedModelError if weights are missing, or if the model's logprobs in packed rows differ from those of
+    plain transformers.
     """
     config = load_config(folder)
     check_config(config, folder)
@@ -69,12 +74,18 @@ def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Nu
             drawn = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
             return drawn.to(device, getattr(torch, dtype))
         with quiet(warnings=adapters.stored_in(config) is None):  # it would warn of adapters
-            model = AutoModelForCausalLM.from_pretrained(
+            model, loaded = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=getattr(torch, dtype),
                 attn_implementation=name,
                 use_safetensors=True,
                 local_files_only=True,
+                output_loading_info=True,
+            )
+        if missing := sorted(loaded["missing_keys"]):
+            raise UnsupportedModelError(
+                f"{folder} lacks {len(missing)} of the model's weights, such as {missing[0]}, and transformers would draw "
+                "them at random: copy or download the whole model again"
             )
         return model.to(device)
 
@@ -95,7 +106,8 @@ def build_model(build: Callable[[str], Any], config: Any, numerics: Numerics) ->
     AttentionMaskInterface.register(name, sdpa_mask)
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans each new shape for 50 ms; a decoding step has a new one
     try:
-        model = build(name).eval()
+        with _building:
+            model = build(name).eval()
     except (KeyError, ValueError) as error:
         if name not in str(error):
             raise
