@@ -166,6 +166,16 @@ def test_a_request_that_would_fail_the_whole_batch_is_refused_before_it_joins(
     assert refused
 
 
+def test_no_bit_changes_while_another_thread_loads_a_model(exact: TorchEngine, alone: Groups) -> None:
+    """Meanwhile, transformers sets PyTorch's default dtype to that of the new model."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        same = limited(exact).generate(PROMPTS, SEEDS, SOME_END)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same(same, alone)
+
+
 def test_logits_in_several_chunks_have_the_same_bits(exact: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = [list(range(start, start + 9)) for start in (0, 100)]
     whole = limited(exact).generate(PROMPTS[:2], seeds, SOME_END)

@@ -52,7 +52,9 @@ class KeyMask:
 def mask_after(last_SM: Tensor, start: int, keys: int) -> KeyMask:
     """Mask the keys after the last key that each query sees. `keys`: the number of all keys."""
     masked_SMK = torch.arange(start, keys) > last_SM[..., None]
-    return KeyMask(start, torch.zeros(masked_SMK.shape).masked_fill_(masked_SMK, float("-inf"))[:, :, None])
+    return KeyMask(
+        start, torch.zeros(masked_SMK.shape, dtype=torch.float32).masked_fill_(masked_SMK, float("-inf"))[:, :, None]
+    )
 
 
 def attention(
@@ -92,8 +94,8 @@ def tile() -> int:
     """
     draw = torch.Generator().manual_seed(0)
     weights_NRK, value_NKD = (
-        torch.randn(2, ROWS, TILES[0], generator=draw),
-        torch.randn(2, TILES[0], 64, generator=draw),
+        torch.randn(2, ROWS, TILES[0], generator=draw, dtype=torch.float32),
+        torch.randn(2, TILES[0], 64, generator=draw, dtype=torch.float32),
     )
     seen = torch.arange(TILES[0])
     for size in TILES:
@@ -111,11 +113,11 @@ def tile() -> int:
 def min_rows(depth: int) -> int:
     """Return the multiple to which decoding rounds up a sequence's queries: ROWS, or half of it if no bit changes."""
     draw = torch.Generator().manual_seed(0)
-    query_NRD = torch.randn(4, ROWS, depth, generator=draw)
+    query_NRD = torch.randn(4, ROWS, depth, generator=draw, dtype=torch.float32)
     few = slice(0, ROWS // 2)
     for keys in (KEYS, 3 * KEYS, 9 * KEYS, tile(), 2 * tile() + 5 * KEYS):
-        key_NKD, value_NKD = torch.randn(2, 4, keys, depth, generator=draw)
-        mask = KeyMask(keys, torch.zeros(1, 1, 1, 0))
+        key_NKD, value_NKD = torch.randn(2, 4, keys, depth, generator=draw, dtype=torch.float32)
+        mask = KeyMask(keys, torch.zeros(1, 1, 1, 0, dtype=torch.float32))
         fewer_NRD, _ = attention(query_NRD[:, few], key_NKD, value_NKD, mask)
         if not torch.equal(fewer_NRD, attention(query_NRD, key_NKD, value_NKD, mask)[0][:, few]):
             return ROWS
@@ -148,7 +150,7 @@ class Step:
     def __init__(self, lengths_B: Tensor) -> None:
         self.lengths_B = lengths_B
         self.parts: list[Part] = []
-        self.query_BkRD = torch.empty(0)
+        self.query_BkRD = torch.empty(0, dtype=torch.float32)
 
     def attend(self, query_BhD: Tensor, key_BkKD: Tensor, value_BkKD: Tensor, scale: float) -> Tensor:
         """Attend to the cache's first keys and values, in any dtype. Return output_BhD, float32.
@@ -161,7 +163,7 @@ class Step:
         rows = rounded(sharing, min_rows(depth))
         if self.query_BkRD.shape != (batch, key_heads, rows, depth):
             self.parts = self._parts(max(1, CACHED // (key_heads * keys * depth)))
-            self.query_BkRD = torch.zeros(batch, key_heads, rows, depth)  # rows of padding stay 0
+            self.query_BkRD = torch.zeros(batch, key_heads, rows, depth, dtype=torch.float32)  # rows of padding stay 0
             self.output_BkRD = torch.empty_like(self.query_BkRD)
         self.query_BkRD[:, :, :sharing] = query_BhD[:batch].view(batch, key_heads, sharing, depth)
         self.query_BkRD[:, :, :sharing].mul_(scale)  # after the conversion to float32

@@ -30,7 +30,8 @@ WEIGHTS = "model.safetensors"
 T = TypeVar("T")
 
 # While transformers builds a model, it replaces `tie_weights` of all models. If two threads do so at the same time, the
-# replacement can stay, and then each model that the process loads later has an output head of random numbers.
+# replacement can stay, and then each model that the process loads later has an output head of random numbers. It also sets
+# PyTorch's default dtype, so code that runs in other threads meanwhile must name the dtype of new tensors.
 _building = threading.Lock()
 OPENED_FOR = 16  # tensors read before a file is reopened, because its mapped pages use memory until it is closed
 

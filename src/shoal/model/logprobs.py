@@ -212,7 +212,7 @@ class _Scores:
 
     @staticmethod
     def empty(target_N: Tensor, how: Scoring) -> "_Scores":
-        logp_N = torch.empty(len(target_N), device=target_N.device)
+        logp_N = torch.empty(len(target_N), device=target_N.device, dtype=torch.float32)
         return _Scores(target_N, how, logp_N, torch.empty_like(logp_N), torch.zeros_like(logp_N))
 
     def read(self, start: int, z_CV: Tensor) -> None:

@@ -65,7 +65,9 @@ def refusal(dtype: DtypeName, device: str = "cpu") -> str | None:
 def _attention_refusal() -> str | None:
     """Describe a shape for which a row's attention depends on other rows or masked keys; None if there is none."""
     draw = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(6, n, 64, generator=draw) for n in (3 * exact.QUERIES, 640, 640))
+    query, key, value = (
+        torch.randn(6, n, 64, generator=draw, dtype=torch.float32) for n in (3 * exact.QUERIES, 640, 640)
+    )
 
     def attend(heads: int, rows: int, keys: int, seen: int) -> Tensor:
         mask = exact.mask_after(torch.tensor([[seen - 1]]), 1, keys)

@@ -171,7 +171,7 @@ def cancelling(rows: int, columns: int, depth: int, dtype: torch.dtype) -> tuple
     """Return (x_RK, weight_CK) whose product is only rounding errors, so that another order of summing changes it."""
     draw = torch.Generator().manual_seed(0)
     half = (depth + 1) // 2
-    x_RK = torch.randn(rows, half, generator=draw).to(dtype)
-    weight_CK = torch.randn(columns, half, generator=draw).to(dtype)
+    x_RK = torch.randn(rows, half, generator=draw, dtype=torch.float32).to(dtype)
+    weight_CK = torch.randn(columns, half, generator=draw, dtype=torch.float32).to(dtype)
     mixed_K = torch.randperm(2 * half, generator=draw)[:depth]
     return torch.cat([x_RK, -x_RK], 1)[:, mixed_K].contiguous(), torch.cat([weight_CK] * 2, 1)[:, mixed_K].contiguous()
