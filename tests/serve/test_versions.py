@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from shoal.config import Config
 from shoal.errors import UserError
 from shoal.files import copy_tree, discard
+from shoal.model import load as model_load
 from shoal.serve.errors import NoSlotError, UnknownVersionError
 from shoal.serve.versions import ModelSource, Versions, digest, label_of, source_of
 
@@ -47,12 +49,26 @@ def test_a_version_in_use_stays_and_the_least_recently_used_one_is_evicted(
     asyncio.run(main())
 
 
-def test_only_the_request_for_a_removed_version_fails(source: ModelSource) -> None:
+@pytest.mark.parametrize("while_it_loads", [False, True])
+def test_only_the_request_for_a_removed_version_fails(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch, while_it_loads: bool
+) -> None:
+    assert source.folder is not None
+    removed = source.folder / "v000001"
+
+    def load_tokenizer(folder: Path) -> Any:
+        tokenizer = model_load.load_tokenizer(folder)
+        if folder == removed:
+            discard(folder)
+        return tokenizer
+
     async def main() -> None:
         versions = Versions(source, engine)
         await versions.poll()
-        assert source.folder is not None
-        discard(source.folder / "v000001")
+        if while_it_loads:
+            monkeypatch.setattr("shoal.serve.versions.load_tokenizer", load_tokenizer)
+        else:
+            discard(removed)
         with pytest.raises(UnknownVersionError, match="run@1"):
             async with versions.borrow("run@1"):
                 pass

@@ -30,7 +30,7 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import UserError
 from shoal.model import sources
 from shoal.model.load import WEIGHTS, eos_ids, load_tokenizer
-from shoal.model.sources import positions, read_config
+from shoal.model.sources import ModelNotFoundError, positions, read_config
 from shoal.serve.errors import NoSlotError, UnknownVersionError
 from shoal.shardcast.manifest import parse_version
 
@@ -236,7 +236,7 @@ class Versions:
         loop = asyncio.get_running_loop()
         try:
             loaded = await loop.run_in_executor(self._thread, lambda: load(offer, spare or self.new_engine()))
-        except OSError as error:
+        except (OSError, ModelNotFoundError) as error:
             raise UnknownVersionError(f"{offer.id} could not be read: {error}; choose another version") from error
         self._loaded[offer.id] = loaded
         return loaded
@@ -257,7 +257,7 @@ class Versions:
 
 
 def load(offer: Offer, engine: TorchEngine) -> LoadedModel:
-    """Load a version into an engine. Raise OSError."""
+    """Load a version into an engine. Raise OSError or ModelNotFoundError if its folder was removed."""
     engine.load(offer.folder)
     tokenizer = load_tokenizer(offer.folder)
     context = positions(read_config(str(offer.folder.resolve()), fetch=False)) or DEFAULT_POSITIONS
