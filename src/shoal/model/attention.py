@@ -17,6 +17,7 @@ In transformers, `attend` has the name "shoal". Without a layout (decoding with 
 Invariant: a token's output depends only on its prompt and its completion, whatever else is in the row.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
@@ -34,6 +35,7 @@ UNEVEN = 0.75  # a segment shorter than this share of its batch's longest one st
 
 Kernel = Literal["cascade", "flex", "masked"]
 
+_flexing = threading.Lock()  # PyTorch builds and compiles block masks with global variables
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -219,9 +221,10 @@ def attend(
         return plain
     scale = query_1hTD.shape[-1] ** -0.5 if scaling is None else scaling
     if layout.kernel == "flex":
-        output_1hTD = _flex()(
-            query_1hTD, key_1kTD, value_1kTD, block_mask=layout.block_mask, scale=scale, enable_gqa=True
-        )
+        with _flexing:
+            output_1hTD = _flex()(
+                query_1hTD, key_1kTD, value_1kTD, block_mask=layout.block_mask, scale=scale, enable_gqa=True
+            )
         return output_1hTD.transpose(1, 2), None
     sharing = query_1hTD.shape[1] // key_1kTD.shape[1]  # query heads per key head
     key_1hTD, value_1hTD = (x.repeat_interleave(sharing, 1) if sharing > 1 else x for x in (key_1kTD, value_1kTD))
