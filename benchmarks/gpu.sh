@@ -35,8 +35,8 @@ for path in sorted(logs.glob("*.step"), key=lambda path: path.stat().st_mtime):
     steps[path.stem] = {"status": status, "seconds": seconds} | ({"log": tail} if status else {})
 files = {"parts": "parts.json", "ranks": "ranks.json", "calibration": "calibration/measured.json", "run": "run/summary.json"}
 figures = {name: json.loads((logs / file).read_text()) for name, file in files.items() if (logs / file).exists()}
-judged = figures.get("calibration", {}).pop("rows", [])
-figures.get("calibration", {})["judgements"] = len(judged)
+if calibration := figures.get("calibration"):
+    calibration["judgements"] = len(calibration.pop("rows"))
 if (metrics := logs / "run" / "metrics.jsonl").exists():
     by_step = [json.loads(line) for line in metrics.read_text().splitlines()]
     figures.setdefault("run", {}).update({name: [step[f"perf/{name}"] for step in by_step] for name in ("busy_s", "waiting_s")})
