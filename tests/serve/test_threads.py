@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
 
+from shoal.model.dtype import use_threads
 from shoal.serve.errors import BusyError
 from shoal.serve.threads import MAX_WAITING, FairSemaphore, FairThreadPool
 from shoal.serve.versions import LoadedModel
@@ -103,3 +105,14 @@ def test_a_slot_becomes_free_when_the_call_ends_not_when_the_client_disconnects(
 
     assert asyncio.run(main()) == 7
     assert len(started) == 1, "a call that was cancelled before its turn ran"
+
+
+def test_a_thread_computes_on_all_cores_if_it_starts_while_another_uses_one() -> None:
+    async def main() -> int:
+        threads = FairThreadPool("test", 1)
+        with use_threads(1):
+            await threads.run("one", torch.get_num_threads)
+        return await threads.run("one", torch.get_num_threads)
+
+    with use_threads(3):
+        assert asyncio.run(main()) == 3

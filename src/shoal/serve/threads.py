@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+import torch
 from aiohttp import web
 
 from shoal.serve.errors import BusyError
@@ -85,7 +86,8 @@ class FairSemaphore:
 class FairThreadPool:
     def __init__(self, name: str, count: int) -> None:
         self._slots = FairSemaphore(count)
-        self._pool = ThreadPoolExecutor(count, name)
+        # PyTorch starts each thread with the count that is set at that moment, and `use_threads` may have changed it.
+        self._pool = ThreadPoolExecutor(count, name, torch.set_num_threads, (torch.get_num_threads(),))
 
     async def run(self, caller: str, call: Callable[[], Result], loaded: LoadedModel | None = None) -> Result:
         """Run `call` in a thread and return its result. `loaded` stays in memory until the call ends. Raise BusyError."""
