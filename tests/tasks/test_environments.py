@@ -221,18 +221,17 @@ def lie(conversation: Conversation, tokens: list[int], turns: list[int], seed: i
     return fault.detail
 
 
-def test_a_lie_after_a_tolerated_difference_is_found(
+def test_a_lie_after_a_difference_that_slashes_nobody_is_found(
     conversation: Conversation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        conversations.Echo, "tolerated", lambda self, task, seed, turns: None if len(turns) == 1 else ()
-    )
+    monkeypatch.setattr(conversations.Echo, "repeatable", False)
     answer = conversation.reply(TASK, 7, FIRST, []) or []
     other = [*answer[:-3], 5, *answer[-2:]]
     doubtful, turns = [*FIRST, *other, *[30] * 5, EOS], [len(FIRST), len(other)]
     fault = conversation.find_fault(TASK, 7, doubtful, turns)
     assert fault is not None and not fault.lie
-    assert "after turn 2 of 3" in lie(conversation, [*doubtful, *answer, 30, EOS], [*turns, 6, len(answer)])
+    unended = [*doubtful[:-1], 30]
+    assert "after turn 2 of 3" in lie(conversation, [*unended, *answer, 30, EOS], [*turns, 6, len(answer)])
 
 
 # --- configs ---------------------------------------------------------------------------------------------------------

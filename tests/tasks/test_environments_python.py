@@ -1,4 +1,4 @@
-"""The environment `python`: which text is a program, how it is answered, and which other answers are tolerated."""
+"""The environment `python`: which text is a program, and how it is answered."""
 
 from collections.abc import Iterator
 
@@ -15,9 +15,7 @@ from shoal.tasks.environments.python import (
     STOPPED,
     Python,
     last_program,
-    refusal,
 )
-from shoal.tasks.inside.plain import plain
 
 from ..turns import config
 
@@ -38,11 +36,6 @@ def turns(program: str) -> list[str]:
 
 def answer(tool: Python, program: str) -> str | None:
     return tool.respond(TASK, 0, turns(program))
-
-
-def tolerated(tool: Python, program: str) -> list[str] | None:
-    answers = tool.tolerated(TASK, 0, turns(program))
-    return None if answers is None else list(answers)
 
 
 # --- what counts as a program ----------------------------------------------------------------------------------------
@@ -133,84 +126,6 @@ def test_a_hostile_program_is_answered_with_an_error_and_the_next_program_runs(t
     text = str(answer(tool, program))
     assert "Error" in text or text.startswith("error: "), text
     assert answer(tool, "print(1)") == "1"
-
-
-# --- which answers are tolerated -------------------------------------------------------------------------------------
-
-
-PLAIN = [
-    "print(12 * 7)",
-    "def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)\nprint(f(10))",
-    "total = 0\nfor i, x in enumerate([3, 4]):\n    total += i * x\nprint(f'total: {total}')",
-    "print(sum(x * x for x in range(10)), max([1, 2]), list(zip([1], [2])))",
-    "a = {'x': 1.5}\na['y'] = a['x'] / 3\nprint(a, ', '.join(str(x) for x in a))",
-    "xs = [3, 1]\nxs.sort()\nxs.append(2 ** 10)\nprint(xs, f'{xs[0]:.2f}')",
-    "x = 3\nwhile x > 0 and not x == 1:\n    x -= 1\nprint(x if x else None, x in [1], -x)",
-]
-
-
-@pytest.mark.parametrize("program", PLAIN)
-def test_a_plain_program_tolerates_only_its_own_answer_and_limits(tool: Python, program: str) -> None:
-    assert plain(program)
-    assert tolerated(tool, program) == [*STOPPED.values(), answer(tool, program)]
-
-
-# Each may print different text on another machine, at another time, or with another version of Python.
-DOUBTFUL = [
-    "import random\nprint(random.random())", "import math\nprint(math.exp(1.5))", "print(__import__('time').time())",
-    "print(__import__('os').urandom(1))", "print(__builtins__)", "print(id(0))", "print(hash('a'))", "print(open)",
-    "print(lambda: 0)", "print((x for x in [1]))", "print(str(zip())[-5:])", "print([].append)",
-    "def f(): pass\nprint(f)", "def f(): pass\nx = [f]\nprint(x)", "def f(): return f\nprint(f())",
-    "f = 1\ndef f(): pass\nprint(f)", "print = str\nprint(1)", "print(sum([0.1] * 10))", "print(2.5 ** 3)",
-    "n = -1\nprint(2 ** n)", "print(2 ** -1)", "x = 3\nx **= -1\nprint(x)", "print(sum([1 / 3, 1 / 7, 1 / 9]))",
-    "print(sorted([float('nan'), 1]))", "x = [float('nan'), 1]\nx.sort()\nprint(x)",
-    "def list(x): return x\nprint(list(x for x in [1]))", "print('a'.encode())", "print(f'{1}\\n')",
-    "print({'a', 'b'})", "print({x for x in 'ab'})", "print('%c' % 1000)", "print(f'{1000:c}')", "print(f'{1:{2}}')",
-    "print('é')", "print('\\u00e9')", "x = 1000\nprint(x is 1000)",
-    "try:\n    1 / 0\nexcept Exception as e:\n    print(e)", "print(f'{\"a\"}')", "print(f'{chr(65)}')",
-    "print('{0.__class__}'.format(print))", "print(1 .__class__)", "class A: pass\nprint(A())", "print(type(1))",
-    "print('\\d')", "print(1)if 1else 2", "print(1, end='\\r')\rprint(2)", "if (x := 3): print(x)",
-    "from fractions import Fraction", "print(1j)", "print(b'x')", "def f(n: int): return n\nprint(f(1))",
-    "assert False", "match 1:\n    case x: print(x)", "async def f(): pass", "with open('x') as f: pass",
-    "def f():\n    yield 1\nprint(f())", "x" + "(" * 190 + ")" * 190,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("program", DOUBTFUL)
-def test_a_program_that_is_not_plain_tolerates_every_answer(tool: Python, program: str) -> None:
-    assert not refusal(program), "the program is refused, so it tests nothing here"
-    assert tolerated(tool, program) is None
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "print(1 / 0)",
-        "print(x)\nx = 1",
-        "while True:\n    x = 1",
-        "x = [0] * 10**10",
-        "while True:\n    print('x')",
-        "def f(n):\n    return 0 if n == 0 else f(n - 1)\nprint(f(4000))",
-        "print(10 ** 5000)",
-    ],
-)
-def test_a_plain_program_that_may_fail_elsewhere_tolerates_every_answer(tool: Python, program: str) -> None:
-    assert plain(program)
-    assert tolerated(tool, program) is None
-
-
-def test_a_plain_program_beyond_half_of_a_limit_tolerates_every_answer() -> None:
-    program = f"x = [0] * {(150 << 20) // 8}\nprint(len(x))"  # 150 MiB
-    for memory, is_lie in ((1024 << 20, True), (256 << 20, False)):
-        tool = Python(ProgramLimits(wall_s=60.0, cpu_s=30.0, memory_bytes=memory))
-        assert answer(tool, program) == str((150 << 20) // 8)
-        assert (tolerated(tool, program) is not None) == is_lie
-        tool.close()
-
-
-def test_a_program_that_does_not_run_tolerates_no_other_answer(tool: Python) -> None:
-    assert tolerated(tool, "import time") == []
-    assert tool.tolerated(TASK, 0, ["no program"]) == ()
 
 
 def test_a_budget_that_runs_out_stops_a_program(tool: Python) -> None:

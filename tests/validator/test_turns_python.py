@@ -1,7 +1,6 @@
 """Programs run between the turns of a conversation.
 
-A forged answer is rejected for a hard reason. An answer on which honest machines may differ is rejected for a soft
-reason.
+A different answer is rejected for a soft reason, because honest machines may differ.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,9 +43,6 @@ class Scripted(Python):
     def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
         answer = super().respond(task, seed, self.program(turns))
         return STOPPED["timeout"] if self.slow and answer is not None else answer
-
-    def tolerated(self, task: Task, seed: int, turns: Sequence[str]) -> Sequence[str] | None:
-        return super().tolerated(task, seed, self.program(turns))
 
 
 @pytest.fixture(autouse=True)
@@ -109,12 +105,9 @@ def test_a_nondeterministic_program_slashes_nobody(pair: Any) -> None:
     assert "right on another machine" in verdict.detail and "CPython" in verdict.detail
 
 
-def test_a_forged_answer_of_a_nondeterministic_program_is_not_accepted(pair: Any) -> None:
-    assert pair(CLOCK, kind=CHEATS["forged_tool"]).verdict().reason is Reason.UNREPEATABLE
-
-
-def test_a_lie_is_found_even_next_to_a_nondeterministic_program(pair: Any) -> None:
-    assert pair(CLOCK, SUM, kind=CHEATS["forged_tool"]).verdict().reason is Reason.ENVIRONMENT
+@pytest.mark.parametrize("program", [SUM, CLOCK])
+def test_a_forged_answer_is_not_accepted(pair: Any, program: str) -> None:
+    assert pair(program, kind=CHEATS["forged_tool"]).verdict().reason is Reason.UNREPEATABLE
 
 
 @pytest.mark.parametrize("slow", [0, 1])

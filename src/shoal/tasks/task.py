@@ -66,9 +66,11 @@ class Environment(Protocol):
     """Answers the model between its turns. Subclass it; only `respond` is required.
 
     An environment keeps no state between calls. Its answer depends only on the task, the rollout's seed and the model's
-    turns. A validator computes the answer again and rejects a submission with a different one. The worker is slashed
-    too, unless `tolerated` allows that answer.
+    turns. A validator computes the answer again and rejects a submission with a different one.
     """
+
+    repeatable = True
+    """Whether all honest machines give the same answer. Only then is a worker slashed for a different one."""
 
     def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
         """Return the answer to the model's last turn; None ends the conversation.
@@ -76,14 +78,6 @@ class Environment(Protocol):
         `turns`: the text of each of the model's turns, at least one. They determine the environment's earlier answers.
         """
         ...
-
-    def tolerated(self, task: Task, seed: int, turns: Sequence[str]) -> Sequence[str] | None:
-        """Return other answers that an honest machine may give, or None for any answer.
-
-        A validator calls it only if a worker's answer differs from `respond`'s. For a tolerated answer, the submission is
-        rejected without slashing the worker.
-        """
-        return ()
 
     def set_budget(self, budget: Budget) -> None:
         """Stop the environment's programs when `budget` runs out."""

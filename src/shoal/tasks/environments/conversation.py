@@ -96,7 +96,8 @@ class Conversation:
                     f"after turn {number + 1} of {len(spans)}, the environment's answer of {len(answer)} tokens "
                     f"differs from the {len(reported)} tokens in the completion"
                 )
-                faults.append(Fault(detail, lie=not self._tolerates(task, seed, tokens[:end], before, reported)))
+                open_turn = self._open_turn(task, tokens[:end], before)
+                faults.append(Fault(detail, lie=open_turn is None or open_turn[0].repeatable))
         return next((fault for fault in faults if fault.lie), faults[0] if faults else None)
 
     def _open_turn(
@@ -116,13 +117,3 @@ class Conversation:
         assert self.frame is not None
         answer = self.frame.tokens(text)
         return answer if length + len(answer) < self.max_tokens else []
-
-    def _tolerates(
-        self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int], reported: Sequence[int]
-    ) -> bool:
-        """Return whether an honest machine may have computed the `reported` tokens."""
-        if (open_turn := self._open_turn(task, tokens, turns)) is None:
-            return False
-        environment, texts = open_turn
-        tolerated = environment.tolerated(task, seed, texts)
-        return tolerated is None or any(self._tokens(text, len(tokens)) == reported for text in tolerated)

@@ -7,9 +7,7 @@
 The last closed block of a turn counts. A turn without a closed block ends the conversation. Every program runs in a
 fresh process of the sandbox, within the limits of `tasks.sandbox`. If the program fails, the exception's last line
 follows the output.
-Invariant: no program can make an honest worker slashable. A worker that reports a different answer is slashed only if
-the program is `plain` (`inside/plain.py`), and ends on the validator without an error and within half of every limit.
-Even then, a worker that reports one of the errors in `STOPPED` is not slashed.
+Invariant: no program can make an honest worker slashable, because a different answer slashes nobody.
 Left out: state between turns, files, installed packages, several programs at once.
 """
 
@@ -19,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.sandbox import Budget, Program, ProgramLimits, Result, Sandbox, SandboxError
-from shoal.sandbox.limits import MIN_MEMORY_BYTES
-from shoal.tasks.inside import source
 from shoal.tasks.rewards.code import FENCE, PYTHON
 from shoal.tasks.task import Environment, Task
 
@@ -42,12 +38,13 @@ REFUSED = {"time", "datetime", "timeit", "secrets", "uuid", "platform", "os", "s
 REFUSED |= {"threading", "asyncio", "multiprocessing", "concurrent", "resource", "gc", "tracemalloc"}
 IMPORT = re.compile(r"(?:^|[;:])[ \t]*(?:import|from)[ \t]+([^;\n]*)", flags=re.MULTILINE)
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-PLAIN = source("plain")
 
 log = logging.getLogger(__name__)
 
 
 class Python(Environment):
+    repeatable = False  # floats, texts of exceptions and limits differ between machines
+
     def __init__(self, limits: ProgramLimits) -> None:
         """Raise SandboxError if there is no sandbox here."""
         self.sandbox = Sandbox(limits=replace(limits, output_bytes=OUTPUT_BYTES))
@@ -58,36 +55,19 @@ class Python(Environment):
             return None
         return refusal(program) or answer(self._run(Program(program)))
 
-    def tolerated(self, task: Task, seed: int, turns: Sequence[str]) -> Sequence[str] | None:
-        program = last_program(turns[-1])
-        if program is None or refusal(program):
-            return ()
-        checked = self._run(Program(PLAIN, stdin=program.encode(errors="replace")))
-        if checked is None or checked.stdout != b"plain\n":
-            return None
-        result = self._run(Program(program), self._half())
-        if result is None or result.outcome != "exited" or result.exit_code != 0:
-            return None
-        return [*STOPPED.values(), answer(result)]
-
     def set_budget(self, budget: Budget) -> None:
         self.sandbox.budget = budget
 
     def close(self) -> None:
         self.sandbox.close()
 
-    def _run(self, program: Program, limits: ProgramLimits | None = None) -> Result | None:
+    def _run(self, program: Program) -> Result | None:
         """Return the program's result; None if the sandbox itself failed."""
         try:
-            return self.sandbox.run(program, limits)
+            return self.sandbox.run(program)
         except SandboxError as error:
             log.warning("a program of the model did not run: %s", error)
             return None
-
-    def _half(self) -> ProgramLimits:
-        limits = self.sandbox.limits
-        memory_bytes = max(limits.memory_bytes // 2, MIN_MEMORY_BYTES)
-        return replace(limits, wall_s=limits.wall_s / 2, cpu_s=limits.cpu_s / 2, memory_bytes=memory_bytes)
 
 
 def last_program(text: str) -> str | None:
