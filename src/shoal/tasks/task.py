@@ -69,7 +69,7 @@ class Environment(Protocol):
     turns. A validator computes the answer again and rejects a submission with a different one.
     """
 
-    repeatable = True
+    repeatable: bool = True
     """Whether all honest machines give the same answer. Only then is a worker slashed for a different one."""
 
     def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
