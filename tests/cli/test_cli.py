@@ -142,8 +142,10 @@ def test_a_run_that_never_started_or_has_another_model_is_not_resumed(
     assert main(["run", "--resume", str(tmp_path)]) == USAGE
     assert f"{tmp_path} is neither the folder of a run nor of a coordinator that was started" in capsys.readouterr().err
     assert main(["run", "--resume", str(tmp_path), "--set", "model.name=./other"]) == USAGE
-    words = f"the run in {tmp_path} trains bundled:tiny, not ./other: start a new run for that model"
-    assert capsys.readouterr().err == f"shoal run: {words}\n"
+    words = (
+        'model.name is "./other", but the work of this run so far was done with "bundled:tiny": set it back, or start'
+    )
+    assert capsys.readouterr().err == f"shoal run: {words} a new run\n"
 
 
 @pytest.mark.parametrize("stem", ["two words", "größer", "x" * 99])

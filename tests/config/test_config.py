@@ -1,12 +1,13 @@
 """Configs have the paper's defaults, refuse wrong keys and values by name, and survive a round trip through TOML."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shoal.config import Config, ConfigError, dumps, explain, load, parse
+from shoal.config import Config, ConfigError, check_resumed, dumps, explain, load, parse
 from shoal.config.loading import field_paths, section_of
 from shoal.config.section import Section
 from shoal.config.tasks import SourceSection
@@ -379,3 +380,43 @@ def test_an_unknown_key_to_explain_is_refused_with_a_suggestion(key: str, hint: 
 
 def test_a_dump_omits_fields_that_are_none() -> None:
     assert "checkpoint_every" not in dumps(Config()).split("[sft]")[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("run.steps=7", "learner.lr=0.5", "coordinator.async_level=5", "validator.sampling_mismatches=9"),
+        "tasks.sandbox.cpu_s=3.0",
+    ],
+)
+def test_a_run_continues_with_other_values_of_fields_that_earlier_work_does_not_depend_on(change: str) -> None:
+    key, _, value = change.partition("=")
+    [described] = check_resumed(dumps(load(Path("tiny"))), load(Path("tiny"), [change]))
+    assert described.startswith(f"{key} from ") and described.endswith(f" to {value}")
+
+
+@pytest.mark.parametrize(
+    ("change", "was"),
+    [
+        *(("model.name=./other", '"bundled:tiny"'), ("run.seed=8", "0"), ("coordinator.prompts_per_step=5", "32")),
+        *(("sampling.temperature=0.8", "1.0"), ("learner.lora.rank=2", "unset"), ("tasks.length_targets=[9]", "[]")),
+        ("tasks.digest=" + "0" * 64, '""'),
+    ],
+)
+def test_a_run_does_not_continue_with_another_value_on_which_earlier_work_depends(change: str, was: str) -> None:
+    """Otherwise a validator would slash honest workers for work done before, or a batch would never be full."""
+    before, now = load(Path("tiny")), load(Path("tiny"), [change])
+    key, _, value = change.partition("=")
+    with pytest.raises(
+        ConfigError, match=rf'^{key} is "?{re.escape(value)}"?, but .* with {re.escape(was)}: set it back'
+    ):
+        check_resumed(dumps(before), now)
+    with pytest.raises(ConfigError, match=f"^{key} is "):
+        check_resumed(dumps(now), before)
+
+
+def test_a_field_that_an_older_version_of_shoal_did_not_have_counts_as_its_default() -> None:
+    older = re.sub("^temperature = .*\n", "", dumps(Config()), flags=re.MULTILINE) + "\n[old]\nfield = 1\n"
+    assert check_resumed(older, Config()) == []
+    with pytest.raises(ConfigError, match="with 1.0: set it back"):
+        check_resumed(older, parse({"sampling": {"temperature": 0.9}}))

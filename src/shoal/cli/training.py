@@ -76,11 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     from shoal.cli.launch.swarm import Swarm
 
     if arguments.resume:
-        model = config_module.load(arguments.config).model.name  # checkpoints fit only this model
-        if config.model.name != model:
-            raise UserError(
-                f"the run in {arguments.resume} trains {model}, not {config.model.name}: start a new run for that model"
-            )
+        config_module.check_resumed(arguments.config.read_text(), config)
         address = Address.read(arguments.resume)
         return Swarm(config, address.run, arguments.resume, address.url, dashboard=arguments.dashboard).run()
     stem = arguments.config.stem

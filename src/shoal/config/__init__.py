@@ -8,7 +8,7 @@ loading    TOML files and overrides to a `Config` and back; explanations of the 
 """
 
 from shoal.config.config import Config
-from shoal.config.loading import ConfigError, dumps, explain, load, parse
+from shoal.config.loading import ConfigError, check_resumed, dumps, explain, load, parse
 from shoal.config.sections import EngineName, TrackerName
 
-__all__ = ["Config", "ConfigError", "EngineName", "TrackerName", "dumps", "explain", "load", "parse"]
+__all__ = ["Config", "ConfigError", "EngineName", "TrackerName", "check_resumed", "dumps", "explain", "load", "parse"]

@@ -7,6 +7,7 @@ Invariant: an unknown key is refused with a suggestion, and a `ConfigError` name
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,10 @@ from shoal.config.section import Section
 from shoal.errors import UserError
 
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+# A run's files, and its workers' submissions, depend on these fields.
+FIXED = re.compile(
+    r"model\.name$|run\.seed$|coordinator\.prompts_per_step$|learner\.lora\.|sampling\.|tasks\.(?!sandbox\.)"
+)
 PACKAGED = Path(__file__).parent.parent / "configs"  # in a checkout, a link to the top folder `configs`
 
 
@@ -64,6 +69,23 @@ def parse(values: dict[str, Any], source: str = "config") -> Config:
 def dumps(config: Config) -> str:
     """Return the whole config as TOML, including defaults. TOML has no null, so fields that are None are omitted."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def check_resumed(before: str, config: Config) -> list[str]:
+    """Describe each field that differs from the run's config `before`, in TOML. Raise ConfigError if it may not differ."""
+    old, new, default = (dict(_flat(tomllib.loads(text))) for text in (before, dumps(config), dumps(Config())))
+    changes = []
+    for key in field_paths(Config):
+        was, now = old.get(key, default.get(key)), new.get(key)
+        if was != now:
+            was, now = ("unset" if value is None else json.dumps(value) for value in (was, now))
+            if FIXED.match(key):
+                raise ConfigError(
+                    f"{key} is {now:.200}, but the work of this run so far was done with {was:.200}: set it back, or start "
+                    "a new run"
+                )
+            changes.append(f"{key} from {was:.200} to {now:.200}")
+    return changes
 
 
 def explain(key: str = "") -> str:
@@ -164,6 +186,15 @@ def _resolved_name(key: str, value: Any, folder: Path) -> Any:
     if Path(file).expanduser().exists() or not (folder / file).exists():
         return value
     return f"{folder / file}{colon}{function}"
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and value of every field. A list is one value."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _merge(values: dict[str, Any], overlay: dict[str, Any]) -> None:

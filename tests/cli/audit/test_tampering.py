@@ -12,7 +12,7 @@ from shoal.cli.audit.run import BrokenError
 from shoal.coordinator import trust
 from shoal.coordinator.database import record_start
 
-from .recorded import ALICE, BOB, COORDINATOR, NEED, RUN, Recorded, check, copy_of
+from .recorded import ALICE, BOB, COORDINATOR, NEED, RUN, Recorded, check, copy_of, record_run
 from .tampering import tamperings
 
 
@@ -33,15 +33,38 @@ def test_an_unchanged_run_passes_and_its_contributions_are_counted(finished: Pat
 
 @pytest.mark.parametrize("need", [NEED - 1, NEED + 1])
 def test_a_batch_whose_size_differs_from_the_config_is_named(tmp_path: Path, need: int) -> None:
-    """The coordinator restarts and records another size, but its batches keep the earlier one."""
     run = Recorded(tmp_path / "run")
     section = run.config.coordinator.model_copy(update={"prompts_per_step": need})
-    record_start(run.pool.db, RUN, COORDINATOR.public, run.config.model_copy(update={"coordinator": section}))
+    run.pool.batches.config = run.config.model_copy(update={"coordinator": section})
     run.publish(0)
     run.submit(ALICE, 0)
     run.submit(BOB, 0)
-    [entry] = run.pool.db.ledger.entries(kind="batch")
+    entry = next(run.pool.db.ledger.entries(kind="batch"))
     assert broken(run, "is not a full batch for step 1").link == f"ledger entry {entry.seq}"
+
+
+def restart(run: Recorded, section: str, **update: object) -> None:
+    changed = getattr(run.config, section).model_copy(update=update)
+    run.config = run.config.model_copy(update={section: changed})
+    record_start(run.pool.db, RUN, COORDINATOR.public, run.config)
+
+
+def test_a_restart_with_a_config_that_makes_earlier_work_a_lie_is_named(tmp_path: Path) -> None:
+    """Otherwise a coordinator could slash a worker for honest work and then restore the config."""
+    run = Recorded(tmp_path / "run")
+    restart(run, "tasks", length_targets=[8])
+    broken(run, r"tasks.length_targets is \[8\], but the work of this run so far was done with \[\]")
+
+
+def test_other_changes_of_the_config_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(run: Recorded, step: int, before: str) -> str:
+        if step == 1:
+            restart(run, "validator", sampling_margin=9.0)
+        return trained(run, step, before)
+
+    trained = Recorded.train
+    monkeypatch.setattr(Recorded, "train", train)
+    assert "config: a restart changed validator.sampling_margin from 0.75 to 9.0" in check(record_run(tmp_path / "run"))
 
 
 def test_a_batch_with_too_many_unchecked_groups_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

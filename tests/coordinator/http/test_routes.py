@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shoal.config import parse
+from shoal.config import ConfigError, parse
 from shoal.coordinator.folder import OPEN_INVITE, create_invite
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.http.serving import ServedRun
@@ -66,6 +66,18 @@ def test_only_a_published_invite_that_is_open_and_valid_is_offered(tmp_path: Pat
     create_invite(tmp_path, "worker", "one", None, 1).save(path)
     with pytest.raises(InviteError, match="is not an open invite"):  # a private invite must not be published
         ServedRun(CONFIG, RUN, tmp_path)
+
+
+def test_a_restart_with_a_config_that_makes_earlier_work_a_lie_is_refused(tmp_path: Path) -> None:
+    Address(url="http://h:1", run=RUN).write(tmp_path)
+    opened = ServedRun(CONFIG, RUN, tmp_path)
+    opened.close()
+    opened.coordinator.pool.db.connection.close()
+    changed = CONFIG.model_copy(update={"sampling": CONFIG.sampling.model_copy(update={"temperature": 0.8})})
+    with pytest.raises(
+        ConfigError, match="sampling.temperature is 0.8, but the work of this run so far was done with 1"
+    ):
+        ServedRun(changed, RUN, tmp_path)
 
 
 def test_a_node_of_another_protocol_version_is_refused_with_the_reason(site: Site) -> None:

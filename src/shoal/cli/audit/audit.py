@@ -70,6 +70,8 @@ def audit(
         state.unproven[why] += len(walk.pay.dismissals)
     counts = f"{len(state.accepted)} accepted, {len(state.rejected)} rejected"
     say(f"submissions: {counts}; every file is signed and matches its entry")
+    for change in state.changes:
+        say(f"config: a restart changed {change}")
     say(f"steps: {len(state.records)} trained, each on exactly the groups of its batch")
     if line := check_settled(run, rpc):
         say(line)

@@ -75,7 +75,8 @@ class AuditState:
     """The facts that the entries so far establish."""
 
     config: Config  # in force at the current entry
-
+    text: str = ""  # the same as TOML; empty before the first entry
+    changes: list[str] = field(default_factory=list)  # of the config, at the run's restarts
     names: dict[str, str] = field(default_factory=dict)  # by key
     roles: dict[str, str] = field(default_factory=dict)
     policies: dict[int, str] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from typing import Any
 
 from shoal.cli.audit.pay import Accepted, AuditState, Pay, Rejected
 from shoal.cli.audit.run import AuditedRun, BrokenError, checking, read_config
+from shoal.config import check_resumed
 from shoal.coordinator.trust import max_unchecked
 from shoal.learner.groups import Fetched, Gathering
 from shoal.learner.report import DOMAIN
@@ -83,7 +84,10 @@ class Walk:
     def started(self, body: dict[str, Any]) -> None:
         if (body["run"], body["key"]) != (self.run.run, self.run.key):
             raise ValueError(f"starts the run {body['run']} of {body['key'][:16]}, not this run")
-        self.state.config = read_config(body["config"], "its config")
+        config = read_config(body["config"], "its config")
+        if self.state.text:
+            self.state.changes += check_resumed(self.state.text, config)
+        self.state.config, self.state.text = config, body["config"]
 
     def registered(self, body: dict[str, Any]) -> None:
         key, name = body["key"], body["name"]

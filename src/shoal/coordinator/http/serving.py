@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.config import Config
+from shoal.config import Config, check_resumed
 from shoal.config.config import LOOPBACK
 from shoal.coordinator.database import config_text, record_start, seal
 from shoal.coordinator.folder import KEY
@@ -66,11 +66,14 @@ class ServedRun:
         """Open the run. Its metrics go to `record_to` (default: `folder`).
 
         `reports`: write a summary and a picture there, too, once the run has finished. Raise TrackerError, PoolError,
-        LedgerError, database errors, and InviteError if the published invite is not this run's.
+        LedgerError, database errors, ConfigError if the run cannot be continued with this config, and InviteError if the
+        published invite is not this run's.
         """
         identity = Identity.load_or_create(folder / KEY)
         self.folder = folder
         self.coordinator = Coordinator(config, run, identity, folder)
+        for entry in [*self.coordinator.pool.db.ledger.entries(kind="started")][-1:]:
+            check_resumed(json.loads(entry.body)["config"], config)
         self.coordinator.published_invite()
         self.reports = reports
         self.record = RunRecord(record_to or folder, self.coordinator.pool.notices.append)
