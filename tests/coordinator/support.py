@@ -116,9 +116,13 @@ class Harness:
         replay: Replay | None = None,
         spent: ToleranceSpent | None = None,
     ) -> None:
-        """Give a verdict. If it must be confirmed and `confirmed` is set, another validator gives the same verdict."""
+        """Give a verdict. If it must be confirmed and `confirmed` is set, another validator gives the same verdict.
+
+        If it accepts, the task gets as many groups as `useful`.
+        """
         self.contents += 1
         if reason is None:
+            self.pool.db.connection.change("UPDATE submissions SET groups = ? WHERE id = ?", len(useful), id)
             self.pool.judgement.accepted_stored(validator, id, "8" * 64)
         given = verdict(id, reason, useful, content or f"{self.contents:064x}", replay)
         given = given.model_copy(update={"spent": spent})

@@ -87,6 +87,36 @@ def test_an_expired_claim_goes_to_another_validator_whose_verdict_alone_counts(h
         harness.judge(task.id)
 
 
+def test_a_validator_that_claims_again_and_again_keeps_no_submission_from_the_others(harness: Harness) -> None:
+    task = harness.upload()
+    first = harness.claimed()
+    harness.clock.now_s += 200
+    assert harness.claimed().lease_s == first.lease_s, "a repeated claim must not extend the lease"
+    harness.clock.now_s += 100.5
+    assert harness.claim() is not None, "without another live validator, the same one may claim again"
+    harness.clock.now_s += 300.5
+    harness.beat(OTHER_VALIDATOR)
+    assert harness.claim() is None
+    other = harness.claim(OTHER_VALIDATOR)
+    assert other is not None and other.assignment.id == task.id
+
+
+def test_a_verdict_cannot_credit_more_than_the_task_allows(harness: Harness) -> None:
+    task = harness.upload()
+    harness.claimed()
+    harness.pool.judgement.accepted_stored(VALIDATOR, task.id, "8" * 64)
+    sampling = harness.pool.config.sampling
+    most = sampling.group_size * sampling.max_tokens
+    given = verdict(task.id, None, (True,) * task.groups, "9" * 64)
+    more = given.groups[0].model_copy(update={"tokens": most + 1})
+    for groups in ([*given.groups, given.groups[0]], [more, *given.groups[1:]]):
+        with pytest.raises(PoolError, match="more groups or tokens than its task allows"):
+            harness.pool.judgement.judge(VALIDATOR, given.model_copy(update={"groups": groups}))
+    full = given.groups[0].model_copy(update={"tokens": most})
+    harness.pool.judgement.judge(VALIDATOR, given.model_copy(update={"groups": [full, *given.groups[1:]]}))
+    assert harness.state(task.id) == "accepted"
+
+
 def test_a_submission_expires_when_relays_no_longer_hold_its_version(caplog: pytest.LogCaptureFixture) -> None:
     """Otherwise a validator that claims it would wait for weights that nobody serves."""
     harness = open_pool(prompts_per_step=20)

@@ -48,7 +48,8 @@ class Judgement:
     def claim(self, validator: str, limit: int) -> Claims:
         """Lease up to `limit` submissions to a validator: the oldest that it may check, and others of the same version.
 
-        A submission with an expired lease may be claimed again. A random draw decides here, after the upload, whether
+        A repeated claim does not extend its lease. A submission with an expired lease goes to another validator if one may
+        check it. A random draw decides here, after the upload, whether
         to prefill a submission whole, so no worker knows the result in advance. A submission whose version the relays
         have dropped expires, because waiting for that version would block a validator. If it already has a first
         verdict, that verdict counts instead.
@@ -57,14 +58,22 @@ class Judgement:
             now_s = self.db.clock()
             lines = self._close_uncheckable(validator, now_s)
             waiting = self.db.submissions.claimable(validator, now_s)
-            eligible = [submission for submission in waiting if self.checkers.may_check(validator, submission)]
+            eligible = [submission for submission in waiting if self._may_claim(validator, submission, now_s)]
             taken = [submission for submission in eligible if submission.version == eligible[0].version][:limit]
-            lease_s = now_s + LEASE_S
-            claims = [self._lease(validator, submission, lease_s) for submission in taken]
+            claims = [self._lease(validator, submission, now_s) for submission in taken]
         _log_all(lines)
         return Claims(claims=claims)
 
-    def _lease(self, validator: str, submission: Submission, lease_s: float) -> Claim:
+    def _may_claim(self, validator: str, submission: Submission, now_s: float) -> bool:
+        """Return whether this validator may claim a submission that no other validator holds."""
+        if submission.validator == validator and not _is_leased(submission, now_s):
+            others = (key for key in self.checkers.live_validators() if key != validator)
+            if any(self.checkers.may_check(other, submission) for other in others):
+                return False
+        return self.checkers.may_check(validator, submission)
+
+    def _lease(self, validator: str, submission: Submission, now_s: float) -> Claim:
+        lease_s = submission.lease_s if _is_leased(submission, now_s) else now_s + LEASE_S
         full = submission.full_check
         if full is None:
             full = self.trust.draw(submission.worker, submission.groups)
@@ -115,8 +124,11 @@ class Judgement:
 
     def judge(self, validator: str, verdict: Verdict) -> None:
         """Accept or reject. A hard rejection, once confirmed by a second validator, slashes the worker and bans it."""
+        size, max_tokens = self.config.sampling.group_size, self.config.sampling.max_tokens
         with self.db.transaction():
             submission = self._get(verdict.submission)
+            if len(verdict.groups) > submission.groups or any(g.tokens > size * max_tokens for g in verdict.groups):
+                raise PoolError(f"{submission.id}: the verdict has more groups or tokens than its task allows", 400)
             if submission.state in ("accepted", "rejected") and submission.validator == validator:
                 return  # the validator repeats its verdict because it did not get the response
             if self.checkers.is_repeat(submission, validator):
@@ -230,6 +242,10 @@ class Judgement:
         if submission.state != "validating" or submission.validator != validator:
             raise PoolError(f"{id} is {submission.state} and not claimed by this validator")
         return submission
+
+
+def _is_leased(submission: Submission, now_s: float) -> bool:
+    return submission.state == "validating" and submission.lease_s >= now_s
 
 
 def _samples(submission: Submission, worker: str, verdict: Verdict) -> list[WorkerSample]:

@@ -77,6 +77,7 @@ class Submission:
     validator: str | None = None  # key of the validator with the claim
     full_check: bool | None = None  # whether it is prefilled whole; drawn at the first claim
     uploaded_s: float | None = None
+    lease_s: float = 0.0  # end of the validator's claim
 
 
 COLUMNS = ", ".join(field.name for field in fields(Submission))

@@ -352,7 +352,7 @@ HARD = frozenset(Reason) - SOFT
 
 
 class ClaimRequest(Message):
-    most: int = Field(ge=1, le=1024)
+    most: int = Field(ge=1, le=16)
 
 
 class Claim(Message):

@@ -172,7 +172,7 @@ class Recorded:
                 reward=float(number % SIZE),
                 proofs=[bytes(258)],
             )
-            for number in range(GROUPS * SIZE)
+            for number in range(task.groups * SIZE)
         ]
         data = write_submission(header, rows, key)
         self.pool.assignments.uploaded(key.public, task.id, self.store.put("submissions", data))
@@ -185,7 +185,7 @@ class Recorded:
             judged = header.model_copy(update={"prefilled": prefilled})
             stored = self.store.put("accepted", write_accepted(judged, accepted, VALIDATOR))
             self.pool.judgement.accepted_stored(VALIDATOR.public, task.id, stored)
-            groups = [group_result(number) for number in range(GROUPS)]
+            groups = [group_result(number) for number in range(task.groups)]
             verdict = verdict.model_copy(update={"accepted_hash": stored, "groups": groups, "spent": SPENT})
         self.pool.judgement.judge(VALIDATOR.public, verdict)
 
