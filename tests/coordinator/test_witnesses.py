@@ -13,6 +13,7 @@ from shoal.coordinator import pool as pages
 from shoal.ledger.chain import Entry, Head, LedgerError, open_head, sign_head, verify_chain
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import make_invite
+from shoal.protocol.messages import Ok
 from shoal.protocol.node import Node
 from shoal.validator.service import HEAD, WITNESS_S, Witness
 
@@ -58,6 +59,18 @@ def test_the_newest_entry_is_co_signed_kept_and_recorded(site: Site, tmp_path: P
     validator(site, tmp_path, "other")
     witness.sign()
     assert [entry.kind for entry in ledger(site, node)[-2:]] == ["registered", "witnessed"]
+
+
+def test_a_repeated_head_or_one_of_co_signatures_alone_adds_no_entry(site: Site, tmp_path: Path) -> None:
+    node = validator(site, tmp_path)
+    entries = ledger(site, node)
+    for entry in (entries[-1], entries[-1], entries[0]):
+        head = Head(run=RUN, seq=entry.seq, digest=entry.digest)
+        node.post("/v1/heads", sign_head(head, node.identity), Ok)
+    *same, last = ledger(site, node)
+    assert same == entries
+    node.post("/v1/heads", sign_head(Head(run=RUN, seq=last.seq, digest=last.digest), node.identity), Ok)
+    assert ledger(site, node)[-1] == last
 
 
 def test_a_validator_co_signs_at_intervals(site: Site, tmp_path: Path) -> None:

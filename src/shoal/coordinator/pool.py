@@ -12,6 +12,7 @@ with a co-signed head notices if the ledger is truncated or rewritten.
 import random
 from collections import deque
 from collections.abc import Callable
+from itertools import takewhile
 
 from shoal.config import Config
 from shoal.coordinator import checkers, database, members, trust
@@ -48,6 +49,7 @@ class Pool:
         that the operator books in the ledger."""
         self.config, self.run = config, run
         self.notices: deque[str] = deque(maxlen=MAX_NOTICES)
+        self._witnessed: dict[str, int] = {}  # the newest head that each validator co-signed since the start
         self.db = db = Database(connection, ledger, clock)
         db.create([*SCHEMA, *members.DOWNLOADS])
         arrivals = Arrivals(db, config)
@@ -71,7 +73,10 @@ class Pool:
         return bytes(page)
 
     def record_head(self, key: str, signed: Signed) -> None:
-        """Record a validator's co-signed head. Raise PoolError unless `key` signed it and this ledger contains it."""
+        """Record a validator's co-signed head, unless it or only co-signatures were recorded since its last one.
+
+        Raise PoolError unless `key` signed the head and this ledger contains it.
+        """
         try:
             head = open_head(signed, key)
         except LedgerError as error:
@@ -79,4 +84,7 @@ class Pool:
         entry = next(iter(self.db.ledger.entries(since=head.seq - 1)), None)
         if head != (entry and Head(run=self.run, seq=entry.seq, digest=entry.digest)):
             raise PoolError(f"entry {head.seq} of this ledger differs from the co-signed head", 409)
-        self.db.ledger.append("witnessed", {"validator": key, "head": signed.model_dump_json()})
+        entries = self.db.ledger.entries(since=self._witnessed.get(key, 0))
+        if any(entry.kind != "witnessed" for entry in takewhile(lambda entry: entry.seq <= head.seq, entries)):
+            self.db.ledger.append("witnessed", {"validator": key, "head": signed.model_dump_json()})
+            self._witnessed[key] = head.seq
