@@ -193,6 +193,7 @@ def test_prometheus_metrics_show_steps_rewards_and_accuracy(harness: Harness) ->
         "metrics without a measurement must be missing"
     )
     harness.accepted()
+    harness.publish(1, 2)
     for version in (1, 2):
         harness.pool.learning.trained(StepReport(step=version - 1, metrics={"reward/mean": version / 8}, trained=[]))
         accuracy = {"greedy": version / 4, "sampled": version / 16}

@@ -103,6 +103,12 @@ class Learning:
             "version %d published, %.1f MB, digest %s", policy.version, policy.size_bytes / 1e6, policy.digest[:16]
         )
 
+    def reported(self, report: StepReport) -> None:
+        """Record a trained step. Raise PoolError if its batch is not full, or the step before it is not trained."""
+        if report.step >= self.db.open_step() or not (report.step == 0 or self.db.is_trained(report.step)):
+            raise PoolError(f"step {report.step + 1} cannot have been trained: its batch or an earlier step is missing")
+        self.trained(report)
+
     def trained(self, report: StepReport) -> None:
         """Record one step's metrics, and the metrics of all groups accepted while the step was open."""
         scores = score_metrics(self.db, report.step)
@@ -123,6 +129,9 @@ class Learning:
             log.info("step %d of %d trained%s", report.step + 1, self.config.run.steps, reward)
 
     def evaluated(self, evaluation: Evaluation) -> None:
+        """Record an evaluation. Raise PoolError if its version is not published."""
+        if self.db.policies.digest(evaluation.version) is None:
+            raise PoolError(f"version {evaluation.version} is not published")
         key = f"{evaluation.version} final" if evaluation.final else str(evaluation.version)
         is_first = self.db.history.put("evaluation", key, evaluation.model_dump_json())
         if not is_first:

@@ -13,7 +13,7 @@ from shoal.coordinator.http import serving
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.http.serving import WorkLog
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Evaluation, Reason, StepReport
+from shoal.protocol.messages import Evaluation, PolicyVersion, Reason, StepReport
 
 from ..support import ALICE, BOB, Harness, config
 
@@ -30,6 +30,7 @@ def finish(folder: Path) -> None:
     for step in range(6):
         coordinator.pool.learning.trained(StepReport(step=step, metrics={"perf/tokens": 10.0}, trained=[]))
     for version, final in ((0, False), (6, True)):
+        coordinator.pool.learning.published(PolicyVersion(version=version, digest="a" * 64, size_bytes=1))
         evaluation = Evaluation(version=version, greedy=version / 10, sampled=None, n=4, final=final)
         coordinator.pool.learning.evaluated(evaluation)
 

@@ -121,7 +121,7 @@ class Coordinator:
                 web.post("/v1/verdicts", signed(self._judge, ["validator"], verdict_bytes)),
                 web.post("/v1/heads", signed(self._head, ["validator"])),
                 web.post("/v1/policies", signed(_report(m.PolicyVersion, learning.published), ["origin"])),
-                web.post("/v1/steps", signed(_report(m.StepReport, learning.trained), ["learner"], MAX_REPORT_BYTES)),
+                web.post("/v1/steps", signed(_report(m.StepReport, learning.reported), ["learner"], MAX_REPORT_BYTES)),
                 web.post("/v1/evaluations", signed(_report(m.Evaluation, learning.evaluated), ["evaluator"])),
             ]
         )
