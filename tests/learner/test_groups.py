@@ -11,6 +11,7 @@ import pytest
 
 from shoal.config import parse
 from shoal.learner.groups import Fetched, Gathering, Group, Outline, decode, encode, gathering, validators
+from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import Batch, BatchGroup
 from shoal.store.rollouts import AcceptedRollout
 
@@ -114,10 +115,29 @@ def test_a_file_that_breaks_the_schema_is_quarantined(broken, why, quarantine, c
     assert submission(1) in line and str(quarantine) in line and why in line
 
 
+def test_a_file_that_is_damaged_in_the_store_costs_its_groups_alone(quarantine, monkeypatch, caplog):
+    store, status = Store(accepted(), accepted()), 410
+    fetch = store.fetch_file
+
+    def damaged(path: str, *, max_bytes: int) -> bytes:
+        if path.endswith(submission(1)):
+            raise RefusedError("the file was changed on disk", status)
+        return fetch(path, max_bytes=max_bytes)
+
+    monkeypatch.setattr(store, "fetch_file", damaged)
+    with caplog.at_level(logging.ERROR):
+        result = fetched(store, quarantine, (1, 0), (0, 1))
+    assert [group.submission for group in result.groups] == [submission(0)] and result.quarantined == 1
+    assert caplog.messages == [f"the step continues without {submission(1)}: the file was changed on disk"]
+    status = 507
+    with pytest.raises(RefusedError):
+        fetched(store, quarantine, (1, 0))
+
+
 @pytest.mark.parametrize(
     ("files", "why"),
     [
-        ([b"", b"PAR1"], "2 are in files moved to quarantine"),
+        ([b"", b"PAR1"], "2 are in damaged files"),
         ([accepted(version=1), accepted(version=1)], "2 are too old"),
     ],
     ids=["broken", "old"],

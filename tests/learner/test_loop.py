@@ -204,7 +204,7 @@ def test_a_step_without_usable_groups_is_skipped_and_reported(tiny_folder, tmp_p
 def test_several_skipped_steps_in_a_row_stop_the_run(tiny_folder, tmp_path, files):
     pool = Pool(files[0], *[b"broken"] * (MAX_SKIPS + 1))
     for _ in range(2):  # the second run is a restart
-        with pytest.raises(ShoalError, match=r"step 5: .*5 are in files moved to quarantine.* The 3 steps before"):
+        with pytest.raises(ShoalError, match=r"step 5: .*5 are in damaged files.* The 3 steps before"):
             make_learner(tiny_folder, tmp_path, pool, steps=5).run(threading.Event())
     assert len(pool.reports) == 1 + MAX_SKIPS
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal.config import Config
 from shoal.model.dtype import DtypeName
+from shoal.protocol.calling import RefusedError
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment, Claim, ContentOwner, Verdict
 from shoal.validator.case import Case
@@ -47,7 +48,9 @@ class ValidatorsNode(FakeNode):
         return ContentOwner(submission=self.owner)
 
     def fetch_file(self, path: str, *, max_bytes: int) -> bytes:
-        return self.files[path.removeprefix("/v1/submissions/")]
+        if (id := path.removeprefix("/v1/submissions/")) not in self.files:
+            raise RefusedError("the file is missing", 410)
+        return self.files[id]
 
 
 def make_validator(folder: Path, settings: Config, dtype: DtypeName = "float32", version: int = 2) -> Validator:

@@ -262,3 +262,11 @@ def test_a_stopped_validator_claims_nothing(tiny_folder: Path, file: bytes) -> N
     stop = threading.Event()
     stop.set()
     assert validator.run(stop) == "stopped" and len(node.claims) == 1
+
+
+def test_a_file_that_the_coordinator_lost_does_not_end_the_validator(validator: Validator, file: bytes) -> None:
+    lost = claim(assignment(number=1))
+    validator.node.files[ASSIGNMENT.id] = file  # type: ignore[attr-defined]
+    [(verdict, _)] = validator.check([lost, claim()])
+    assert verdict.submission == ASSIGNMENT.id and verdict.reason is None
+    assert validator.check([lost]) == []

@@ -103,6 +103,12 @@ class Judgement:
             )
         return lines
 
+    def damaged(self, id: str) -> None:
+        """Let a submission expire whose file is damaged. Its groups are assigned again."""
+        with self.db.transaction():
+            self.db.submissions.move(self._get(id), "drop")
+        log.error("%s expires: its file in the store is damaged", id)
+
     def content_owner(self, content: str) -> ContentOwner:
         """Return the accepted submission with this content."""
         return ContentOwner(submission=self.db.submissions.content_owner(content))

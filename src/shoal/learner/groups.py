@@ -29,6 +29,7 @@ from shoal.files import write_file
 from shoal.learner.ranks import Ranks
 from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.model.turns import model_tokens
+from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import Batch, BatchGroup
 from shoal.protocol.node import Node
 from shoal.store.columns import Columns, RolloutFileError
@@ -150,7 +151,7 @@ class Fetched:
     groups: list[Group]
     contents: dict[str, str] = field(default_factory=dict)  # digest of the accepted file's rows, by submission
     refused: int = 0  # groups older than the async level allows
-    quarantined: int = 0  # groups in files that break the schema
+    quarantined: int = 0  # groups in files that are damaged or break the schema
     foreign: int = 0  # groups that no current validator signed, of another run or a future version, or incomplete
     implausible: int = 0  # groups with an impossible logprob or reward
 
@@ -159,7 +160,7 @@ class Fetched:
         """How many groups were left out, and why, as text for log lines and errors."""
         return (
             f"{self.refused} are too old, {self.foreign} are not this run's, {self.implausible} have impossible values, "
-            f"{self.quarantined} are in files moved to quarantine"
+            f"{self.quarantined} are in damaged files"
         )
 
 
@@ -172,14 +173,21 @@ class Gathering:
         self.run = run
         self.config = config
         self.quarantine = quarantine
-        self._files: dict[str, AcceptedFile | None] = {}  # None if the file breaks the schema
+        self._files: dict[str, AcceptedFile | None] = {}  # None if it is damaged or breaks the schema
 
     def fetch(self, batch: Batch) -> None:
-        """Read the batch's files. Raise NodeError if a download fails."""
+        """Read the batch's files. Raise NodeError if a download fails, unless the coordinator's file is damaged."""
         for submission in dict.fromkeys(member.submission for member in batch.groups):
             if submission not in self._files:
-                data = self.read(submission)
-                self._files[submission] = _parsed(data, submission, self.config, self.quarantine)
+                try:
+                    data = self.read(submission)
+                except RefusedError as error:
+                    if error.status != 410:
+                        raise
+                    log.error("the step continues without %s: %s", submission, error)
+                    self._files[submission] = None
+                else:
+                    self._files[submission] = _parsed(data, submission, self.config, self.quarantine)
 
     def gather(self, batch: Batch, validators: set[str]) -> Fetched:
         """Verify a full batch. `validators` are the keys that may sign accepted files.

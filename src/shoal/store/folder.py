@@ -25,6 +25,10 @@ class StoreError(ShoalError):
     """A file cannot be stored or read; the message names it and the next step."""
 
 
+class DamagedFileError(StoreError):
+    """A stored file is missing or was changed, so its content is lost."""
+
+
 class FileStore(Protocol):
     """The interface that a folder and a bucket share. For uploads, a folder has `receive` and a bucket has `grant`."""
 
@@ -62,13 +66,14 @@ class Folder:
             remove_leftovers(kind)
 
     def get(self, kind: str, content_hash: str) -> bytes:
-        """Return a file. Raise StoreError if it is missing or was changed."""
+        """Return a file. Raise DamagedFileError if it is missing or was changed, StoreError if it cannot be read."""
         try:
             data = self.path(kind, content_hash).read_bytes()
         except OSError as error:
-            raise StoreError(f"cannot read {kind} file {content_hash[:16]} in {self.root}: {error.strerror}") from error
+            lost = DamagedFileError if isinstance(error, FileNotFoundError) else StoreError
+            raise lost(f"cannot read {kind} file {content_hash[:16]} in {self.root}: {error.strerror}") from error
         if blake3(data).hexdigest() != content_hash:
-            raise StoreError(f"{kind} file {content_hash[:16]} in {self.root} was changed on disk")
+            raise DamagedFileError(f"{kind} file {content_hash[:16]} in {self.root} was changed on disk")
         return data
 
     def remove(self, kind: str, content_hash: str) -> None:

@@ -169,13 +169,16 @@ class Validator:
         return claims
 
     def check(self, claims: list[Claim]) -> list[tuple[Verdict, bytes | None]]:
-        """Return each claim's verdict and accepted file. All claims must be of the loaded version."""
-        opened = [self.open(claim) for claim in claims]
-        pairs = [(claim, case) for claim, case in zip(claims, opened, strict=True) if isinstance(case, Case)]
+        """Return each claim's verdict and accepted file. All claims must be of the loaded version.
+
+        Leave out claims whose file the coordinator has lost.
+        """
+        opened = [(claim, case) for claim in claims if (case := self.open(claim)) is not None]
+        pairs = [(claim, case) for claim, case in opened if isinstance(case, Case)]
         examined = iter(self.examine([case for _, case in pairs], [claim for claim, _ in pairs]))
         return [
             self.conclude(claim, next(examined)) if isinstance(case, Case) else (unreadable(claim, case), None)
-            for claim, case in zip(claims, opened, strict=True)
+            for claim, case in opened
         ]
 
     def examine(self, cases: Sequence[Case], claims: Sequence[Claim]) -> list[Examined]:
@@ -212,10 +215,16 @@ class Validator:
             for case, claim in zip(cases, claims, strict=True)
         ]
 
-    def open(self, claim: Claim) -> Case | Finding:
-        """Fetch and read one submission."""
+    def open(self, claim: Claim) -> Case | Finding | None:
+        """Fetch and read one submission; return None if the coordinator's file is damaged."""
         limit = self.config.max_submission_bytes
-        data = self.node.fetch_file(f"/v1/submissions/{claim.assignment.id}", max_bytes=limit)
+        try:
+            data = self.node.fetch_file(f"/v1/submissions/{claim.assignment.id}", max_bytes=limit)
+        except RefusedError as error:
+            if error.status != 410:
+                raise
+            log.error("%s cannot be checked: %s", claim.assignment.id, error)
+            return None
         case = self.judge.open(claim.assignment, claim.worker, data)
         if isinstance(case, Finding):
             return case

@@ -101,6 +101,20 @@ def test_only_a_validators_newest_accepted_file_is_kept(site: Site) -> None:
     assert again == stored and held(site, "accepted") == {f"{stored['hash']}.parquet"}
 
 
+def test_a_submission_whose_file_is_damaged_expires(site: Site) -> None:
+    """Otherwise every validator that claims it would end."""
+    worker, validator = site.clients["worker"], site.clients["validator"]
+    task = task_of(worker)
+    worker.put(task["upload_path"], content=b"rollouts").raise_for_status()
+    validator.post("/v1/claims", json={"most": 1}).raise_for_status()
+    [name] = held(site)
+    (site.folder / "store" / "submissions" / name).write_bytes(b"rollout5")
+    refused(validator.get(f"/v1/submissions/{task['id']}"), 410, "was changed on disk")
+    assert validator.post("/v1/claims", json={"most": 1}).json()["claims"] == []
+    assert worker_status(site)["missed"] == 0
+    task_of(worker)  # the worker gets work at once
+
+
 def test_a_file_that_is_refused_after_it_was_written_is_removed(
     coordinator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from shoal.coordinator.database import PoolError
 from shoal.coordinator.pool import Pool
 from shoal.protocol.messages import Announced, FileLink, Role, Stored, UploadGrant
 from shoal.protocol.server import Admission, Answer, Request, body_pieces
-from shoal.store.folder import Folder, StoreError
+from shoal.store.folder import DamagedFileError, Folder, StoreError
 
 if TYPE_CHECKING:
     from shoal.store.bucket import Bucket
@@ -42,6 +42,7 @@ class FileKind:
     stored: Callable[[str, str, str], None]  # same arguments; records the file
     hash_of: Callable[[str], str]  # (submission) -> its file's hash, "" if it has none
     is_used: Callable[[str], bool]  # (hash) -> whether a submission has this file
+    damaged: Callable[[str], None]  # (submission); called when its stored file is missing or was changed
 
     async def record(self, key: str, id: str, content_hash: str, remove: Callable[[str, str], None]) -> None:
         """Record a named file and remove the file that it replaces. If the pool refuses it, remove the new file."""
@@ -125,6 +126,7 @@ class FileRoutes:
             stored=assigned.uploaded,
             hash_of=lambda id: judged.hashes(id)[0],
             is_used=lambda content_hash: pool.db.submissions.has_file("submissions", content_hash),
+            damaged=judged.damaged,
         )
         self.accepted = FileKind(
             "accepted",
@@ -134,6 +136,7 @@ class FileRoutes:
             stored=judged.accepted_stored,
             hash_of=lambda id: judged.hashes(id)[1],
             is_used=lambda content_hash: pool.db.submissions.has_file("accepted", content_hash),
+            damaged=lambda id: None,  # the learner trains without its groups
         )
 
     def routes(self) -> list[web.RouteDef]:
@@ -203,7 +206,12 @@ class FileRoutes:
         """Return the routes for a store in a folder: nodes upload and fetch files here."""
 
         async def get(request: Request) -> Answer:
-            return await asyncio.to_thread(self.store.get, kind.name, kind.hash_of(request.match["id"]))
+            id = request.match["id"]
+            try:
+                return await asyncio.to_thread(self.store.get, kind.name, kind.hash_of(id))
+            except DamagedFileError:
+                kind.damaged(id)
+                raise
 
         async def put(request: web.Request) -> Answer:
             return await self.receive(request, kind)

@@ -34,7 +34,7 @@ from shoal.protocol.messages import Ok, Role
 from shoal.protocol.pace import Pace
 from shoal.protocol.server import IDENTITY, Admission, Answer, Front, Handler, Request, Route, refusal
 from shoal.shardcast.guard import issue
-from shoal.store.folder import Folder, StoreError
+from shoal.store.folder import DamagedFileError, Folder, StoreError
 
 READER_GRANT_S = 600.0  # validity of a new reader grant
 MAX_REPORT_BYTES = 1 << 20  # limit for a learner's report, which lists submissions, and for a verdict without samples
@@ -42,7 +42,7 @@ MAX_HEARTBEAT_BYTES = 32 << 10  # a heartbeat's longest part lists MAX_SENDERS U
 MAX_SAMPLE_BYTES = 40 << 10  # per group in a verdict: two texts of 4,000 characters
 NUMBER = re.compile("[0-9]{1,15}")
 SHA256 = re.compile("[0-9a-f]{64}")
-STATUSES = {InviteError: 403, StoreError: 507, DatabaseFullError: 507, DatabaseLostError: 503}
+STATUSES = {InviteError: 403, DamagedFileError: 410, StoreError: 507, DatabaseFullError: 507, DatabaseLostError: 503}
 
 M = TypeVar("M", bound=BaseModel)
 
