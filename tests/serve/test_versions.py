@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from shoal.config import Config
+from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import UserError
 from shoal.files import copy_tree, discard
 from shoal.model import load as model_load
 from shoal.serve.errors import NoSlotError, UnknownVersionError
-from shoal.serve.versions import ModelSource, Versions, digest, label_of, source_of
+from shoal.serve.versions import LoadedModel, ModelSource, Offer, Versions, digest, label_of, load, source_of
 
 from .support import engine
 
@@ -25,28 +26,85 @@ def source(tiny_folders: tuple[Path, Path], tmp_path: Path) -> ModelSource:
     return ModelSource("run", tmp_path / "versions", None)
 
 
-def test_a_version_in_use_stays_and_the_least_recently_used_one_is_evicted(
-    source: ModelSource, tiny_folder: Path
-) -> None:
+def publish(source: ModelSource, version: int, folder: Path) -> None:
     assert source.folder is not None
-    copy_tree(tiny_folder, source.folder / "v000003")
+    copy_tree(folder, source.folder / f"v{version:06d}")
 
+
+def test_a_version_in_use_stays_and_the_least_recently_used_one_is_evicted(
+    source: ModelSource, tiny_folders: tuple[Path, Path]
+) -> None:
     async def main() -> None:
-        versions = Versions(source, engine, max_loaded=2)
+        versions = Versions(source, engine)
         await versions.poll()
-        async with versions.borrow("run@1") as one:
-            with pytest.raises(NoSlotError, match="in use"):
-                async with versions.borrow("run@2"):
-                    pass
-            before = one.engine.model.lm_head.weight.clone()
-        async with versions.borrow("run@2") as two:
-            assert not versions.is_loaded("run@1") and versions.is_loaded("run@3")
-            assert two.engine is one.engine  # the new version reuses the evicted version's memory
-            assert not torch.equal(two.engine.model.lm_head.weight, before)
-            assert two.digest != one.digest
+        async with versions.borrow("run", "ada"):  # version 2, which stays in use
+            publish(source, 3, tiny_folders[0])
+            await versions.poll()
+            async with versions.borrow("run", "ada") as three:
+                before = three.engine.model.lm_head.weight.clone()
+            publish(source, 4, tiny_folders[0])
+            await versions.poll()
+            publish(source, 5, tiny_folders[1])
+            await versions.poll()
+            assert not versions.is_loaded("run@3") and versions.is_loaded("run@2")
+        async with versions.borrow("run", "ada") as five:
+            assert five.engine is three.engine  # the new version reuses the evicted version's memory
+            assert not torch.equal(five.engine.model.lm_head.weight, before)
+            assert five.digest != three.digest
         versions.close()
 
     asyncio.run(main())
+
+
+def test_requests_to_older_versions_leave_a_slot_for_each_new_version(source: ModelSource, tiny_folder: Path) -> None:
+    publish(source, 3, tiny_folder)
+
+    async def main() -> None:
+        versions = Versions(source, engine)
+        await versions.poll()
+        async with versions.borrow("run@2", "ada"):
+            pass  # it stays in memory, so the next request for it loads nothing
+        async with versions.borrow("run@1", "eve") as older, versions.borrow("run@1", "ada") as same:
+            assert same is older
+            for version in (4, 5):
+                with pytest.raises(NoSlotError, match="run@1 are running, so no other older version fits"):
+                    async with versions.borrow("run@2", "eve"):
+                        pass
+                assert versions.is_loaded("run@2") == (version == 4)  # a refused request loads nothing
+                publish(source, version, tiny_folder)
+                await versions.poll()
+                async with versions.borrow("run", "ada") as newest:
+                    assert newest.id == f"run@{version}" and not versions.failure
+        versions.close()
+
+    asyncio.run(main())
+
+
+def test_callers_load_older_versions_in_turn(
+    source: ModelSource, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in range(3, 7):
+        publish(source, version, tiny_folder)
+    loaded = list[str]()
+
+    def counted(offer: Offer, engine: TorchEngine) -> LoadedModel:
+        loaded.append(offer.id)
+        return load(offer, engine)
+
+    async def main() -> None:
+        versions = Versions(source, engine)
+        await versions.poll()
+        monkeypatch.setattr("shoal.serve.versions.load", counted)
+
+        async def ask(id: str, caller: str) -> None:
+            async with versions.borrow(id, caller):
+                pass
+
+        await asyncio.gather(*(ask(f"run@{version}", "eve") for version in range(1, 5)), ask("run@5", "ada"))
+        versions.close()
+
+    asyncio.run(main())
+    assert loaded == ["run@1", "run@2", "run@5", "run@3", "run@4"]
 
 
 @pytest.mark.parametrize("while_it_loads", [False, True])
@@ -70,9 +128,9 @@ def test_only_the_request_for_a_removed_version_fails(
         else:
             discard(removed)
         with pytest.raises(UnknownVersionError, match="run@1"):
-            async with versions.borrow("run@1"):
+            async with versions.borrow("run@1", "ada"):
                 pass
-        async with versions.borrow("run") as newest:
+        async with versions.borrow("run", "ada") as newest:
             assert newest.id == "run@2"
         versions.close()
 

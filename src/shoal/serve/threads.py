@@ -14,14 +14,16 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from aiohttp import web
 
 from shoal.serve.errors import BusyError
-from shoal.serve.versions import LoadedModel
 from shoal.watch.page.guard import json_body
+
+if TYPE_CHECKING:
+    from shoal.serve.versions import LoadedModel
 
 WAIT_S = 30.0  # longest wait for a slot
 MAX_WAITING = 256  # waiting calls per caller
@@ -89,7 +91,7 @@ class FairThreadPool:
         # PyTorch starts each thread with the count that is set at that moment, and `use_threads` may have changed it.
         self._pool = ThreadPoolExecutor(count, name, torch.set_num_threads, (torch.get_num_threads(),))
 
-    async def run(self, caller: str, call: Callable[[], Result], loaded: LoadedModel | None = None) -> Result:
+    async def run(self, caller: str, call: Callable[[], Result], loaded: "LoadedModel | None" = None) -> Result:
         """Run `call` in a thread and return its result. `loaded` stays in memory until the call ends. Raise BusyError."""
         await self._slots.acquire(caller)
         future = asyncio.get_running_loop().run_in_executor(self._pool, call)

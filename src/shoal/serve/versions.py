@@ -9,8 +9,10 @@ A source is a model, the folder of a run (live or finished), or a folder of fetc
     bundled:tiny, PATH  one model
 
 Invariant: a version in use is never evicted or overwritten. When an offer is listed, its folder holds complete weights;
-a live run may remove the folder later. One version is loaded at a time, and at most `max_loaded` (two or more) are in
-memory. If a version is removed before it is loaded, only the request for it fails.
+a live run may remove the folder later. One version is loaded at a time, and at most `max_loaded` (three or more) are in
+memory. Requests may use `max_loaded` - 2 of the older ones at the same time, so a slot is left for the next version. Two
+versions that were in use when a newer one came block the next one until the replies on one of them end. If a version is
+removed before it is loaded, only the request for it fails.
 """
 
 import asyncio
@@ -32,6 +34,7 @@ from shoal.model import sources
 from shoal.model.load import WEIGHTS, eos_ids, load_tokenizer
 from shoal.model.sources import ModelNotFoundError, positions, read_config
 from shoal.serve.errors import NoSlotError, UnknownVersionError
+from shoal.serve.threads import FairSemaphore
 from shoal.shardcast.manifest import parse_version
 
 CONFIG = "config.toml"
@@ -113,7 +116,7 @@ def digest(folder: Path) -> str:
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in MODEL_SUFFIXES)
     combined = blake3()
     for path in files:
-        content = blake3(max_threads=blake3.AUTO)
+        content = blake3()  # in one thread, because running replies need the other cores
         content.update_mmap(path.resolve())
         combined.update(f"{path.name} {content.hexdigest()}\n".encode())
     return combined.hexdigest()
@@ -121,7 +124,6 @@ def digest(folder: Path) -> str:
 
 POLL_S = 1.0
 MAX_LOADED = 3  # versions in memory
-MAX_WAITING = 8  # requests that may wait for a version to load
 DEFAULT_POSITIONS = 4096  # context length of a model whose config does not state one
 
 
@@ -164,7 +166,7 @@ class Versions:
     _spare: list[TorchEngine] = field(default_factory=list)  # evicted engines, to reuse their memory
     _offers: list[Offer] = field(default_factory=list)
     _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _waiting: int = 0
+    _turns: FairSemaphore = field(default_factory=lambda: FairSemaphore(1))  # to load an older version
     _clock: int = 0
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "loader"))
 
@@ -197,12 +199,14 @@ class Versions:
             self.failure = str(error)  # the folder was removed before it was read; the next poll tries again
 
     @asynccontextmanager
-    async def borrow(self, id: str) -> AsyncIterator[LoadedModel]:
+    async def borrow(self, id: str, caller: str) -> AsyncIterator[LoadedModel]:
         """Borrow version `id`, and load it first if needed. It is not evicted while it is borrowed.
 
-        If `id` is the source's name, borrow the newest version. Raise UnknownVersionError or NoSlotError.
+        If `id` is the source's name, borrow the newest version. Raise UnknownVersionError, NoSlotError or BusyError.
         """
-        loaded = await self._find(id)
+        loaded = await self._find(id, caller)
+        if loaded is not self.newest:
+            self._check_older(loaded.id)
         loaded.users += 1
         self._clock += 1
         loaded.last_used = self._clock
@@ -211,7 +215,7 @@ class Versions:
         finally:
             loaded.users -= 1
 
-    async def _find(self, id: str) -> LoadedModel:
+    async def _find(self, id: str, caller: str) -> LoadedModel:
         if id == self.source.name and self.newest:
             return self.newest
         if id in self._loaded:
@@ -221,14 +225,22 @@ class Versions:
         offer = next((offer for offer in self._offers if offer.id == id), None)
         if offer is None:
             raise UnknownVersionError(f"there is no model {id[:100]!r}; GET /v1/models lists the models")
-        if self._waiting >= MAX_WAITING:
-            raise NoSlotError("too many requests wait for other versions to load; try again")
-        self._waiting += 1
+        await self._turns.acquire(caller)
         try:
             async with self._loading:
+                self._check_older(id)
                 return self._loaded.get(id) or await self._load(offer)
         finally:
-            self._waiting -= 1
+            self._turns.release(caller)
+
+    def _check_older(self, id: str) -> None:
+        """Raise NoSlotError if, with version `id` in use too, no slot would be left for the next version."""
+        in_use = [each.id for each in self._loaded.values() if each.users and each is not self.newest and each.id != id]
+        if len(in_use) >= self.max_loaded - 2:
+            raise NoSlotError(
+                f"requests to {', '.join(in_use)} are running, so no other older version fits in memory; "
+                f"try again when they have ended, or choose {self.source.name}"
+            )
 
     async def _load(self, offer: Offer) -> LoadedModel:
         self._evict()

@@ -173,7 +173,7 @@ class OpenAI:
         async with AsyncExitStack() as stack:
             async with read_body(self.bodies, request, request[CALLER], BODY_BYTES) as data:
                 params = await self._read(request, ChatRequest, data)
-                loaded = await stack.enter_async_context(self.versions.borrow(params.model))
+                loaded = await stack.enter_async_context(self.versions.borrow(params.model, request[CALLER]))
                 messages = self._messages(params)
                 prompt = await self.threads.run(request[CALLER], lambda: encode(loaded, messages), loaded)
             generations = self._generations(
@@ -186,7 +186,7 @@ class OpenAI:
         async with AsyncExitStack() as stack:
             async with read_body(self.bodies, request, request[CALLER], BODY_BYTES) as data:
                 params = await self._read(request, CompletionRequest, data)
-                loaded = await stack.enter_async_context(self.versions.borrow(params.model))
+                loaded = await stack.enter_async_context(self.versions.borrow(params.model, request[CALLER]))
                 prompts = await self.threads.run(request[CALLER], lambda: _prompts(params, loaded), loaded)
             generations = self._generations(
                 request, loaded, params, prompts, params.logprobs, params.max_tokens, echo=bool(params.echo)
