@@ -20,6 +20,9 @@ pytest.importorskip("pyrevm", reason="pyrevm is not installed: make evm")
 pytest.importorskip("eth_abi", reason="web3.py is not installed: make evm")
 
 
+ADDRESS = "203.0.113.7"
+
+
 class Away(RevmChain):
     """A chain that can be unreachable."""
 
@@ -92,7 +95,7 @@ def test_ledger_entries_are_settled_and_stakes_are_read_back(scene: Scene) -> No
     scene.contract.deposit(ALICE, 150)
     with pytest.raises(PoolError, match="has staked 0"):
         scene.harness.pool.members.register(ALICE, strangers(), None)
-    asyncio.run(settling.read_offered(ALICE, ACCOUNT))
+    asyncio.run(settling.read_offered(ALICE, ACCOUNT, ADDRESS))
     scene.harness.pool.members.register(ALICE, strangers(), None, payer=ACCOUNT)
     scene.harness.join(BOB)
     scene.credit(ALICE, "a-1", 30)
@@ -116,7 +119,7 @@ def test_an_unreachable_chain_is_reported_and_nothing_is_lost(scene: Scene) -> N
     asyncio.run(until(lambda: bool(scene.notices), of=settling))
     assert "the chain does not answer; accepted work waits in the ledger" in scene.notices[0]
     with pytest.raises(PoolError, match="cannot read stakes") as caught:
-        asyncio.run(settling.read_offered(BOB, ACCOUNT))
+        asyncio.run(settling.read_offered(BOB, ACCOUNT, ADDRESS))
     assert caught.value.status == 503, "the status must make the node repeat its request"
     scene.credit(ALICE, "a-2", 12)
     scene.chain.away = False

@@ -34,6 +34,7 @@ from shoal.ledger.chain import Entry, LedgerError
 from shoal.ledger.evm import KINDS, settle, unsettled
 from shoal.ledger.stakes import LedgerStakes
 from shoal.protocol.messages import Booking
+from shoal.protocol.pace import Rates
 
 if TYPE_CHECKING:
     from shoal.ledger.evm import EvmStakes
@@ -42,6 +43,8 @@ POLL_S = 2.0  # between two reads of stakes on a chain
 MAX_PAUSE_S = 60.0
 BATCH_ENTRIES = 16  # entries settled between two reads of stakes
 MAX_STRANGERS = 8  # strangers that may wait for the chain at the same time
+READS_PER_S = 1.0  # reads for strangers at one address, with a burst of 10 s
+READ_KEPT_S = 5.0  # a stranger's stake is not read again within this time
 FINISH_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -178,7 +181,8 @@ class Settlement:
         self._last_notice = ""
         self._skipped_settled = False  # whether entries settled before this start were removed from `waiting`
         self._contracts: dict[str, EvmStakes] = {}  # by the thread that uses it
-        self._strangers = 0
+        self._reads: dict[str, tuple[float, asyncio.Future[int]]] = {}  # by stranger: when it began, and the stake
+        self._read_rates = Rates(READS_PER_S)  # by address
         self._settle_thread, self._read_thread = (ThreadPoolExecutor(1, f"chain-{name}") for name in ("settle", "read"))
 
     # --- on the event loop -------------------------------------------------------------------------------------------
@@ -201,19 +205,28 @@ class Settlement:
                 pause_s = POLL_S
             await asyncio.sleep(0 if self.waiting and pause_s == POLL_S else pause_s)
 
-    async def read_offered(self, key: str, payer: str) -> None:
-        """Read the stake that a stranger has deposited. Raise PoolError (503: retry) if the chain is unreachable."""
-        if self._strangers >= MAX_STRANGERS:
-            raise PoolError("too many nodes are joining at the same time; try again", 503)
-        self._strangers += 1
+    async def read_offered(self, key: str, payer: str, address: str) -> None:
+        """Read the stake that a stranger has deposited. The requests of READ_KEPT_S share one read, even if it fails.
+
+        Raise PoolError (503: retry) if the chain is unreachable or too many strangers are joining.
+        """
+        now_s = time.monotonic()
+        self._reads = {
+            each: (began_s, read)
+            for each, (began_s, read) in self._reads.items()
+            if now_s - began_s < READ_KEPT_S or not read.done()
+        }
+        if key not in self._reads:
+            waiting = sum(not read.done() for _, read in self._reads.values())
+            if waiting >= MAX_STRANGERS or self._read_rates.wait_s(address, now_s) > 0:
+                raise PoolError("too many nodes are joining at the same time; try again", 503)
+            self._read_rates.charge(address, 1, now_s)
+            loop = asyncio.get_running_loop()
+            self._reads[key] = now_s, loop.run_in_executor(self._read_thread, self._read_offered, key, payer)
         try:
-            offered = await asyncio.get_running_loop().run_in_executor(
-                self._read_thread, self._read_offered, key, payer
-            )
+            offered = await asyncio.shield(self._reads[key][1])
         except LedgerError as error:
             raise PoolError(f"cannot read stakes from the chain: {error}", 503) from error
-        finally:
-            self._strangers -= 1
         self.stakes.offers = {key: offered}  # only this request needs it
 
     def finish(self) -> None:

@@ -59,6 +59,11 @@ class Members:
 
     def may_register(self, key: str, invite: InvitePayload, capability: Capability | None = None) -> None:
         """Raise PoolError unless this invite admits this key on a machine with this capability. Change nothing."""
+        if self.check_invite(key, invite, capability):
+            self._check_stake(key)
+
+    def check_invite(self, key: str, invite: InvitePayload, capability: Capability | None = None) -> bool:
+        """Check all but the stake. Return whether the key needs one. Raise PoolError; change nothing."""
         if invite.role == "worker" and (missing := missing_requirement(capability, self.config.requirements)):
             raise PoolError(f"this run requires {missing}", 403)
         node, (name, entry) = self.db.nodes.get(key), _entry(key, invite)
@@ -67,14 +72,13 @@ class Members:
                 raise PoolError(f"this key is already registered as {node.name}")
             if node.state == "left":
                 self._check_capacity(invite.role)
-            return
+            return False
         if self.db.clock() > invite.expires_s:
             raise PoolError("the invite has expired; ask for a new one", 403)
         if self.db.nodes.is_taken(entry, name):
             raise PoolError(f"the invite for {name} was used by another key; ask for a new one", 403)
         self._check_capacity(invite.role)
-        if invite.open:
-            self._check_stake(key)
+        return invite.open
 
     def _check_capacity(self, role: Role) -> None:
         places = self.config.requirements.places

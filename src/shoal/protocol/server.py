@@ -51,12 +51,13 @@ Answer = BaseModel | bytes | web.StreamResponse  # bytes: a file, which does not
 
 @dataclass(frozen=True)
 class Request:
-    """A verified request: its signed head, body, path parameters and query."""
+    """A verified request: its signed head, body, path parameters, query, and the address that sent it."""
 
     head: SignedHead
     body: bytes
     match: Mapping[str, str]
     query: Mapping[str, str]
+    address: str
 
     @property
     def key(self) -> str:
@@ -185,7 +186,9 @@ class Admission:
             head = self.admit(request, roles, limit_bytes, large=large, rare=rare)
             timeout_s = None if large else BODY_TIMEOUT_S if MEMBER in request else STRANGER_S
             body = await read_body(request.content.readany, head, limit_bytes, timeout_s)
-            answer = await handler(Request(head, body, request.match_info, request.query))
+            answer = await handler(
+                Request(head, body, request.match_info, request.query, network(request.remote or ""))
+            )
             response = _response(answer)
             if not isinstance(answer, bytes | web.FileResponse):
                 self.pace.answered(head.key, _size_bytes(response))

@@ -15,14 +15,19 @@ from typing import Any
 import httpx
 import pytest
 
+from shoal.config import parse
+from shoal.coordinator import credit
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.http.files import UPLOADS
 from shoal.coordinator.http.reports import SHARE, CachedBody
+from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.members import RECORDS_PER_S
 from shoal.protocol import pace
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Fingerprint, Finished, Heartbeat
-from shoal.protocol.signing import SignedAuth, UnsignedAnswerError, check_answer
+from shoal.protocol.invite import InviteError, make_invite
+from shoal.protocol.messages import VERSION, Fingerprint, Finished, Heartbeat, Registration
+from shoal.protocol.server import Request
+from shoal.protocol.signing import SignedAuth, SignedHead, UnsignedAnswerError, check_answer
 
 from ..support import ALICE, BOB, Harness
 from .support import ANYONE, RUN, Site, refused, sending, served, upload, worker_with_task
@@ -305,3 +310,87 @@ def test_a_cheap_report_is_made_again_soon() -> None:
     cheap.get()
     now_s = 0.001
     assert cheap.get() == b"at 0.001"
+
+
+# --- strangers that join by stake on a chain -----------------------------------------------------------------------------
+
+
+class Chain:
+    """A contract in which nobody has staked."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []  # whose stake was read
+
+    def account(self, key: str) -> None:
+        self.keys.append(key)
+
+    def deposited(self, key: str, payer: str) -> int:
+        return 0
+
+
+class Staking:
+    """A pool with a contract and an open invite."""
+
+    def __init__(self, folder: Path, **requirements: Any) -> None:
+        ledger = {"contract": "0x" + "11" * 20, "rpc": "http://127.0.0.1:1"}
+        config = parse({"ledger": ledger, "requirements": {"stake": 100} | requirements})
+        self.coordinator, self.chain = Coordinator(config, RUN, Identity.generate(), folder), Chain()
+        assert self.coordinator.settlement is not None
+        self.coordinator.settlement._contracts["read"] = self.chain  # type: ignore[assignment]
+
+    def invite(self, *, days: int = 1, open: bool = True) -> str:
+        expires_s = int(time.time()) + days * 86_400
+        return make_invite(
+            self.coordinator.identity, url="http://c", run=RUN, role="worker", name="w", expires_s=expires_s, open=open
+        ).signed.model_dump_json()
+
+    async def join(self, key: str, address: str = "203.0.113.7", invite: str = "") -> str:
+        """Return why this key may not join; "" if it may."""
+        body = Registration(invite=invite or self.invite(), protocol=VERSION, payer="0x" + "2" * 40).model_dump_json()
+        head = SignedHead(key, "", secrets.token_hex(16), int(time.time()))
+        try:
+            await self.coordinator._register(Request(head, body.encode(), {}, {}, address))
+        except (PoolError, InviteError) as error:
+            return str(error)
+        return ""
+
+
+def test_the_chain_is_read_only_for_a_stranger_that_nothing_else_refuses(tmp_path: Path) -> None:
+    async def main() -> None:
+        staking = Staking(tmp_path, places=1)
+        assert "expired" in await staking.join(ALICE, invite=staking.invite(days=-1))
+        assert not await staking.join(ALICE, invite=(own := staking.invite(open=False)))
+        assert not await staking.join(ALICE, invite=own)  # a member comes back
+        assert "this run is full" in await staking.join(BOB)
+        assert not staking.chain.keys
+
+    asyncio.run(main())
+
+
+def test_a_stranger_that_repeats_its_request_causes_one_read_of_the_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(credit, "READ_KEPT_S", 3600.0)
+
+    async def main() -> None:
+        staking = Staking(tmp_path)
+        for _ in range(2):
+            answers = await asyncio.gather(*(staking.join(ALICE) for _ in range(20)), staking.join(BOB))
+            assert all("has staked 0" in answer for answer in answers)
+        assert staking.chain.keys == [ALICE, BOB]
+
+    asyncio.run(main())
+
+
+def test_many_strangers_at_one_address_do_not_keep_out_another_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(credit, "READS_PER_S", 1e-3)  # the test must not depend on its own speed
+
+    async def main() -> None:
+        staking = Staking(tmp_path)
+        answers = [await staking.join(f"{number:064x}") for number in range(30)]
+        assert "has staked 0" in answers[0] and all("too many nodes are joining" in answer for answer in answers[1:])
+        assert "has staked 0" in await staking.join(ALICE, address="203.0.113.8")
+
+    asyncio.run(main())

@@ -154,7 +154,8 @@ class Coordinator:
     # --- members -----------------------------------------------------------------------------------------------------
 
     async def _register(self, request: Request) -> Answer:
-        """Register a node. The nonce is spent last, so that only an admissible key can make the coordinator write."""
+        """Register a node. The chain is read after all other checks. The nonce is spent last, so that only an admissible
+        key can make the coordinator write."""
         registration = messages.Registration.model_validate_json(request.body)
         if registration.protocol != messages.VERSION:
             raise PoolError(
@@ -163,8 +164,8 @@ class Coordinator:
                 400,
             )
         payload = open_payload(registration.invite, self.identity.public, self.run)
-        if payload.open and self.settlement:
-            await self.settlement.read_offered(request.key, registration.payer)
+        if self.pool.members.check_invite(request.key, payload, registration.capability) and self.settlement:
+            await self.settlement.read_offered(request.key, registration.payer, request.address)
         self.pool.members.may_register(request.key, payload, registration.capability)
         request.head.spend(self.admission.nonces)
         return self.pool.members.register(
