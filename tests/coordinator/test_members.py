@@ -103,6 +103,43 @@ def test_a_relay_cannot_announce_a_private_or_malformed_address(url: str) -> Non
     assert harness.pool.db.nodes.relay_urls() == ["https://relay.example.org:8710"]
 
 
+@pytest.mark.parametrize("url", ["http://a:80", "HTTP://A", "http://b:1/", "http://c:1"])
+def test_a_relay_cannot_announce_the_address_of_another_server(url: str) -> None:
+    harness = open_pool()
+    members, origin, relay = harness.pool.members, payload("origin", role="origin"), payload("relay-0", role="relay")
+    members.coordinator_url = "http://c:1"
+    members.register("a" * 64, origin, "http://a:80")
+    members.register("b" * 64, relay.model_copy(update={"nonce": "1" * 32}), "http://b:1")
+    mine = payload("relay-1", role="relay", nonce="2" * 32)
+    members.register("d" * 64, mine, "http://d:1")
+    with pytest.raises(
+        PoolError, match="it is the address of (origin|relay-0|the coordinator); announce this server's"
+    ):
+        members.register("d" * 64, mine, url)
+    assert harness.beat("d" * 64, wants=False).relays == ["http://b:1", "http://d:1"]
+
+
+def test_a_relay_cannot_keep_the_origin_out_by_taking_its_address() -> None:
+    harness = open_pool()
+    harness.pool.members.register("d" * 64, payload("relay-0", role="relay"), "http://a:1")
+    harness.pool.members.register("a" * 64, payload("origin", role="origin", nonce="1" * 32), "http://a:1")
+    harness.clock.now_s += harness.pool.db.nodes.timeout_s + 1  # the origin is gone, but keeps its address
+    with pytest.raises(PoolError, match="it is the address of origin"):
+        harness.pool.members.register("d" * 64, payload("relay-0", role="relay"), "http://a:1")
+
+
+def test_a_relay_may_keep_its_address_or_take_that_of_a_relay_that_is_gone_or_evicted() -> None:
+    harness = open_pool()
+    old, new = payload("relay-0", role="relay"), payload("relay-1", role="relay", nonce="1" * 32)
+    for _ in range(2):  # the second time is a restart
+        harness.pool.members.register("a" * 64, old, "http://a:1")
+    harness.clock.now_s += harness.pool.db.nodes.timeout_s + 1
+    harness.pool.members.register("b" * 64, new, "http://a:1")
+    harness.pool.db.nodes.move("b" * 64, "ban", "", 0.0)
+    harness.pool.members.register("a" * 64, old, "http://a:1")
+    assert harness.beat("a" * 64, wants=False).relays == ["http://a:1"]
+
+
 def test_in_a_pool_on_one_machine_relays_may_have_loopback_addresses() -> None:
     harness = open_pool()
     harness.pool.members.register("d" * 64, payload("relay-0", role="relay"), "http://127.0.0.1:8710")

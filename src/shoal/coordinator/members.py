@@ -54,6 +54,7 @@ class Members:
         self.assignments = assignments
         self.checkers = checkers
         self.stakes = stakes
+        self.coordinator_url = ""  # set when the coordinator listens
         self._min_stake = max(1, config.requirements.stake)
         self._beats = HeartbeatBuffer(db)
 
@@ -116,6 +117,8 @@ class Members:
         """
         if url is not None:
             self._check_url(url)
+        if url is not None and invite.role == "relay":  # but no relay may keep the origin out
+            self._check_taken(key, url)
         with self.db.transaction():
             self.may_register(key, invite, capability)
             node = self.db.nodes.get(key)
@@ -147,6 +150,17 @@ class Members:
             raise PoolError(f"cannot announce {url[:80]!r}: a server's URL is http://HOST:PORT", 400) from error
         except OutOfReach as error:
             raise PoolError(f"cannot announce {url[:80]!r}: {error}", 400) from error
+
+    def _check_taken(self, key: str, url: str) -> None:
+        """Raise PoolError for another server's URL: that server would get the requests that are meant for this relay."""
+        servers = [node for node in self.db.nodes.servers(self.db.clock()) if node.key != key]
+        taken = [("the coordinator", self.coordinator_url), *((node.name, node.url) for node in servers)]
+        for name, other in taken:
+            if other and _host_port(other) == _host_port(url):
+                raise PoolError(
+                    f"cannot announce {url[:80]!r}: it is the address of {name}; announce this server's own (--url), or "
+                    f"stop {name} and try again {self.db.nodes.timeout_s:g} s later"
+                )
 
     def role(self, key: str) -> Role | None:
         """Return the role of a registered key, None for an unknown one."""
@@ -270,6 +284,12 @@ class HeartbeatBuffer:
             self.db.connection.change(
                 "DELETE FROM transfers WHERE seq <= (SELECT max(seq) FROM transfers) - ?", MAX_DOWNLOADS
             )
+
+
+def _host_port(url: str) -> tuple[str, int]:
+    """Return where a server's URL leads. Raise FetchError."""
+    parts = split_server(url)
+    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def missing_requirement(reported: Capability | None, required: RequirementsSection) -> str:

@@ -247,6 +247,15 @@ class Nodes:
         )
         return [key for (key,) in rows]
 
+    def servers(self, now_s: float) -> list[Member]:
+        """Return the origins and the live relays that are not evicted."""
+        rows = self.connection.rows(
+            f"SELECT {COLUMNS} FROM nodes WHERE state != 'banned'"
+            " AND (role = 'origin' OR role = 'relay' AND seen_s >= ?) ORDER BY seq",
+            now_s - self.timeout_s,
+        )
+        return [Member(*row) for row in rows]
+
     def relay_urls(self) -> list[str]:
         rows = self.connection.rows(
             "SELECT url FROM nodes WHERE role = 'relay' AND url IS NOT NULL AND state != 'banned' ORDER BY seq"

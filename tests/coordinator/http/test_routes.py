@@ -87,6 +87,12 @@ def test_a_node_of_another_protocol_version_is_refused_with_the_reason(site: Sit
         refused(site.client(Identity.generate()).post("/v1/register", json=body), 400, "install the same version")
 
 
+def test_a_relay_cannot_announce_the_coordinators_address(site: Site) -> None:
+    made = make_invite(site.identity, url=site.url, run=RUN, role="relay", name="r", expires_s=int(time.time()) + 60)
+    body = {"protocol": VERSION, "invite": made.signed.model_dump_json(), "url": site.url}
+    refused(site.client(Identity.generate()).post("/v1/register", json=body), 409, "the address of the coordinator")
+
+
 def test_only_the_operator_books_stakes(site: Site) -> None:
     key = "c" * 64
     deposit = {"kind": "stake", "key": key, "amount": 70}

@@ -266,6 +266,7 @@ async def _serve(served: ServedRun, port: int, stop: threading.Event, url: str) 
     runner, bound = await listen(coordinator.app(), section.host, port, per_address=per_address)
     try:
         address = Address(url=url or url_of(section.host, bound), run=coordinator.run)
+        coordinator.pool.members.coordinator_url = address.url
         address.write(served.folder)
         log.info("run %s: listening at %s, key %s", coordinator.run, address.url, coordinator.identity.public)
         await served.live(stop)
