@@ -44,7 +44,7 @@ from shoal.ledger.connection import Connection, open_sqlite
 from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Address, AddressError, Invite, InviteError, make_invite, run_id, server_url
 from shoal.protocol.messages import Role
-from shoal.protocol.signing import MAX_AGE_S
+from shoal.protocol.signing import MAX_AGE_S, SignatureError
 from shoal.shardcast.fetch.reach import narrowest
 
 TABLES, NONCES, LOCK = "pool.sqlite", "nonces.sqlite", "coordinator.lock"
@@ -106,7 +106,11 @@ class Nonces:
 
     def spend(self, key: str, nonce: str, created_s: int) -> bool:
         if created_s < self._since_s:
-            return False
+            raise SignatureError(
+                "too old",
+                f"dated {self._since_s - created_s} s before this server opened its database: sign it again; if that "
+                "does not help, this machine's clock or the server's is wrong, or was: check both (NTP)",
+            )
         # One statement, so that another process cannot purge between the check and the insert.
         spent = self.connection.change(
             "INSERT INTO nonces (key, nonce, created_s) SELECT ?, ?, ?"
@@ -119,6 +123,13 @@ class Nonces:
             created_s,
         )
         if spent != 1:
+            later_s = self.connection.value("SELECT max(created_s) FROM nonces") - created_s
+            if later_s > self._keep_s:
+                raise SignatureError(
+                    "too old",
+                    f"this server has served requests dated {later_s} s later, so this machine's clock or the server's "
+                    "is wrong, or was: check both (NTP)",
+                )
             return False
         if created_s > self._newest_s:  # otherwise no further nonce has become too old
             self._newest_s = created_s

@@ -205,7 +205,7 @@ class Admission:
             except (web.RequestPayloadError, ConnectionResetError) as error:  # bad encoding, or the client has left
                 return refusal(400, str(error))
             except SignatureError as error:
-                return refusal(TOO_EARLY if error.reason == "replayed" else 401, str(error))
+                return refusal(TOO_EARLY if error.reason in ("replayed", "too old") else 401, str(error))
             except ValidationError as error:
                 return refusal(400, first_problem(error))
             except Refusal as error:

@@ -53,7 +53,7 @@ REQUEST_INPUT = re.compile(
 ANSWER_INPUT = re.compile(f"shoal=({re.escape(ANSWER_COVERED)};created=(?:{CREATED.pattern});{KEYID})")
 
 Reason = Literal[
-    "unsigned", "malformed", "wrong audience", "stale", "future", "body changed", "bad signature", "replayed"
+    "unsigned", "malformed", "wrong audience", "stale", "future", "body changed", "bad signature", "replayed", "too old"
 ]
 
 
@@ -69,7 +69,10 @@ class NonceStore(Protocol):
     """Remembers which nonces a key has used."""
 
     def spend(self, key: str, nonce: str, created_s: int) -> bool:
-        """Record the nonce and return True. Return False if it may have been recorded before."""
+        """Record the nonce and return True. Return False if it was recorded before.
+
+        Raise SignatureError if the request is too old for the store to tell.
+        """
         ...
 
 
@@ -118,9 +121,9 @@ class SignedHead:
     created_s: int
 
     def spend(self, nonces: NonceStore) -> None:
-        """Raise SignatureError if this head was served before."""
+        """Raise SignatureError if this head was served before, or may have been."""
         if not nonces.spend(self.key, self.nonce, self.created_s):
-            raise SignatureError("replayed", "this nonce was used before, or is too old for the server to tell")
+            raise SignatureError("replayed", "this nonce was used before")
 
     def check_body(self, body_sha256: bytes, size_bytes: int) -> None:
         """Raise SignatureError unless this is the SHA-256 of the body that was signed."""
