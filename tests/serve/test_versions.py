@@ -35,7 +35,7 @@ def test_a_version_in_use_stays_and_the_least_recently_used_one_is_evicted(
     source: ModelSource, tiny_folders: tuple[Path, Path]
 ) -> None:
     async def main() -> None:
-        versions = Versions(source, engine)
+        versions = Versions(source, engine, max_loaded=3)
         await versions.poll()
         async with versions.borrow("run", "ada"):  # version 2, which stays in use
             publish(source, 3, tiny_folders[0])
@@ -60,7 +60,7 @@ def test_requests_to_older_versions_leave_a_slot_for_each_new_version(source: Mo
     publish(source, 3, tiny_folder)
 
     async def main() -> None:
-        versions = Versions(source, engine)
+        versions = Versions(source, engine, max_loaded=3)
         await versions.poll()
         async with versions.borrow("run@2", "ada"):
             pass  # it stays in memory, so the next request for it loads nothing

@@ -123,7 +123,7 @@ def digest(folder: Path) -> str:
 
 
 POLL_S = 1.0
-MAX_LOADED = 3  # versions in memory
+MAX_LOADED = 4  # versions in memory: the newest, the next one, and two older ones to compare
 DEFAULT_POSITIONS = 4096  # context length of a model whose config does not state one
 
 
