@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal.diloco import serve
-from shoal.diloco.meeting import Meeting
+from shoal.diloco.meeting import AHEAD, SPARE_SHARES, Meeting
 from shoal.diloco.messages import BadOfferError, Figures, Greeting, JoinRequest, MeetingError, RoundClosedError
 from shoal.diloco.remote import Remote
 from shoal.diloco.serve import RecentNonces
@@ -139,6 +139,32 @@ def test_rounds_wait_ever_less_often_for_a_site_that_returns_but_never_offers(re
 
 def read(meeting: Meeting) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (meeting.folder / "rounds.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("per_round", [1, 20])
+def test_a_site_that_takes_many_shares_does_not_move_the_others_forward(per_round, tmp_path):
+    meeting = open_meeting(tmp_path, terms(sites=3))
+    trainees, take = joined(meeting, "abc"), meeting.members.take
+    shares: list[int] = []
+    for _ in range(5):
+        for _ in range(per_round):
+            shares += [take("a"), take("b")]
+            for _ in range(100):
+                take("c")
+        rounds(trainees, 1)
+    assert shares == sorted(set(shares))  # those of a and b stay apart
+    assert shares[-1] <= 3 * len(shares) + SPARE_SHARES + AHEAD  # c gets AHEAD = 4 times as many as a
+
+
+def test_a_site_gets_all_its_shares_even_if_another_site_trains_on_none(tmp_path):
+    meeting = open_meeting(tmp_path, terms(sites=2))
+    trainees, take = joined(meeting, "ab"), meeting.members.take
+    take("b")
+    shares = []
+    for _ in range(3):
+        shares += [take("a") for _ in range(50)]
+        rounds(trainees, 1)
+    assert shares == list(range(1, 151))
 
 
 def test_the_work_of_a_round_is_dealt_only_to_a_quorum(tmp_path):

@@ -310,6 +310,24 @@ def test_every_share_is_given_once_and_lost_shares_are_counted(tmp_path):
     assert meeting.members.unfinished() == 1
 
 
+def test_sites_of_different_speeds_that_leave_and_return_never_get_the_same_share(tmp_path):
+    clock = Clock()
+    meeting = open_meeting(tmp_path, terms(sites=2), clock)
+    a, b = joined(meeting, "ab")
+    take = meeting.members.take
+    shares = [take("a") for _ in range(16)]  # before the other site has taken any
+    for offering in ([b, a], [a], [a], [b, a]):
+        for each in offering:
+            each.heal("it returns")
+        shares += [take(each.name) for _ in range(20) for each in offering]
+        for each in offering:
+            each.offer()
+        clock.now_s += 10.0
+        for each in offering:
+            each.finish()
+    assert shares == list(range(16 + 6 * 20))
+
+
 def test_the_work_of_a_round_is_dealt_once_and_all_sites_get_the_same_answer(tmp_path):
     clock = Clock()
     meeting = open_meeting(tmp_path, shared_terms(sites=3), clock)

@@ -46,6 +46,8 @@ from shoal.errors import printable
 
 PAST = 16  # recent norms whose median is the usual norm
 LONGEST_PAUSE = 64  # maximum number of rounds between two rounds that wait for a failing site
+AHEAD = 4  # a site may take this many times as many shares per offer as the others
+SPARE_SHARES = 16  # and these, because the others may be slower, and a restarted site loses a share
 
 log = logging.getLogger(__name__)
 
@@ -284,6 +286,7 @@ class Meeting:
             self.members.fail(name, outcome.round)
         for name in self.offers:
             member = self.members[name]
+            member.offers += 1
             member.accepted, member.failed, member.since = outcome.round, 0, min(member.since, self.round + 1)
         self.norms = [*self.norms, *(self.offers[name].norm for name in outcome.kept)][-PAST:]
         self.outcomes = {round: each for round, each in self.outcomes.items() if round > outcome.round - KEPT}
@@ -339,6 +342,8 @@ class SiteMember:
     since: int = 0  # the first round that waits for it
     failed: int = 0  # consecutive rounds that waited for it in vain
     share: int | None = None  # the number of its share of the data
+    taken: int = 0  # number of shares that it has taken
+    offers: int = 0  # number of its offers in closed rounds
     accepted: int = -1  # the last round that took its offer
 
 
@@ -347,7 +352,8 @@ class SiteMembers:
 
     Rounds wait ever more rarely for a site that fails: after n consecutive rounds that waited for it in vain, the next
     round that waits is the 2^(n−1)-th after them. One offer in time resets n.
-    Invariant: a share is given to one site only. If a site loses its place in the data, the rest of its share is lost.
+    Invariant: a share is given to one site only, unless a site takes far more shares than the others. If a site loses its
+    place in the data, the rest of its share is lost.
     """
 
     def __init__(self) -> None:
@@ -393,10 +399,19 @@ class SiteMembers:
         return result if len(result) >= quorum else []
 
     def take(self, name: str) -> int:
-        """Give the site the next share of the data."""
-        share = self[name].share = self.next_share
-        self.next_share += 1
-        return share
+        """Give the site the next share of the data.
+
+        A site far ahead of the others does not move them forward: other sites get the same shares later. The number of
+        shares per offer is about equal at honest sites, because all train on equally many tokens per round.
+        """
+        member = self[name]
+        others = [each for other, each in self.named.items() if other != name and (each.expected or each.offers)]
+        rates = [each.taken / (each.offers + 1) for each in others if each.taken]
+        if rates and member.taken >= SPARE_SHARES + AHEAD * (member.offers + 1) * max(rates):
+            member.share = max(self.next_share, -1 if member.share is None else member.share + 1)
+        else:
+            member.share, self.next_share, member.taken = self.next_share, self.next_share + 1, member.taken + 1
+        return member.share
 
     def expected(self) -> dict[str, SiteMember]:
         return {name: each for name, each in self.named.items() if each.expected}
