@@ -4,6 +4,7 @@ import json
 import logging
 import socket
 import time
+from statistics import median
 from typing import Any
 
 import httpx
@@ -82,6 +83,18 @@ def test_one_of_two_sites_cannot_break_the_first_round(tmp_path):
     meeting.offer("b", 0, meeting.agreed.digest, encode(torch.full((LENGTH,), 1e30), "fp32"), Figures())
     a.finish()
     assert meeting.outcomes[0].kept == ["a"] and "times the usual" in meeting.outcomes[0].left_out["b"]
+
+
+def test_one_of_two_sites_cannot_raise_its_limit_round_by_round(tmp_path):
+    meeting = open_meeting(tmp_path, terms(sites=2, kind="fp32", lr=1e-3))
+    joined(meeting, "ab")
+    for round in range(30):
+        kept = [norm for each in meeting.norms for norm in each.values()] or [1.0]
+        for name, norm in (("a", 1.0), ("b", 9.9 * median(kept))):
+            change = encode(torch.full((LENGTH,), norm / LENGTH**0.5), "fp32")
+            meeting.offer(name, round, meeting.agreed.digest, change, Figures())
+        meeting.close()
+    assert max(each.get("b", 0.0) for each in meeting.norms) < 10
 
 
 def test_a_site_cannot_offer_without_a_share_of_the_rounds_work(tmp_path):

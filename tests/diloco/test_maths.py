@@ -159,9 +159,12 @@ def test_every_parameter_is_restored_and_the_order_of_names_does_not_matter():
     [
         ({"a": 1.0, "b": 1.2, "c": 30.0}, [], {"c"}),
         ({"a": 1.0, "b": float("nan")}, [], {"b"}),
-        ({"a": 1.0, "b": 30.0}, [], set()),  # of two sites, it is unknown which one is wrong
-        ({"a": 1.0, "b": 30.0}, [1.0, 1.1], {"b"}),
-        ({"a": 1.0, "b": 1e-9, "c": 1e-9}, [1.0], set()),  # two tiny norms must not make an honest norm an outlier
+        ({"a": 1.0, "b": 30.0}, [], {"b"}),  # of two sites, the smaller norm cannot break the parameters
+        ({"a": 1.0, "b": 0.0}, [], set()),  # b had no work
+        ({"a": 1.0, "b": 30.0}, [{"a": 1.0}, {"a": 1.1}], {"b"}),
+        ({"a": 1.0, "b": 30.0}, [{"a": 1.0, "b": 20.0}, {"a": 1.1, "b": 20.0}], {"b"}),
+        ({"a": 1.0, "b": 1e-9, "c": 1e-9}, [{"a": 1.0}], set()),  # newcomers must not make an honest norm an outlier
+        ({"a": 1.0, "b": 1e-9, "c": 1e-9}, [{"a": 1.0, "b": 1.0, "c": 1.0}], set()),
         ({"a": float("inf")}, [], {"a"}),
     ],
 )

@@ -44,7 +44,7 @@ from shoal.diloco.messages import (
 )
 from shoal.errors import printable
 
-PAST = 16  # recent norms whose median is the usual norm
+PAST = 16  # recent rounds whose norms are compared
 LONGEST_PAUSE = 64  # maximum number of rounds between two rounds that wait for a failing site
 AHEAD = 4  # a site may take this many times as many shares per offer as the others
 SPARE_SHARES = 16  # and these, because the others may be slower, and a restarted site loses a share
@@ -78,7 +78,7 @@ class Meeting:
         """
         self.folder, self.terms, self.about, self.run, self.clock = folder, terms, dict(about), run, clock
         self.round, self.publish, self.archive, self.members = 0, publish, Archive(folder), SiteMembers()
-        self.norms: list[float] = []
+        self.norms: list[dict[str, float]] = []  # of the averaged offers of the last PAST rounds, by site
         self.outcomes: dict[int, RoundOutcome] = {}
         self.offers: dict[str, SiteOffer] = {}
         self.deals: list[list[str]] = []  # the open round's deals, each the sites that share its work; a site is in one
@@ -227,9 +227,8 @@ class Meeting:
     def close(self) -> RoundOutcome:
         """Average the offers, make the outer step, and open the next round."""
         terms, missing = self.terms, self.waiting_for()
-        norms = {name: each.norm for name, each in self.offers.items()}
-        own = 0.0
-        if not self.norms:  # without past norms, compare with the norm of the parameters
+        norms, own = self._norms(), 0.0
+        if not any(self.norms):  # without past norms, compare with the norm of the parameters
             own = float(torch.linalg.vector_norm(self.agreed.parameters, dtype=torch.float64))
         left_out = refused(norms, self.norms, terms.outlier, own)
         kept = sorted(set(self.offers) - set(left_out))
@@ -256,6 +255,11 @@ class Meeting:
         self.archive.drop_old()
         self.publish(self.round, self.agreed)
         return outcome
+
+    def _norms(self) -> dict[str, float]:
+        """Return the norm of each offer: 0 for a site without work, whose offer has no weight, if it is finite."""
+        weights = {name: self.terms.weight(self.round, name, self.dealt) for name in self.offers}
+        return {name: each.norm * min(1, weights[name]) for name, each in self.offers.items()}
 
     def _gathered(self) -> bool:
         return bool(self.round or self.deals) or len(self.members.named) >= self.terms.sites
@@ -288,7 +292,8 @@ class Meeting:
             member = self.members[name]
             member.offers += 1
             member.accepted, member.failed, member.since = outcome.round, 0, min(member.since, self.round + 1)
-        self.norms = [*self.norms, *(self.offers[name].norm for name in outcome.kept)][-PAST:]
+        norms = {name: norm for name, norm in self._norms().items() if norm and name in outcome.kept}
+        self.norms = [*self.norms, norms][-PAST:]
         self.outcomes = {round: each for round, each in self.outcomes.items() if round > outcome.round - KEPT}
         self.outcomes[outcome.round] = outcome
         self.offers, self.healed, self.deals, self.dealt, self.first_offer_s, self.asked_s = {}, {}, [], [], None, None
@@ -316,7 +321,7 @@ class Meeting:
             "round": self.round,
             "deals": self.deals,
             "lasted_s": self.lasted_s,
-            "norms": self.norms,
+            "kept_norms": self.norms,
             "outcomes": [outcome.model_dump() for outcome in self.outcomes.values()],
         }
         self.archive.save(fields | self.members.to_json())
@@ -324,7 +329,7 @@ class Meeting:
     def _reopen(self, saved: dict[str, Any]) -> None:
         self.about = {key: text for key, text in saved["about"].items() if key == "data"} | self.about
         compare(f"the meeting in {self.folder}", saved["about"], self.about)
-        self.round, self.norms = saved["round"], saved["norms"]
+        self.round, self.norms = saved["round"], saved.get("kept_norms", [])
         self.deals, self.lasted_s = saved.get("deals", []), saved.get("lasted_s", 0.0)
         self.members.restore(saved)
         self.outcomes = {each["round"]: RoundOutcome.model_validate(each) for each in saved["outcomes"]}
@@ -435,18 +440,26 @@ class SiteMembers:
 MIN_NORMS = 3  # offers needed to use the median of one round, because with fewer, one site could determine the median
 
 
-def refused(norms: Mapping[str, float], past: Sequence[float], factor: float, parameters: float) -> dict[str, str]:
-    """Return the sites to leave out, each with the reason. `past`: norms of recently averaged offers.
+def refused(
+    norms: Mapping[str, float], past: Sequence[Mapping[str, float]], factor: float, parameters: float
+) -> dict[str, str]:
+    """Return the sites to leave out, each with the reason. `past`: norms of recently averaged offers, by round and site.
 
-    `parameters`: the parameters' norm when the round opened; used if there is no median.
+    A site is compared with the median of the other sites' medians, so that it cannot raise its own limit. If the others
+    have no past, it is compared with its own median, else with the others' norms in this round, else with the norm of
+    the parameters when the round opened (`parameters`). Norms of 0 are not used.
     """
     why = {name: "not finite" for name, norm in norms.items() if not math.isfinite(norm)}
-    usual = [median(past)] if past else []
-    if len(norms) - len(why) >= MIN_NORMS:
-        usual.append(median(norm for name, norm in norms.items() if name not in why))
-    if not usual and parameters:
-        usual.append(parameters)
-    for name, norm in norms.items():
-        if name not in why and usual and norm > factor * max(usual):
-            why[name] = f"its norm {norm:.3g} is more than {factor:g} times the usual {max(usual):.3g}"
+    finite = {name: norm for name, norm in norms.items() if name not in why}
+    known: dict[str, list[float]] = {}
+    for each in past:
+        for name, norm in each.items():
+            known.setdefault(name, []).append(norm)
+    together = median(finite.values()) if len(finite) >= MIN_NORMS else 0.0
+    for name, norm in finite.items():
+        others = [median(each) for other, each in known.items() if other != name]
+        beside = [each for other, each in finite.items() if other != name and each]
+        usual = max(median(others or known.get(name) or beside or [parameters]), together)
+        if usual and norm > factor * usual:
+            why[name] = f"its norm {norm:.3g} is more than {factor:g} times the usual {usual:.3g}"
     return why
