@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal.diloco import serve
-from shoal.diloco.meeting import AHEAD, SPARE_SHARES, Meeting
+from shoal.diloco.meeting import AHEAD, SPARE_SHARES, STEADY, Meeting
 from shoal.diloco.messages import BadOfferError, Figures, Greeting, JoinRequest, MeetingError, RoundClosedError
 from shoal.diloco.remote import Remote
 from shoal.diloco.serve import RecentNonces
@@ -148,6 +148,34 @@ def test_rounds_wait_ever_less_often_for_a_site_that_returns_but_never_offers(re
         b.heal("it has no share yet")
     rounds([b, a], 1)
     assert meeting.waiting_for() == ["a", "b"]  # rounds wait for b as before
+
+
+def test_rounds_wait_ever_less_often_for_a_site_that_offers_only_now_and_then(tmp_path):
+    clock = Clock()
+    meeting = open_meeting(tmp_path, terms(sites=2), clock)
+    a, b = joined(meeting, "ab")
+    for round in range(64):
+        b.heal("it is late")
+        if round % 2 == 0:
+            b.offer()
+        a.offer()
+        if meeting.round == round:
+            clock.now_s += 10.0
+        a.finish()
+    missing = [each["round"] for each in read(meeting) if each["missing"]]
+    assert len(missing) <= 7  # at most 7 of 64 rounds waited in vain
+    while meeting.round < meeting.members["b"].since:
+        rounds([a], 1)
+    b.heal("it trains at last")
+    for _ in range(STEADY + 2):
+        rounds([b, a], 1)
+    assert meeting.members["b"].failed == 0
+    a.offer()
+    clock.now_s += 10.0
+    a.finish()
+    b.join()
+    rounds([a], 1)
+    assert meeting.waiting_for() == ["a", "b"]  # one failure costs a steady site nothing
 
 
 def read(meeting: Meeting) -> list[dict[str, Any]]:

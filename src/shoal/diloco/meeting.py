@@ -46,6 +46,7 @@ from shoal.errors import printable
 
 PAST = 16  # recent rounds whose norms are compared
 LONGEST_PAUSE = 64  # maximum number of rounds between two rounds that wait for a failing site
+STEADY = 8  # rounds without a failure after which a site's failures are forgotten
 AHEAD = 4  # a site may take this many times as many shares per offer as the others
 SPARE_SHARES = 16  # and these, because the others may be slower, and a restarted site loses a share
 
@@ -291,7 +292,9 @@ class Meeting:
         for name in self.offers:
             member = self.members[name]
             member.offers += 1
-            member.accepted, member.failed, member.since = outcome.round, 0, min(member.since, self.round + 1)
+            member.accepted = outcome.round
+            if outcome.round >= member.since + STEADY:
+                member.failed = 0
         norms = {name: norm for name, norm in self._norms().items() if norm and name in outcome.kept}
         self.norms = [*self.norms, norms][-PAST:]
         self.outcomes = {round: each for round, each in self.outcomes.items() if round > outcome.round - KEPT}
@@ -345,7 +348,7 @@ class Meeting:
 class SiteMember:
     expected: bool = False  # whether rounds wait for it
     since: int = 0  # the first round that waits for it
-    failed: int = 0  # consecutive rounds that waited for it in vain
+    failed: int = 0  # rounds that waited for it in vain, since it was last steady
     share: int | None = None  # the number of its share of the data
     taken: int = 0  # number of shares that it has taken
     offers: int = 0  # number of its offers in closed rounds
@@ -355,8 +358,9 @@ class SiteMember:
 class SiteMembers:
     """The sites, and the share of the data that each site reads.
 
-    Rounds wait ever more rarely for a site that fails: after n consecutive rounds that waited for it in vain, the next
-    round that waits is the 2^(n−1)-th after them. One offer in time resets n.
+    Rounds wait ever more rarely for a site that fails: after n rounds that waited for it in vain, the next round that
+    waits is the 2^(n−1)-th after them. An offer in time resets n if the last STEADY rounds did not wait in vain. If fewer
+    were enough, a site that offers in every second round could delay all others.
     Invariant: a share is given to one site only, unless a site takes far more shares than the others. If a site loses its
     place in the data, the rest of its share is lost.
     """
