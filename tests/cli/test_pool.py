@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shoal.cli.launch.members import LOCK, locked
 from shoal.cli.main import DONE, EVICTED, FAILED, USAGE, main
 from shoal.config import load
 from shoal.protocol.identity import Identity
@@ -285,6 +286,19 @@ def test_a_node_that_joined_before_may_use_an_expired_invite(tmp_path: Path, mon
     replace_begin(monkeypatch)
     monkeypatch.setattr("shoal.cli.nodes._work", lambda role, invite, arguments, stop: "finished")
     assert main(["worker", "--join", made.encode(), "--dir", str(tmp_path / "w")]) == DONE
+
+
+def test_a_second_meeting_of_sites_in_one_folder_is_refused_before_it_touches_a_file(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace_begin(monkeypatch).set()
+    (tmp_path / "meet").mkdir()
+    unfinished = tmp_path / "meet" / ".state-000007.safetensors.tmp"  # the first meeting is writing it
+    unfinished.write_text("")
+    with locked(tmp_path / "meet"):
+        assert main(["pool", "meet", config, "--dir", str(tmp_path / "meet")]) == USAGE
+        assert {path.name for path in (tmp_path / "meet").iterdir()} == {unfinished.name, LOCK}
+    assert f"the run in {tmp_path / 'meet'} is in progress; stop it first" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("ended", "status"), [("finished", DONE), ("stopped", DONE), ("evicted", EVICTED)])

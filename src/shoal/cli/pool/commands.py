@@ -287,10 +287,13 @@ def _offer_lines(url: str, offer: RunOffer, machine: Capability) -> list[str]:
 def meet(arguments: argparse.Namespace) -> None:
     """Serve the meeting until the last round, or until SIGINT or SIGTERM."""
     from shoal.cli.launch import process
+    from shoal.cli.launch.members import locked
 
     config = read_config(arguments)
     stop = process.begin("meet", threads=arguments.threads)
-    asyncio.run(_meet(config, arguments.dir, arguments.config.stem, stop))
+    arguments.dir.mkdir(parents=True, exist_ok=True)
+    with locked(arguments.dir):
+        asyncio.run(_meet(config, arguments.dir, arguments.config.stem, stop))
 
 
 async def _meet(config: Config, folder: Path, name: str, stop: threading.Event) -> None:
