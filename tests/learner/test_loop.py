@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,6 +121,32 @@ def test_old_versions_and_checkpoints_are_deleted(tiny_folder, tmp_path, files):
     make_learner(tiny_folder, tmp_path, Pool(*files), steps=3, keep_versions=2, keep_last=1).run(threading.Event())
     assert names(tmp_path / "versions") == ["v000002", "v000003"]
     assert names(tmp_path / "checkpoints") == ["step-000003"]
+
+
+@pytest.mark.parametrize("half", ["v000000", "step-000002"])
+def test_a_learner_killed_while_it_deletes_a_version_or_a_checkpoint_starts_again(
+    tiny_folder, tmp_path, files, monkeypatch, half
+):
+    rmtree = shutil.rmtree
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if half in path.name and path.exists():
+            next(path.glob("*.safetensors")).unlink()
+            raise KeyboardInterrupt
+        rmtree(path, ignore_errors=ignore_errors)
+
+    def run() -> str:
+        changed = {"checkpoint_every": 2, "keep_versions": 2, "keep_last": 1}
+        return make_learner(tiny_folder, tmp_path, Pool(*files), steps=4, **changed).run(threading.Event())
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", killed)
+        run()
+    [path] = tmp_path.glob(f"*/*{half}*")
+    assert path.name == f".{half}.gone", "a half-deleted folder has a version's or a checkpoint's name"
+    assert run() == "finished"
+    assert names(tmp_path / "versions") == ["v000003", "v000004"]
+    assert names(tmp_path / "checkpoints") == ["step-000004"]
 
 
 def test_every_metric_is_documented_and_a_finished_run_reports_no_further_step(tiny_folder, tmp_path, files):

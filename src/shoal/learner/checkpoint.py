@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from shoal.errors import ShoalError
-from shoal.files import commit_folder, digests
+from shoal.files import commit_folder, digests, discard, remove_leftovers
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import from_leader
 
@@ -135,7 +135,7 @@ class Checkpoints:
         self.sign(temporary, progress.step, files | {FILES: blake3((temporary / FILES).read_bytes()).hexdigest()})
         commit_folder(temporary, self.folder / _name(progress.step))
         for old in self._surplus():
-            shutil.rmtree(old)
+            discard(old)
 
     def restore(self) -> LearnerProgress:
         """Load the newest complete checkpoint into the policy and return its progress.
@@ -143,8 +143,10 @@ class Checkpoints:
         Without a checkpoint, return a new progress. Raise ShoalError on every rank if the checkpoint is damaged.
         """
         complete = self._complete()
-        for incomplete in sorted(self.folder.glob(".step-*")) if self.ranks.leads else []:
-            log.warning("ignoring %s: the learner ended before this checkpoint was complete", incomplete)
+        if self.ranks.leads:
+            remove_leftovers(self.folder)
+            for incomplete in sorted(self.folder.glob(".step-*")):
+                log.warning("ignoring %s: the learner ended before this checkpoint was complete", incomplete)
         if not complete:
             return LearnerProgress()
         newest = complete[-1]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shoal.config import Config
 from shoal.errors import ShoalError
-from shoal.files import commit_folder, copy_tree, file_digest
+from shoal.files import commit_folder, copy_tree, discard, file_digest, remove_leftovers
 from shoal.learner import report, updates
 from shoal.learner.batch import with_gradient
 from shoal.learner.checkpoint import Checkpoints, LearnerProgress
@@ -194,6 +194,7 @@ class Learner:
 
 
 def drop_old_versions(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` published versions."""
+    """Delete all but the newest `keep` published versions, and what a killed process left of a deleted one."""
+    remove_leftovers(folder)
     for old in sorted(folder.glob("v*"))[:-keep]:
-        shutil.rmtree(old)
+        discard(old)
