@@ -20,6 +20,7 @@ from shoal.ledger.connection import DatabaseFullError, DatabaseLostError, Sqlite
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 from shoal.protocol.signing import SignatureError
+from shoal.watch.record import STATE
 
 from .support import ALICE, BOB, open_pool, payload
 
@@ -95,11 +96,29 @@ def test_a_restored_copy_refuses_requests_signed_before_it_was_opened(tmp_path: 
     assert nonces.spend(ALICE, "served", earlier_s)
     tables.close()
     shutil.copy(first / TABLES, copy / TABLES)
+    (copy / STATE).write_text("{}")
     assert not (copy / NONCES).exists()
     _, again = open_state(copy, CoordinatorSection())
     with pytest.raises(SignatureError, match="before this server opened its database: sign it again"):
         again.spend(ALICE, "served", earlier_s)
     assert again.spend(ALICE, "new", int(time.time()) + 2)
+
+
+@pytest.mark.parametrize("left", [NONCES, STATE])
+def test_a_coordinator_that_has_run_does_not_start_without_its_tables(tmp_path: Path, left: str) -> None:
+    open_state(tmp_path, CoordinatorSection())
+    (tmp_path / TABLES).unlink()
+    _, nonces = open_state(tmp_path, CoordinatorSection())  # it was killed before it served a request
+    (tmp_path / TABLES).unlink()
+    if left == NONCES:
+        assert nonces.spend(ALICE, "served", int(time.time()) + 2)
+    else:
+        (tmp_path / STATE).write_text("{}")
+    for _ in range(2):
+        with pytest.raises(
+            PoolFolderError, match=rf"{TABLES} is missing, but this .* has run: restore it from a backup"
+        ):
+            open_state(tmp_path, CoordinatorSection())
 
 
 # --- transactions, a full disk, another format -----------------------------------------------------------------------

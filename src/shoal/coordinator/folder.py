@@ -46,6 +46,7 @@ from shoal.protocol.invite import Address, AddressError, Invite, InviteError, ma
 from shoal.protocol.messages import Role
 from shoal.protocol.signing import MAX_AGE_S, SignatureError
 from shoal.shardcast.fetch.reach import narrowest
+from shoal.watch.record import STATE
 
 TABLES, NONCES, LOCK = "pool.sqlite", "nonces.sqlite", "coordinator.lock"
 KEY, CONFIG, INVITES = "identity.pem", "config.toml", "invites"
@@ -140,7 +141,10 @@ class Nonces:
 
 
 def open_state(folder: Path, section: CoordinatorSection) -> tuple[Connection, Nonces]:
-    """Open and lock a coordinator's tables and nonces. Raise PoolFolderError if another coordinator uses them."""
+    """Open and lock a coordinator's tables and nonces.
+
+    Raise PoolFolderError if another coordinator uses them, or if the tables of a coordinator that has run are missing.
+    """
     tables: Connection
     spent: Connection
     if section.database:
@@ -154,7 +158,13 @@ def open_state(folder: Path, section: CoordinatorSection) -> tuple[Connection, N
         tables, spent, boot = server, server, "server"
     else:
         _lock(folder / LOCK)
-        tables, spent = open_sqlite(folder / TABLES), open_sqlite(folder / NONCES, survives_power_cuts=False)
+        spent = open_sqlite(folder / NONCES, survives_power_cuts=False)
+        served = spent.has_table("nonces") and spent.row("SELECT 1 FROM nonces") is not None
+        if (served or (folder / STATE).exists()) and not (folder / TABLES).exists():
+            raise PoolFolderError(
+                f"{folder / TABLES} is missing, but this coordinator has run: restore it from a backup"
+            )
+        tables = open_sqlite(folder / TABLES)
         # Without a boot id, each start counts as a reboot, which is safe.
         boot = BOOT.read_text().strip() if BOOT.exists() else secrets.token_hex(16)
     return tables, Nonces(spent, boot=boot, now_s=time.time(), served_before=tables.has_table("run"))
