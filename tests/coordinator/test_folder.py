@@ -16,7 +16,8 @@ from shoal.config.sections import CoordinatorSection
 from shoal.coordinator import folder as folder_module
 from shoal.coordinator.database import FORMAT, Database, PoolError
 from shoal.coordinator.folder import NONCES, TABLES, PoolFolderError, open_state
-from shoal.ledger.connection import DatabaseFullError, DatabaseLostError, SqliteConnection
+from shoal.errors import restart_helps
+from shoal.ledger.connection import DatabaseFileError, DatabaseFullError, DatabaseLostError, SqliteConnection
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 from shoal.protocol.signing import SignatureError
@@ -121,7 +122,7 @@ def test_a_coordinator_that_has_run_does_not_start_without_its_tables(tmp_path: 
             open_state(tmp_path, CoordinatorSection())
 
 
-# --- transactions, a full disk, another format -----------------------------------------------------------------------
+# --- transactions, a full or failing disk, another format ------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("every_database")
@@ -151,6 +152,24 @@ def test_a_full_disk_is_reported_and_leaves_no_part_of_a_transaction(tmp_path: P
     sqlite.execute("PRAGMA max_page_count = 100000")
     harness.join(ALICE)
     assert len(harness.status().nodes) == joined + 1
+
+
+@pytest.mark.parametrize("intact_bytes", [0, 4096], ids=["header", "table"])
+@pytest.mark.parametrize(
+    ("name", "remedy"), [(TABLES, "restore it from a backup"), (NONCES, "remove it: the next start")]
+)
+def test_a_damaged_database_is_named_with_the_next_step(
+    tmp_path: Path, name: str, remedy: str, intact_bytes: int
+) -> None:
+    tables, nonces = open_state(tmp_path, CoordinatorSection())
+    tables.change("CREATE TABLE run (started_s REAL)")
+    for connection in (tables, nonces.connection):
+        connection.close()
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(data[:intact_bytes] + b"x" * (len(data) - intact_bytes))
+    with pytest.raises(DatabaseFileError, match=rf"{tmp_path / name} is damaged .*: {remedy}") as raised:
+        open_state(tmp_path, CoordinatorSection())[0].rows("SELECT * FROM run")
+    assert not restart_helps(raised.value)
 
 
 def test_a_run_in_another_format_is_refused_and_not_changed(tmp_path: Path) -> None:

@@ -139,11 +139,16 @@ class Nonces:
             )
         return True
 
+    def check(self) -> None:
+        """Raise DatabaseLostError if the database is lost."""
+        self.connection.row("SELECT boot FROM machine")
+
 
 def open_state(folder: Path, section: CoordinatorSection) -> tuple[Connection, Nonces]:
     """Open and lock a coordinator's tables and nonces.
 
     Raise PoolFolderError if another coordinator uses them, or if the tables of a coordinator that has run are missing.
+    Raise DatabaseLostError.
     """
     tables: Connection
     spent: Connection

@@ -11,15 +11,16 @@ import json
 import re
 import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from blake3 import blake3
 
 from shoal.errors import ShoalError
 
+T = TypeVar("T")
 SERIAL = "BIGSERIAL PRIMARY KEY"  # each backend replaces it
 
 
@@ -31,6 +32,12 @@ class DatabaseLostError(ShoalError):
     """The database server is gone, or closed this connection. Uncommitted changes are lost."""
 
     restart_helps = True
+
+
+class DatabaseFileError(DatabaseLostError):
+    """SQLite cannot read or write its file. The connection is not used any more."""
+
+    restart_helps = False
 
 
 class Connection(ABC):
@@ -52,7 +59,7 @@ class Connection(ABC):
 
     @abstractmethod
     def change(self, sql: str, *arguments: object) -> int:
-        """Run a statement and return how many rows it changed. Raise DatabaseFullError."""
+        """Run a statement and return how many rows it changed. Raise DatabaseFullError, DatabaseLostError."""
 
     @abstractmethod
     def create(self, statement: str, *, survives_power_cuts: bool = True) -> None:
@@ -91,21 +98,22 @@ class SqliteConnection(Connection):
         " BEGIN SELECT RAISE(ABORT, 'the ledger is append-only: an entry must extend its head'); END",
     )
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, *, survives_power_cuts: bool = True) -> None:
         if connection.isolation_level is not None:
             raise ValueError("open the connection with isolation_level=None, so that transactions are explicit")
         self.sqlite = connection
         self.place = str(connection.execute("PRAGMA database_list").fetchone()[2])
+        self._survives_power_cuts = survives_power_cuts
+        self._lost: DatabaseLostError | None = None
 
     def rows(self, sql: str, *arguments: object) -> list[tuple[Any, ...]]:
-        return self.sqlite.execute(sql, arguments).fetchall()
+        return self._execute(sql, arguments, lambda cursor: cursor.fetchall())
 
     def row(self, sql: str, *arguments: object) -> Any:
-        return self.sqlite.execute(sql, arguments).fetchone()  # reads only the first row
+        return self._execute(sql, arguments, lambda cursor: cursor.fetchone())  # reads only the first row
 
     def change(self, sql: str, *arguments: object) -> int:
-        with self._full_disk_named():
-            return self.sqlite.execute(sql, arguments).rowcount
+        return self._execute(sql, arguments, lambda cursor: int(cursor.rowcount))
 
     def create(self, statement: str, *, survives_power_cuts: bool = True) -> None:
         self.change(statement.replace(SERIAL, "INTEGER PRIMARY KEY AUTOINCREMENT"))
@@ -115,24 +123,25 @@ class SqliteConnection(Connection):
         if self.sqlite.in_transaction:
             yield
             return
-        with self._full_disk_named():
-            self.sqlite.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self.sqlite.execute("COMMIT")
-            except BaseException:
-                if self.sqlite.in_transaction:  # SQLite rolls back by itself when the disk is full
-                    self.sqlite.execute("ROLLBACK")
-                raise
-
-    @contextmanager
-    def _full_disk_named(self) -> Iterator[None]:
+        self.change("BEGIN IMMEDIATE")
         try:
             yield
-        except sqlite3.OperationalError as error:
-            if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_FULL:
-                raise
-            raise DatabaseFullError(f"the disk of {self.place} is full: free space there") from error
+            self.change("COMMIT")
+        except BaseException:
+            if self.sqlite.in_transaction:  # SQLite rolls back by itself when the disk is full
+                self.sqlite.execute("ROLLBACK")
+            raise
+
+    def _execute(self, sql: str, arguments: tuple[object, ...], take: Callable[[sqlite3.Cursor], T]) -> T:
+        """Run a statement. Return the result of `take` for its cursor. Raise DatabaseFullError, DatabaseLostError."""
+        if self._lost:
+            raise self._lost
+        try:
+            with _named_errors(self.place, self._survives_power_cuts):
+                return take(self.sqlite.execute(sql, arguments))
+        except DatabaseLostError as error:
+            self._lost = error
+            raise
 
     def has_table(self, name: str) -> bool:
         return self.row("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", name) is not None
@@ -142,7 +151,7 @@ class SqliteConnection(Connection):
         return int(self.value("PRAGMA user_version"))
 
     def set_format(self, number: int) -> None:
-        self.sqlite.execute(f"PRAGMA user_version = {number:d}")
+        self.change(f"PRAGMA user_version = {number:d}")
 
     def close(self) -> None:
         self.sqlite.close()
@@ -151,15 +160,36 @@ class SqliteConnection(Connection):
 def open_sqlite(path: Path | str, *, survives_power_cuts: bool = True, read_only: bool = False) -> SqliteConnection:
     """Open or create a database whose commits survive kill -9 and, by default, power cuts.
 
-    `read_only`: open an existing file, even while another process uses it. Raise sqlite3.OperationalError if that
-    fails.
+    `read_only`: open an existing file, even while another process uses it. Raise DatabaseFullError, DatabaseLostError.
     """
-    if read_only:
-        return SqliteConnection(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None))
-    connection = sqlite3.connect(path, isolation_level=None, timeout=10)
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute(f"PRAGMA synchronous = {'FULL' if survives_power_cuts else 'NORMAL'}")
-    return SqliteConnection(connection)
+    with _named_errors(str(path), survives_power_cuts):
+        if read_only:
+            return SqliteConnection(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None))
+        connection = sqlite3.connect(path, isolation_level=None, timeout=10)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {'FULL' if survives_power_cuts else 'NORMAL'}")
+        return SqliteConnection(connection, survives_power_cuts=survives_power_cuts)
+
+
+@contextmanager
+def _named_errors(place: str, survives_power_cuts: bool) -> Iterator[None]:
+    """Raise DatabaseFullError or DatabaseFileError in place of SQLite's errors of a disk or a file."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        match getattr(error, "sqlite_errorcode", 0) & 0xFF:  # the low byte is the kind of error
+            case sqlite3.SQLITE_FULL:
+                raise DatabaseFullError(f"the disk of {place} is full: free space there") from error
+            case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
+                remedy = (
+                    "restore it from a backup" if survives_power_cuts else "remove it: the next start makes a new one"
+                )
+                raise DatabaseFileError(f"{place} is damaged ({error}): {remedy}") from error
+            case sqlite3.SQLITE_IOERR | sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_READONLY:
+                raise DatabaseFileError(
+                    f"cannot use {place}: {error}; check its disk and its permissions, then start again"
+                ) from error
+        raise
 
 
 def table_names(schema: Sequence[str]) -> list[str]:

@@ -1,8 +1,10 @@
 """The coordinator's routes over real loopback HTTP."""
 
+import asyncio
 import json
 import re
 import sqlite3
+import threading
 import time
 from pathlib import Path
 
@@ -10,10 +12,11 @@ import httpx
 import pytest
 
 from shoal.config import ConfigError, parse
-from shoal.coordinator.folder import OPEN_INVITE, create_invite
+from shoal.coordinator.folder import NONCES, OPEN_INVITE, TABLES, create_invite
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.http.serving import ServedRun
 from shoal.errors import ShoalError
+from shoal.ledger.connection import DatabaseLostError, SqliteConnection
 from shoal.protocol.history import Status, find_run
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Address, InviteError, make_invite
@@ -78,6 +81,40 @@ def test_a_restart_with_a_config_that_makes_earlier_work_a_lie_is_refused(tmp_pa
         ConfigError, match="sampling.temperature is 0.8, but the work of this run so far was done with 1"
     ):
         ServedRun(changed, RUN, tmp_path)
+
+
+class Unwritable:
+    """An SQLite connection that can read, but whose disk refuses writes."""
+
+    in_transaction = False
+
+    def __init__(self, sqlite: sqlite3.Connection) -> None:
+        self.sqlite = sqlite
+
+    def execute(self, sql: str, arguments: tuple[object, ...]) -> sqlite3.Cursor:
+        if sql.startswith("SELECT"):
+            return self.sqlite.execute(sql, arguments)
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR_WRITE
+        raise error
+
+
+@pytest.mark.parametrize("name", [TABLES, NONCES])
+def test_a_coordinator_ends_after_its_disk_failed_even_if_it_can_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    served = ServedRun(CONFIG, RUN, tmp_path)
+    connection = served.nonces.connection if name == NONCES else served.coordinator.pool.db.connection
+    assert isinstance(connection, SqliteConnection)
+    monkeypatch.setattr(connection, "sqlite", Unwritable(connection.sqlite))
+    with pytest.raises(DatabaseLostError):
+        connection.change("DELETE FROM nodes")
+    stop = threading.Event()
+    deadline = threading.Timer(60, stop.set)
+    deadline.start()
+    with pytest.raises(DatabaseLostError, match=rf"cannot use .*{name}: disk I/O error; check its disk"):
+        asyncio.run(served.live(stop))
+    deadline.cancel()
 
 
 def test_a_node_of_another_protocol_version_is_refused_with_the_reason(site: Site) -> None:
