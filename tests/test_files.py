@@ -2,11 +2,12 @@
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shoal.files import new_file
+from shoal.files import new_file, write_file, write_new_file
 
 
 def test_the_error_of_a_full_disk_is_not_hidden_by_closing_the_file(
@@ -18,4 +19,18 @@ def test_the_error_of_a_full_disk_is_not_hidden_by_closing_the_file(
     with pytest.raises(OSError, match="No space left"), new_file(tmp_path / "shard") as file:  # noqa: PT012
         monkeypatch.setattr(os, "open", full)
         file.truncate()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("write", [write_file, write_new_file])
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_the_error_of_a_full_disk_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, bytes], None], call: str
+) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'state.json'}'"):
+        write(tmp_path / "state.json", b"{}")
     assert not list(tmp_path.iterdir())

@@ -33,7 +33,8 @@ class NewFile:
         self._fd = self._open()
 
     def write(self, offset_bytes: int, data: bytes | memoryview) -> None:
-        write_all(self._fd, data, offset_bytes)
+        with named_errors(self.path):
+            write_all(self._fd, data, offset_bytes)
 
     def read(self, offset_bytes: int, size_bytes: int) -> bytes:
         return os.pread(self._fd, size_bytes, offset_bytes)
@@ -51,7 +52,8 @@ class NewFile:
         Shards need not be durable, because a restart verifies their hashes.
         """
         if durable:
-            os.fsync(self._fd)
+            with named_errors(self.path):
+                os.fsync(self._fd)
         self.temporary.rename(self.path)
         if durable:
             fsync(self.path.parent)
@@ -66,6 +68,17 @@ class NewFile:
         if self.mode is not None:
             os.fchmod(fd, self.mode)  # because the umask may have removed bits
         return fd
+
+
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Add the path to an OSError that names no file, such as the error of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def temporary(path: Path) -> Path:
@@ -112,7 +125,8 @@ def fsync(path: Path) -> None:
     """Flush a file's content, or a folder's list of names, to disk. Raise OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        with named_errors(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -176,8 +190,9 @@ def write_new_file(path: Path, data: bytes, *, mode: int = 0o600) -> None:
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        write_all(fd, data, 0)
-        os.fsync(fd)
+        with named_errors(path):
+            write_all(fd, data, 0)
+            os.fsync(fd)
         path.hardlink_to(unfinished)  # unlike a rename, a link never overwrites
     finally:
         os.close(fd)

@@ -1,6 +1,8 @@
 """Commands at a shell: exit statuses, one-line errors, help, and a start without torch."""
 
 import argparse
+import errno
+import os
 import re
 import shlex
 import socket
@@ -125,6 +127,18 @@ def test_a_missing_file_is_a_usage_error_only_if_the_arguments_name_it(
     assert main(["dashboard", str(tmp_path / "lost")]) == USAGE
     monkeypatch.setattr("shoal.cli.serve.dashboard", reads(tmp_path / "nowhere" / "lost"))
     assert main(["dashboard", str(tmp_path / "nowhere")]) == USAGE
+
+
+def test_the_error_of_a_full_disk_names_the_file_and_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/head.json")
+
+    monkeypatch.setattr("shoal.cli.serve.dashboard", full)
+    assert main(["dashboard", "x"]) == FAILED
+    why = "[Errno 28] No space left on device: 'run/head.json'; free space there, then start again"
+    assert capsys.readouterr().err == f"shoal dashboard: {why}\n"
 
 
 def test_serving_at_a_port_in_use_says_what_to_do(small: str, capsys: pytest.CaptureFixture[str]) -> None:

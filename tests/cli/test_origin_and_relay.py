@@ -176,7 +176,7 @@ def test_a_relay_behind_a_proxy_announces_the_proxys_url_and_accepts_passes_for_
     assert files and origin.stopped() == relay.stopped() == "stopped"
 
 
-def test_a_relay_reports_what_it_waits_for_and_why(site: Site) -> None:
+def test_a_relay_reports_and_logs_what_it_waits_for_and_why(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     def doing() -> str:
         return node.stats.doing if (node := site.node("relay")) else ""
 
@@ -186,6 +186,8 @@ def test_a_relay_reports_what_it_waits_for_and_why(site: Site) -> None:
     origin.stopped()
     relay = site.relay()
     wait_until(lambda: doing().startswith("the origin: "))
+    logged = [text for text in caplog.messages if text.startswith("cannot mirror the newest version yet: ")]
+    assert logged and len(logged) == len(set(logged))
     origin = site.origin()
     wait_until(lambda: doing() == "the origin")
     assert (relay.stopped(), origin.stopped()) == ("stopped", "stopped")

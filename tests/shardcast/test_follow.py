@@ -76,7 +76,7 @@ def test_a_follower_fetches_each_newest_version_once_and_never_goes_back():
 
 @pytest.mark.parametrize("error", [FetchError("no relay answered"), OSError(28, "No space left on device")])
 @pytest.mark.parametrize("without_client", [False, True])
-def test_a_follower_reports_a_failure_and_tries_again(error, without_client):
+def test_a_follower_reports_a_failure_and_tries_again(error, without_client, caplog):
     relays = Relays(2)
     relays.error = error
 
@@ -88,6 +88,8 @@ def test_a_follower_reports_a_failure_and_tries_again(error, without_client):
     with Follower(lambda: 2, client) as follower:
         until(lambda: follower.last_error == str(error))
         assert follower.newest() is None
+        until(lambda: len(relays.requests) > 2 or without_client)
+        assert caplog.messages == [f"cannot fetch version 2 yet: {error}"], "the log has the reason once"
         relays.error = None
         until(lambda: held(follower) == 2)
         until(lambda: follower.last_error == "")

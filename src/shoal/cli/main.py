@@ -21,7 +21,7 @@ from shoal.cli.arguments import USAGE, Action, Parser, say
 from shoal.cli.audit import commands as audit
 from shoal.cli.nodes import EVICTED, ROLES
 from shoal.cli.pool import commands as pool
-from shoal.errors import ShoalError, UserError, restart_helps
+from shoal.errors import ShoalError, UserError, disk_is_full, restart_helps
 
 DONE, FAILED, LASTING, INTERRUPTED = 0, 1, 4, 130
 __all__ = ["DONE", "EVICTED", "FAILED", "INTERRUPTED", "LASTING", "USAGE", "main"]
@@ -51,7 +51,9 @@ def answer(call: Action, arguments: argparse.Namespace) -> int:
         if status is None:
             raise
         missing = error.filename if isinstance(error, FileNotFoundError) else None
-        message = f"no such file or folder: {missing}" if missing else error
+        message = f"no such file or folder: {missing}" if missing else f"{error}"
+        if disk_is_full(error) and not isinstance(error, ShoalError):
+            message += "; free space there, then start again"
         say(f"shoal {arguments.command_name}: {message}", sys.stderr)
         return status
 

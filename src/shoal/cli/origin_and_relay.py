@@ -82,6 +82,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
         publisher = await asyncio.to_thread(node.wait_for_key, "origin", stop)
         origins = await asyncio.to_thread(_origins, node)
         lookup_s = time.monotonic()  # time of the last lookup
+        logged = ""  # the last error in the log
 
         def upstream() -> list[str]:
             """Return the URLs of the origin and the live relays, in any order. The relay itself picks its parents."""
@@ -104,6 +105,9 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
                     node.note_arrival(relay.status.arrival)
                 error = relay.status.last_error  # may be old, so it is shown only while the newest version is missing
                 is_behind = node.answer is not None and node.policy_version != node.answer.newest_version
+                if error and is_behind and error != logged:
+                    log.warning("cannot mirror the newest version yet: %s", error)
+                    logged = error
                 node.doing(f"the origin: {error}" if error and is_behind else "the origin", waiting=True)
                 await asyncio.sleep(WATCH_S)
             if task.done():

@@ -18,7 +18,7 @@ from typing import Any
 
 from shoal.config import Config, ConfigError
 from shoal.config.recipe import LossSection
-from shoal.files import keep_lines, write_file
+from shoal.files import keep_lines, named_errors, write_file
 from shoal.learner.checkpoint import Checkpoints
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks, from_leader
@@ -89,7 +89,8 @@ class Training(ABC):
     def record(self, **figures: Any) -> None:
         """Append one line to metrics.jsonl."""
         if self.leads:
-            with (self.folder / METRICS).open("a") as file:
+            path = self.folder / METRICS
+            with named_errors(path), path.open("a") as file:
                 file.write(json.dumps({"step": self.step} | figures) + "\n")
 
     def log(self, text: str, *, often: bool = False) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shoal.files import write_file
+from shoal.files import named_errors, write_file
 from shoal.protocol.history import History, RunHistory, Status, WorkerSample
 from shoal.protocol.messages import Evaluation
 from shoal.watch.trackers import Tracker
@@ -127,13 +127,15 @@ class RunRecord:
 
     def add_work(self, lines: Sequence[Line]) -> None:
         if lines:
-            with (self.folder / WORK).open("a") as file:
+            path = self.folder / WORK
+            with named_errors(path), path.open("a") as file:
                 file.write("".join(json.dumps(line) + "\n" for line in lines))
 
     def write_state(self, state: RunState) -> None:
         path = self.folder / STATE
         temporary = path.with_suffix(".new")
-        temporary.write_text(state.model_dump_json())  # no fsync, because the file is rewritten within seconds
+        with named_errors(temporary):
+            temporary.write_text(state.model_dump_json())  # no fsync, because the file is rewritten within seconds
         temporary.replace(path)
 
     def close(self) -> None:

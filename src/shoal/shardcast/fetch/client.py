@@ -15,6 +15,7 @@ Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients fetch shards from rela
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -39,6 +40,7 @@ POLL_S = 0.2
 STALL_S = 60.0
 PARALLEL = 8  # shards fetched at a time
 MIN_ANSWERS = 2  # servers queried for the newest version, because one may be behind
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -455,5 +457,7 @@ class Follower:
             try:
                 self._held = self.client().fetch(wanted)
                 self.last_error = ""
-            except (FetchError, OSError) as error:
-                self.last_error = str(error)  # shown by the caller; the next round tries again
+            except (FetchError, OSError) as error:  # the next round tries again
+                if str(error) != self.last_error:
+                    log.warning("cannot fetch version %d yet: %s", wanted, error)
+                self.last_error = str(error)  # shown by the caller
