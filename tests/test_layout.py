@@ -18,7 +18,7 @@ ROOMS = {
     "evidence": [],
     "sandbox": [],
     "shardcast": ["errors", "files"],
-    "model": ["errors"],
+    "model": ["errors", "files"],
     "protocol": ["config", "errors", "files", "shardcast"],
     "store": ["errors", "files", "model", "protocol"],
     "ledger": ["errors", "files", "protocol"],

@@ -2,18 +2,23 @@
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import pytest
+import transformers
 from huggingface_hub import constants
 
 from shoal.config import parse
 from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import ShoalError
+from shoal.model import sources
 from shoal.model.sources import SMOLLM2, TINY, ModelNotFoundError, cache_dir, check_max_tokens, positions, resolve
 from shoal.protocol.identity import Identity
 from shoal.validator.judge import Judge
 from shoal.worker.produce import Producer
+
+from ..conftest import tiny_llama, tiny_tokenizer
 
 
 @pytest.fixture
@@ -74,6 +79,17 @@ def test_smollm2_is_converted_once_and_an_error_names_its_missing_package(
         resolve(SMOLLM2)
     monkeypatch.delenv("SHOAL_CACHE")
     assert cache_dir() == Path.home() / ".cache" / "shoal"
+
+
+def test_smollm2_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, synced = tiny_llama(0), set[int]()
+    model.config.quantization_config = {}
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    monkeypatch.setattr(sources, "_packaged_smollm2", lambda: tmp_path / "smollm2.gguf")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda **_: tiny_tokenizer())
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda **_: model)
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino))
+    assert {path.stat().st_ino for path in resolve(SMOLLM2).iterdir()} <= synced
 
 
 # ---- positions

@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,15 @@ def test_a_folder_is_reused_without_its_sources_and_rebuilt_for_another_section(
     assert tasks.load(section(source), tmp_path / "folder").digest == first.digest
     with pytest.raises(TasksNotFoundError, match="no file or folder"):
         tasks.load(section(source, heldout=5), tmp_path / "folder")
+
+
+def test_every_file_of_a_set_is_on_disk_before_the_set_counts_as_built(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino))
+    tasks.load(section(source), tmp_path / "folder")
+    assert {path.stat().st_ino for path in (tmp_path / "folder").iterdir()} <= synced
 
 
 def test_a_temporary_set_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.errors import ShoalError, UserError, first_line
+from shoal.files import commit_folder
 
 SMOLLM2 = "bundled:smollm2-135m-instruct"
 TINY = "bundled:tiny"
@@ -140,7 +141,7 @@ def _converted_smollm2() -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
         save_model(model, tokenizer, Path(temporary) / "model")
         if not folder.exists():  # another process may have converted it meanwhile, with the same result
-            (Path(temporary) / "model").rename(folder)
+            commit_folder(Path(temporary) / "model", folder)
     return folder
 
 

@@ -89,7 +89,7 @@ class TaskStore:
         if not (self.folder / sha256).exists():
             with new_file(self.folder / sha256) as file:
                 file.write(0, data)
-                file.commit(durable=False)  # not durable, because every reader verifies the hash
+                file.commit(durable=self.fetch is None)  # a fetched file that is damaged is fetched again
         self.verified.add(sha256)
         return sha256
 

@@ -1,5 +1,6 @@
 """Training bundled:tiny lowers the loss, uses only the answers, and never sees held-out sums."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from shoal import tasks
 from shoal.config import load
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.learner.policy import Policy
+from shoal.learner.sft import tiny as tiny_module
 from shoal.learner.sft.tiny import TINY_TASKS, _example, _tiny_model, _tiny_tokenizer, train
 from shoal.model.tree import pack
 from shoal.tasks.prompt import prompt_tokens
@@ -41,6 +43,14 @@ def test_training_ends_when_the_loss_is_low_enough(tiny_folder):
     trained = make_policy(tiny_folder)
     train(trained, SUMS, batch=4, until_loss=1e9, max_steps=8)
     assert trained.updates == 1
+
+
+def test_bundled_tiny_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    synced = set()
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    monkeypatch.setattr(tiny_module, "train", lambda *_, **settings: None)
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino))
+    assert {path.stat().st_ino for path in tiny_module.tiny().iterdir()} <= synced
 
 
 def test_an_example_has_the_workers_prompt_and_the_answer_followed_by_eos():
