@@ -6,7 +6,10 @@ Many tests share the session-scoped models, so no test may change their weights.
 import asyncio
 import inspect
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,26 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
     asyncio.run(pyfuncitem.obj(**arguments))
     return True
+
+
+LOCKED = """
+import sys
+from pathlib import Path
+from shoal.files import lock
+print(lock(Path(sys.argv[1])), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def locked_elsewhere(path: Path) -> Iterator[None]:
+    """Let another process hold the lock of this file."""
+    command = [sys.executable, "-c", LOCKED, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdin
+        assert process.stdout.readline() == "True\n"
+        yield
+        process.stdin.close()
 
 
 TINY_CHARS = "\n 0123456789abcdefghijklmnopqrstuvwxyz+-*/=.,:;?!()<>[]'\"#%"

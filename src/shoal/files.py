@@ -7,6 +7,7 @@ may read it while it grows. A file survives a power cut after `fsync`. If it was
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -129,6 +130,17 @@ def fsync(path: Path) -> None:
             os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def lock(path: Path) -> bool:
+    """Lock a file until this process ends. Return False if another process holds the lock."""
+    file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)  # stays open, because closing it would unlock it
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # POSIX allows both
+        os.close(file)
+        return False
+    return True
 
 
 def commit_folder(temporary: Path, final: Path) -> None:

@@ -12,7 +12,8 @@ from shoal import tasks
 from shoal.cli import roles
 from shoal.cli.roles import task_set
 from shoal.config import Config
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UserError
+from tests.conftest import locked_elsewhere
 from tests.learner.test_leader import Wire
 
 
@@ -48,6 +49,16 @@ def test_if_the_leader_cannot_join_every_rank_ends(tmp_path: Path, monkeypatch: 
         ranks: Any = Wire(sent, leads=leads)
         with pytest.raises(ShoalError, match=why):
             roles._leading(None, tmp_path, 0, ranks, threading.Event()).__enter__()  # type: ignore[arg-type]
+
+
+def test_two_learners_cannot_use_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "join", lambda *_: pytest.fail("it joined"))
+    ranks: Any = Wire([])
+    with (
+        locked_elsewhere(tmp_path / roles.LOCK),
+        pytest.raises(UserError, match=f"another learner uses {tmp_path}: stop it first"),
+    ):
+        roles._leading(None, tmp_path, 0, ranks, threading.Event()).__enter__()  # type: ignore[arg-type]
 
 
 def test_the_leader_sends_heartbeats_while_it_waits_for_the_other_ranks(

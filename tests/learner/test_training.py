@@ -5,7 +5,9 @@ import json
 import pytest
 
 from shoal.config import ConfigError
-from shoal.learner.training import CHECKPOINTS, METRICS, MODEL, claim, drop_after
+from shoal.learner.training import CHECKPOINTS, LOCK, METRICS, MODEL, claim, drop_after
+
+from ..conftest import locked_elsewhere
 
 
 def test_only_a_run_with_the_same_settings_can_claim_a_folder_again(tmp_path):
@@ -16,6 +18,18 @@ def test_only_a_run_with_the_same_settings_can_claim_a_folder_again(tmp_path):
         claim(tmp_path / "new", {"model": "a", "lr": "2"})
     with pytest.raises(ConfigError, match="holds a run with another lr: use its settings"):
         claim(tmp_path / "new", {"model": "a"}, "another lr")
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path):
+    claim(tmp_path / "new", {"model": "a"})
+    other = tmp_path / "other"
+    other.mkdir()
+    with (
+        locked_elsewhere(other / LOCK),
+        pytest.raises(ConfigError, match=f"another process trains in {other}: stop it first, or choose another --out"),
+    ):
+        claim(other, {"model": "a"})
+    claim(other, {"model": "a"})
 
 
 @pytest.mark.parametrize("name", [METRICS, CHECKPOINTS, MODEL])

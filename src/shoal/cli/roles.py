@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.config import Config, ConfigError, EngineName
+from shoal.errors import UserError
+from shoal.files import lock
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import Capability
 from shoal.protocol.node import Node
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from shoal.model.dtype import DtypeName
     from shoal.tasks import TaskSet
 
+LOCK = "learner.lock"  # in a learner's folder
 TASKS = "tasks"  # in a node's folder: the fetched part of the task set
 LEADER_TIMEOUT_S = 7 * 86_400.0  # limit of waiting for the leader's next batch, because a pool may be idle long
 
@@ -249,6 +252,9 @@ def _leading(
 
         def read() -> tuple[Config, DtypeName]:
             nonlocal node
+            folder.mkdir(parents=True, exist_ok=True)
+            if not lock(folder / LOCK):
+                raise UserError(f"another learner uses {folder}: stop it first, or choose another --dir")
             node, config, dtype = join(invite, folder, threads, stop)
             stack.enter_context(node.heartbeats())  # also while the leader waits for the other ranks
             node.doing("loading the model")

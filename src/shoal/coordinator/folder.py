@@ -20,8 +20,6 @@ heartbeat.
 Left out: backups (docs/operate.md shows how to copy a folder with SQLite's own tool).
 """
 
-import fcntl
-import os
 import secrets
 import shlex
 import time
@@ -39,7 +37,7 @@ from shoal.coordinator.database import PoolError
 from shoal.coordinator.nodes import Nodes
 from shoal.coordinator.trust import EvidenceTable
 from shoal.errors import UserError
-from shoal.files import write_file
+from shoal.files import lock, write_file
 from shoal.ledger.connection import Connection, open_sqlite
 from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Address, AddressError, Invite, InviteError, make_invite, run_id, server_url
@@ -162,7 +160,8 @@ def open_state(folder: Path, section: CoordinatorSection) -> tuple[Connection, N
             )
         tables, spent, boot = server, server, "server"
     else:
-        _lock(folder / LOCK)
+        if not lock(folder / LOCK):
+            raise PoolFolderError(f"another coordinator uses {folder}: stop it first")
         spent = open_sqlite(folder / NONCES, survives_power_cuts=False)
         served = spent.has_table("nonces") and spent.row("SELECT 1 FROM nonces") is not None
         if (served or (folder / STATE).exists()) and not (folder / TABLES).exists():
@@ -173,15 +172,6 @@ def open_state(folder: Path, section: CoordinatorSection) -> tuple[Connection, N
         # Without a boot id, each start counts as a reboot, which is safe.
         boot = BOOT.read_text().strip() if BOOT.exists() else secrets.token_hex(16)
     return tables, Nonces(spent, boot=boot, now_s=time.time(), served_before=tables.has_table("run"))
-
-
-def _lock(path: Path) -> None:
-    """Lock a file until this process ends. Raise PoolFolderError if another process holds the lock."""
-    file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)  # stays open, because closing it would unlock it
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise PoolFolderError(f"another coordinator uses {path.parent}: stop it first") from error
 
 
 def open_tables(folder: Path) -> Connection:

@@ -2,9 +2,11 @@
 
     run.json       settings that determine the result             metrics.jsonl    one line per step or measurement
     checkpoints/   for resuming the run                            model/           the result
+    training.lock  locked by the process that trains
 
 Under torchrun every rank runs the loop; only the leader writes records and logs.
-Invariant: a folder holds one training run. Files of another run are never overwritten.
+Invariant: a folder holds one training run, and one process at a time trains there. Files of another run are never
+overwritten.
 """
 
 import json
@@ -18,13 +20,14 @@ from typing import Any
 
 from shoal.config import Config, ConfigError
 from shoal.config.recipe import LossSection
-from shoal.files import keep_lines, named_errors, write_file
+from shoal.files import keep_lines, lock, named_errors, write_file
 from shoal.learner.checkpoint import Checkpoints
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks, from_leader
 from shoal.model.dtype import DtypeName
 
 RUN, METRICS, CHECKPOINTS, MODEL = "run.json", "metrics.jsonl", "checkpoints", "model"
+LOCK = "training.lock"
 GRAD_CLIP = 1.0  # largest gradient norm; larger gradients are scaled down
 LOG_EVERY_S = 1.0  # at most one training step per second is logged; metrics.jsonl has all steps
 
@@ -123,7 +126,8 @@ def plain_policy(
 def claim(folder: Path, about: Mapping[str, str], differs: str = "") -> None:
     """Mark `folder` as this run's. `differs` replaces the name and values of a differing setting in the error message.
 
-    Raise ConfigError if the folder holds another run, or other files that this run would overwrite.
+    Raise ConfigError if another process trains there, or if the folder holds another run or other files that this run
+    would overwrite.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RUN
@@ -133,7 +137,8 @@ def claim(folder: Path, about: Mapping[str, str], differs: str = "") -> None:
                 f"{folder} holds {taken[0]} but no {RUN}: it is not the folder of a training run; choose another --out"
             )
         write_file(path, (json.dumps(about, indent=1) + "\n").encode())
-        return
+    if not lock(folder / LOCK):
+        raise ConfigError(f"another process trains in {folder}: stop it first, or choose another --out")
     recorded = json.loads(path.read_text())
     for key in sorted({*recorded, *about}):
         if recorded.get(key) != about.get(key):

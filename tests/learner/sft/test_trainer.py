@@ -82,7 +82,8 @@ def test_the_loss_falls_and_the_model_is_written(tiny_folder, rows, tmp_path):
     heldout = metrics(out, "heldout_loss")
     assert list(heldout) == [0, 24] and heldout[24] < heldout[0] - 1
     assert list(metrics(out, "loss")) == list(range(1, 25))
-    assert sorted(path.name for path in out.iterdir()) == ["metrics.jsonl", "model", "run.json"]  # no checkpoints
+    names = ["metrics.jsonl", "model", "run.json", "training.lock"]  # no checkpoints
+    assert sorted(path.name for path in out.iterdir()) == names
 
     assert model is not None
     published = Sft(open_policy(model, settings, "float32"), data_of(model, settings), settings, tmp_path / "again")
