@@ -62,12 +62,14 @@ class Coordinator:
         self.run = run
         self.identity = identity
         folder.mkdir(parents=True, exist_ok=True)
-        connection, nonces = open_state(folder, config.coordinator)
+        connection, self.nonces = open_state(folder, config.coordinator)
         stakes, secret = ChainStakes() if config.ledger.contract else None, nonce_secret(identity)
         self.pool = Pool(connection, Ledger(connection, identity), config, run, time.time, secret=secret, stakes=stakes)
         self.settlement = Settlement(config, self.pool.db, stakes, self.pool.notices.append) if stakes else None
         self.front = front or Front()
-        self.admission = Admission(run, nonces, self.pool.members.role, time.time, pace or Pace(), statuses=STATUSES)
+        self.admission = Admission(
+            run, self.nonces, self.pool.members.role, time.time, pace or Pace(), statuses=STATUSES
+        )
         self.store = Folder(folder / "store")
         self.store.clean()
         self.files = FileRoutes(config, self.pool, self.store, open_bucket(config), self.admission)
@@ -167,7 +169,7 @@ class Coordinator:
         if self.pool.members.check_invite(request.key, payload, registration.capability) and self.settlement:
             await self.settlement.read_offered(request.key, registration.payer, request.address)
         self.pool.members.may_register(request.key, payload, registration.capability)
-        request.head.spend(self.admission.nonces)
+        request.head.spend(self.nonces)
         return self.pool.members.register(
             request.key, payload, registration.url, registration.capability, registration.payer
         )
@@ -177,7 +179,7 @@ class Coordinator:
         stakes = self.pool.members.stakes
         if request.key != self.identity.public:
             raise PoolError("only the operator may book stakes", 403)
-        request.head.spend(self.admission.nonces)
+        request.head.spend(self.nonces)
         if not isinstance(stakes, BookedStakes):
             raise PoolError("this pool's stakes are in a contract: see `shoal pool stake --help`")
         stakes.book(messages.Booking.model_validate_json(request.body))

@@ -21,7 +21,7 @@ from typing import Any
 from shoal.config import Config, check_resumed
 from shoal.config.config import LOOPBACK
 from shoal.coordinator.database import config_text, record_start, seal
-from shoal.coordinator.folder import KEY, Nonces
+from shoal.coordinator.folder import KEY
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.pool import TABLE_NAMES
 from shoal.ledger.connection import Connection
@@ -75,9 +75,6 @@ class ServedRun:
         for entry in [*self.coordinator.pool.db.ledger.entries(kind="started")][-1:]:
             check_resumed(json.loads(entry.body)["config"], config)
         self.coordinator.published_invite()
-        nonces = self.coordinator.admission.nonces
-        assert isinstance(nonces, Nonces)
-        self.nonces = nonces
         self.reports = reports
         self.record = RunRecord(record_to or folder, self.coordinator.pool.notices.append)
         self.record.tracker = open_tracker(record_to.name if record_to else run, self.record.folder, config)
@@ -98,7 +95,7 @@ class ServedRun:
                 if settling and settling.done():
                     settling.result()  # raises the task's error
                 if time.monotonic() - recorded_s >= RECORD_S:
-                    self.nonces.check()
+                    self.coordinator.nonces.check()
                     await self._take_record()
                     recorded_s = time.monotonic()
         finally:
