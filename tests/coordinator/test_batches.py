@@ -150,21 +150,17 @@ def test_newest_groups_with_equal_rewards_are_counted(harness: Harness) -> None:
     assert (harness.status().step, signal.groups, signal.useful) == (1, 2, 0), "groups of step 0 were counted"
 
 
-def test_a_step_is_not_reported_before_its_batch_is_full_and_the_step_before_is_trained(harness: Harness) -> None:
+def test_a_step_is_not_reported_before_its_batch_is_full(harness: Harness) -> None:
     """Otherwise a false report of the last step would end the second opinions and pay all pending credit."""
     learning = harness.pool.learning
     steps = [StepReport(step=step, metrics={}, trained=[]) for step in range(6)]
-    with pytest.raises(PoolError, match="step 1 cannot have been trained"):
-        learning.reported(steps[0])
     harness.accepted(useful=(True,) * 8)  # two batches
-    for early in (steps[1], steps[5]):
-        with pytest.raises(PoolError, match="cannot have been trained"):
+    for early in (steps[2], steps[5]):
+        with pytest.raises(PoolError, match=f"step {early.step + 1} cannot have been trained"):
             learning.reported(early)
-    learning.reported(steps[0])
     learning.reported(steps[1])
+    learning.reported(steps[0])  # in any order, because several sites report
     learning.reported(steps[0])  # again, as after a restart from an older checkpoint
-    with pytest.raises(PoolError, match="step 3 cannot have been trained"):
-        learning.reported(steps[2])
 
 
 def test_an_evaluation_of_a_version_that_is_not_published_is_refused(harness: Harness) -> None:

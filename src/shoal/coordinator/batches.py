@@ -104,9 +104,9 @@ class Learning:
         )
 
     def reported(self, report: StepReport) -> None:
-        """Record a trained step. Raise PoolError if its batch is not full, or the step before it is not trained."""
-        if report.step >= self.db.open_step() or not (report.step == 0 or self.db.is_trained(report.step)):
-            raise PoolError(f"step {report.step + 1} cannot have been trained: its batch or an earlier step is missing")
+        """Record a trained step. Raise PoolError if its batch is not full."""
+        if report.step >= self.db.open_step():
+            raise PoolError(f"step {report.step + 1} cannot have been trained, because its batch is not full")
         self.trained(report)
 
     def trained(self, report: StepReport) -> None:
