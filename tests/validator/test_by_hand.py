@@ -102,6 +102,9 @@ def test_the_error_names_missing_weights_or_options(
     file.write_bytes(worker.submission(ASSIGNMENT.model_copy(update={"policy_version": 7})))
     assert main(["audit", str(file), "--run", str(run)]) == USAGE, "missing weights must not count as a rejection"
     assert "no longer holds version 7" in capsys.readouterr().err
+    other = ["--weights", str(tmp_path / "versions" / "v000008")]
+    assert main(["audit", str(file), "--run", str(run), *other]) == USAGE, "other weights must not count as a rejection"
+    assert "v000008 holds version 8, but the file was made with version 7" in capsys.readouterr().err
     assert main(["audit", str(file)]) == USAGE
     assert "--run DIR" in capsys.readouterr().err
     file.write_bytes(worker.submission(ASSIGNMENT))

@@ -13,7 +13,7 @@ from typing import Any
 from shoal.config import Config
 from shoal.model.dtype import DtypeName
 from shoal.protocol.messages import Assignment
-from shoal.shardcast.manifest import version_name
+from shoal.shardcast.manifest import parse_version, version_name
 from shoal.store.columns import RolloutFileError
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import Header
@@ -67,6 +67,13 @@ def verify(
         lines += ["compared bit for bit, as a validator of the worker's exactness class would do:"]
         lines += [line for check, outcome in compared for line in _explain(check, outcome)]
         return ACCEPTED, [*lines, UNEQUAL if any(outcome.finding for _, outcome in compared) else EQUAL, "accepted"]
+
+
+def check_weights(folder: Path, version: int) -> None:
+    """Raise FileNotFoundError if the folder's name says that it holds another version."""
+    named = parse_version(folder.name)
+    if named not in (None, version):
+        raise FileNotFoundError(f"{folder} holds version {named}, but the file was made with version {version}")
 
 
 def find_weights(run: Path, version: int) -> Path:

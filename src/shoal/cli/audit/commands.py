@@ -101,6 +101,7 @@ def _submission(data: bytes, arguments: argparse.Namespace) -> int:
     try:
         header = by_hand.read_header(data, settings)
         weights = arguments.weights or by_hand.find_weights(arguments.run, header.policy_version)
+        by_hand.check_weights(weights, header.policy_version)
         picked, _ = dtype.pick(settings.model.dtype, settings.model.device)
         status, lines = by_hand.verify(data, header, settings, weights, picked)
     except RolloutFileError as error:
