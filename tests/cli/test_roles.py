@@ -51,14 +51,14 @@ def test_if_the_leader_cannot_join_every_rank_ends(tmp_path: Path, monkeypatch: 
             roles._leading(None, tmp_path, 0, ranks, threading.Event()).__enter__()  # type: ignore[arg-type]
 
 
-def test_two_learners_cannot_use_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "join", lambda *_: pytest.fail("it joined"))
-    ranks: Any = Wire([])
+def test_two_processes_cannot_use_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise two workers with one key would generate the same tasks, and waste the work of one."""
+    monkeypatch.setattr(roles.Node, "join", lambda *_, **__: pytest.fail("it joined"))
     with (
         locked_elsewhere(tmp_path / roles.LOCK),
-        pytest.raises(UserError, match=f"another learner uses {tmp_path}: stop it first"),
+        pytest.raises(UserError, match=f"another process uses {tmp_path}: stop it first"),
     ):
-        roles._leading(None, tmp_path, 0, ranks, threading.Event()).__enter__()  # type: ignore[arg-type]
+        roles.join(None, tmp_path, 0, threading.Event())  # type: ignore[arg-type]
 
 
 def test_the_leader_sends_heartbeats_while_it_waits_for_the_other_ranks(

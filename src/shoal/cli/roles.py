@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shoal.model.dtype import DtypeName
     from shoal.tasks import TaskSet
 
-LOCK = "learner.lock"  # in a learner's folder
+LOCK = "node.lock"  # in a node's folder
 TASKS = "tasks"  # in a node's folder: the fetched part of the task set
 LEADER_TIMEOUT_S = 7 * 86_400.0  # limit of waiting for the leader's next batch, because a pool may be idle long
 
@@ -41,10 +41,16 @@ log = logging.getLogger(__name__)
 def join(
     invite: Invite, folder: Path, threads: int, stop: threading.Event, engine: str = "torch"
 ) -> tuple[Node, Config, DtypeName]:
-    """Join the pool. Return the node, the run's config, and the dtype for this machine. Raise RefusedError, DeviceError."""
+    """Join the pool. Return the node, the run's config, and the dtype for this machine.
+
+    Raise UserError if another process uses the folder, RefusedError, DeviceError.
+    """
     from shoal.model import dtype
     from shoal.model.dtype import set_threads
 
+    folder.mkdir(parents=True, exist_ok=True)
+    if not lock(folder / LOCK):
+        raise UserError(f"another process uses {folder}: stop it first, or choose another --dir")
     set_threads(threads)
     node = Node.join(invite, folder, stop=stop, capability=capability(engine))
     config = node.config()
@@ -252,9 +258,6 @@ def _leading(
 
         def read() -> tuple[Config, DtypeName]:
             nonlocal node
-            folder.mkdir(parents=True, exist_ok=True)
-            if not lock(folder / LOCK):
-                raise UserError(f"another learner uses {folder}: stop it first, or choose another --dir")
             node, config, dtype = join(invite, folder, threads, stop)
             stack.enter_context(node.heartbeats())  # also while the leader waits for the other ranks
             node.doing("loading the model")
