@@ -22,13 +22,13 @@ import httpx
 from shoal import config as config_module
 from shoal.cli.launch import members
 from shoal.cli.launch.children import Child, Children, Usage
-from shoal.cli.launch.members import RunProcess, locked, remove_caches
+from shoal.cli.launch.members import LOCK, RunProcess, locked, remove_caches
 from shoal.cli.launch.process import Interrupted, listen, signals_interrupt
 from shoal.cli.launch.watch import STALL_S, Watch
 from shoal.cli.preflight.estimate import Forecast, available_cores, findings, forecast
 from shoal.cli.preflight.machine import check_space, disk_finding, disk_needs, explain, free_bytes, used_bytes
 from shoal.config import Config
-from shoal.coordinator.folder import INVITE_DAYS, INVITES, create_invite
+from shoal.coordinator.folder import INVITE_DAYS, INVITES, TABLES, create_invite
 from shoal.errors import ShoalError, UserError
 from shoal.files import copy_tree, write_file
 from shoal.protocol.history import PoolWatch, Status
@@ -134,7 +134,10 @@ class Swarm:
     def _make_folder(self) -> None:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            if not self.resume and any(self.out.iterdir()):
+            began = (self.coordinator / TABLES).exists() or not (
+                self.out / LOCK
+            ).exists()  # or it is not a run's folder
+            if not self.resume and began and any(self.out.iterdir()):
                 why = f"{self.out} is not empty; choose another folder with --out, or resume its run with --resume"
                 raise ShoalError(why)
             (self.out / "logs").mkdir(exist_ok=True)
