@@ -92,6 +92,7 @@ class Metrics:
 PATIENCE = Patience(slowest_Bps=1.0)  # replies stream slowly, so disconnect only clients that read nothing
 PER_ADDRESS, CONNECTIONS = 256, 2000
 POLL_S = 0.2
+KEYS = "api.keys"  # in the server's folder
 JOIN_S = 1.0  # how long to wait for threads to end
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
@@ -149,7 +150,7 @@ class Service:
         application.cleanup_ctx.append(self._running)
         application.router.add_get("/health", self.health)
         application.router.add_get("/metrics", self.metrics.respond)
-        keys = Keys(None) if settings.open else Keys.read_or_make(settings.folder / "api.keys")
+        keys = Keys(None) if settings.open else Keys.read_or_make(settings.folder / KEYS)
         api = OpenAI(self.versions, self.scheduler, keys, self.source.config, self.threads, self.bodies)
         api.attach(application)
         if settings.chat:
@@ -238,6 +239,8 @@ async def _serve(service: Service, stop: threading.Event, say: Callable[[str], N
     try:
         url = f"http://{settings.host}:{listener.getsockname()[1]}"
         say(f"{service.source.name} at {url}{' (the page)' if settings.chat else ''} and {url}/v1 (the API)")
+        if not settings.open:
+            say(f"keys of the API: {settings.folder / KEYS}")
         was_ready = False
         while not stop.is_set():
             await asyncio.sleep(POLL_S)
