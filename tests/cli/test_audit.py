@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import main
+from shoal.cli.arguments import USAGE
 from shoal.ledger.chain import read_export
 
 from .audit.recorded import COORDINATOR, identity, record_run
@@ -76,6 +77,11 @@ def test_a_key_or_head_that_the_auditor_gives_must_match_the_ledger(
 ) -> None:
     assert main(["audit", str(recorded), *QUICK, *more]) == status
     assert capsys.readouterr().out.splitlines()[-1].startswith(last)
+
+
+def test_a_text_that_is_no_key_is_a_usage_error(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(recorded), "--key", "deadbeef"]) == USAGE
+    assert "'deadbeef' is not a public key, which has 64 hex digits" in capsys.readouterr().err
 
 
 def test_an_unfinished_run_passes_the_audit_only_with_unsealed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,7 @@ def test_a_pool_has_a_private_invite_for_every_node_and_prints_the_commands(
     assert "shoal worker --join worker-0.invite --dir worker-0\n" in printed
     assert "shoal origin --join origin.invite --dir origin --watch learner/versions\n" in printed
     assert f"shoal pool status {URL}\n" in printed
-    assert "set origin.listen and relays.listen in" in printed, "the operator must be warned"
+    assert "set origin.listen, relays.listen in" in printed, "the operator must be warned"
 
 
 def test_each_of_the_learners_sites_has_an_invite_and_its_commands(
@@ -89,6 +89,7 @@ def test_each_of_the_learners_sites_has_an_invite_and_its_commands(
     assert "shoal learner --join learner.invite --dir learner --site site-0.invite\n" in printed
     assert "shoal learner --join learner-1.invite --dir learner-1 --site site-1.invite\n" in printed
     assert "shoal origin --join origin.invite --dir origin --watch meet/versions\n" in printed
+    assert "set origin.listen, relays.listen, sites.listen in" in printed
     assert "pool up" not in printed, "`shoal pool up` cannot start sites, so it must not be suggested"
 
 

@@ -19,6 +19,7 @@ from shoal.errors import UserError, printable
 
 USAGE = 2
 RUN_NAME = re.compile("[!-~]{1,100}")
+PUBLIC_KEY = re.compile("[0-9a-f]{64}")
 # argparse has no public name for the type that `add_subparsers` returns
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Action = Callable[[argparse.Namespace], int | None]  # the function that runs a command

@@ -12,13 +12,12 @@ import asyncio
 import json
 import logging
 import os
-import re
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from shoal.cli.arguments import Commands, add_command, add_threads, real, say, whole
+from shoal.cli.arguments import PUBLIC_KEY, Commands, add_command, add_threads, real, say, whole
 from shoal.config import EngineName
 from shoal.config.section import Listening
 from shoal.errors import UserError
@@ -39,7 +38,6 @@ ROLES: dict[Role, str] = {
 }
 SHARDCAST = "shardcast"  # name of the run, for files that are shared without a pool
 LOOPBACK = ("127.0.0.1", 0)
-PUBLIC_KEY = re.compile("[0-9a-f]{64}")
 KEEP = whole(1, 1_000_000)
 
 

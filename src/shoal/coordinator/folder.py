@@ -338,15 +338,12 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
         ]
     lines += ["", "Show the pool's state, from any machine:", f"  shoal pool status {address.url}"]
     local = urlsplit(address.url).hostname in LOOPBACK
-    unreachable = [
-        f"{key}.listen"
-        for key, section in (("origin", config.origin), ("relays", config.relays))
-        if section.host in LOOPBACK and not local
-    ]
+    servers = {"origin": config.origin, "relays": config.relays} | ({"sites": config.sites} if sites else {})
+    unreachable = [f"{key}.listen" for key, section in servers.items() if section.host in LOOPBACK and not local]
     if unreachable:
         lines += [
             "",
             "Other machines cannot reach 127.0.0.1. Before you start the coordinator,",
-            f"set {' and '.join(unreachable)} in {folder / CONFIG} to addresses that they can reach.",
+            f"set {', '.join(unreachable)} in {folder / CONFIG} to addresses that they can reach.",
         ]
     return lines

@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random, SystemRandom
 
 from shoal import config as config_module
-from shoal.cli.arguments import Commands, add_command, add_threads, say, whole
+from shoal.cli.arguments import PUBLIC_KEY, Commands, add_command, add_threads, say, whole
 from shoal.cli.serve import audit_reply
 from shoal.errors import UserError
 
@@ -44,6 +44,8 @@ def add_commands(commands: Commands) -> None:
 def audit(arguments: argparse.Namespace) -> int:
     """Audit a folder as a run, a Parquet file as a submission, and any other file as a reply."""
     if arguments.what.is_dir():
+        if arguments.key and not PUBLIC_KEY.fullmatch(arguments.key):
+            raise UserError(f"--key {arguments.key[:80]!r} is not a public key, which has 64 hex digits")
         if arguments.ledger and not arguments.ledger.is_file():  # a usage error, not a broken link
             raise UserError(f"no file at {arguments.ledger}: `shoal audit RUN --export FILE` writes one")
         return _export(arguments) if arguments.export else _run(arguments)
