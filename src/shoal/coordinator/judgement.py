@@ -49,10 +49,9 @@ class Judgement:
         """Lease up to `limit` submissions to a validator: the oldest that it may check, and others of the same version.
 
         A repeated claim does not extend its lease. A submission with an expired lease goes to another validator if one may
-        check it. A random draw decides here, after the upload, whether
-        to prefill a submission whole, so no worker knows the result in advance. A submission whose version the relays
-        have dropped expires, because waiting for that version would block a validator. If it already has a first
-        verdict, that verdict counts instead.
+        check it. A random draw decides here, after the upload, whether to prefill a submission whole, so no worker knows
+        the result in advance. A submission whose version the relays have dropped expires, because waiting for that
+        version would block a validator. If it already has a first verdict, that verdict counts instead.
         """
         with self.db.transaction():
             now_s = self.db.clock()
@@ -105,9 +104,8 @@ class Judgement:
 
     def damaged(self, id: str) -> None:
         """Let a submission expire whose file is damaged. Its groups are assigned again."""
-        with self.db.transaction():
-            self.db.submissions.move(self._get(id), "drop")
-        log.error("%s expires: its file in the store is damaged", id)
+        if self.db.submissions.move(self._get(id), "drop"):
+            log.error("%s expires: its file in the store is damaged", id)
 
     def content_owner(self, content: str) -> ContentOwner:
         """Return the accepted submission with this content."""
