@@ -104,7 +104,7 @@ def test_a_coordinator_ends_after_its_disk_failed_even_if_it_can_still_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     served = ServedRun(CONFIG, RUN, tmp_path)
-    connection = served.nonces.connection if name == NONCES else served.coordinator.pool.db.connection
+    connection = served.coordinator.nonces.connection if name == NONCES else served.coordinator.pool.db.connection
     assert isinstance(connection, SqliteConnection)
     monkeypatch.setattr(connection, "sqlite", Unwritable(connection.sqlite))
     with pytest.raises(DatabaseLostError):
