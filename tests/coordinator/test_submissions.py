@@ -95,6 +95,7 @@ def test_a_validator_that_claims_again_and_again_keeps_no_submission_from_the_ot
     harness.clock.now_s += 100.5
     assert harness.claim() is not None, "without another live validator, the same one may claim again"
     harness.clock.now_s += 300.5
+    harness.beat(VALIDATOR)
     harness.beat(OTHER_VALIDATOR)
     assert harness.claim() is None
     other = harness.claim(OTHER_VALIDATOR)
