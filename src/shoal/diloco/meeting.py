@@ -79,7 +79,7 @@ class Meeting:
         """
         self.folder, self.terms, self.about, self.run, self.clock = folder, terms, dict(about), run, clock
         self.round, self.publish, self.archive, self.members = 0, publish, Archive(folder), SiteMembers()
-        self.norms: list[dict[str, float]] = []  # of the averaged offers of the last PAST rounds, by site
+        self.norms: list[dict[str, float]] = []  # by round (the last PAST), then by site
         self.outcomes: dict[int, RoundOutcome] = {}
         self.offers: dict[str, SiteOffer] = {}
         self.deals: list[list[str]] = []  # the open round's deals, each the sites that share its work; a site is in one

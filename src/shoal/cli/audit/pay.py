@@ -76,7 +76,7 @@ class AuditState:
 
     config: Config  # in force at the current entry
     text: str = ""  # the same as TOML; empty before the first entry
-    changes: list[str] = field(default_factory=list)  # of the config, at the run's restarts
+    changes: list[str] = field(default_factory=list)  # what restarts changed in the config
     names: dict[str, str] = field(default_factory=dict)  # by key
     roles: dict[str, str] = field(default_factory=dict)
     policies: dict[int, str] = field(default_factory=dict)
