@@ -1,5 +1,6 @@
 """Calibration with a tiny random model: it measures honest work, and a config can load the limits that it writes."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from shoal.cli.calibrate import AVERAGES, LIMITS, RUN, bounds, by_pair, calibrat
 from shoal.cli.main import FAILED, main
 from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import ShoalError
+from shoal.model.dtype import DeviceError
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.checks import EXPENSIVE
 from shoal.validator.judge import Judge
@@ -38,7 +40,7 @@ def _always_both_dtypes() -> Iterator[None]:
 def out(one_thread: None, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("calibration") / "made"
     lines: list[str] = []
-    calibrate(CONFIG, folder, 1, [tiny_folder], lines.append)
+    calibrate(CONFIG, folder, 1, [tiny_folder], [], lines.append)
     assert "judged 16 times" in lines[-2] and "would have rejected it 0 times" in lines[-2]
     return folder
 
@@ -91,6 +93,26 @@ def test_every_worker_condition_is_measured_under_every_validator_condition(out:
     alike = [row for row in rows if row["worker"]["dtype"] == row["validator"]["dtype"] == "float32"]
     assert max(row["logprob_error_mean"] for row in alike) < 1e-4
     assert all(row["rollouts"] == 4 and row["failed_checks"] == 0 for row in rows)
+
+
+def test_work_of_each_device_is_judged_on_each_device(tiny_folder: Path, tmp_path: Path) -> None:
+    one_dtype = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"dtype": "float32"})})
+    devices = ["cpu", "cpu:0"]  # two names of one device
+    calibrate(one_dtype, tmp_path, 1, [tiny_folder], devices, lambda _: None)
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert list(measured["pairs"]) == [
+        "float32|float32",
+        "float32|cpu:0 float32",
+        "cpu:0 float32|float32",
+        "cpu:0 float32|cpu:0 float32",
+    ]
+    by_devices = {(row["worker"]["device"], row["validator"]["device"]) for row in measured["rows"]}
+    assert by_devices == set(itertools.product(devices, devices))
+
+
+def test_a_missing_device_is_named_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match='^device "nonsense" cannot be used here'):
+        calibrate(CONFIG, tmp_path / "out", 1, [], ["cpu", "nonsense"], lambda _: None)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import pytest
 from shoal import tasks
 from shoal.cli import roles
 from shoal.cli.roles import task_set
-from shoal.config import Config
+from shoal.config import Config, parse
 from shoal.errors import ShoalError, UserError
+from shoal.model.dtype import DeviceError
 from tests.conftest import locked_elsewhere
 from tests.learner.test_leader import Wire
 
@@ -59,6 +61,19 @@ def test_two_processes_cannot_use_one_folder(tmp_path: Path, monkeypatch: pytest
         pytest.raises(UserError, match=f"another process uses {tmp_path}: stop it first"),
     ):
         roles.join(None, tmp_path, 0, threading.Event())  # type: ignore[arg-type]
+
+
+def test_a_node_may_compute_on_another_device_than_the_config_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse({"model": {"device": "cuda", "dtype": "float32"}})
+    monkeypatch.setattr(roles.Node, "join", lambda *_, **__: SimpleNamespace(config=lambda: config))
+    monkeypatch.setattr(roles, "lock", lambda _: True)
+    monkeypatch.setattr("shoal.model.dtype.set_threads", lambda _: None)
+    _, own, _ = roles.join(None, tmp_path, 1, threading.Event(), "cpu")  # type: ignore[arg-type]
+    assert own == parse({"model": {"device": "cpu", "dtype": "float32"}})
+    with pytest.raises(DeviceError, match='^device "nonsense" cannot be used here'):
+        roles.join(None, tmp_path, 1, threading.Event(), "nonsense")  # type: ignore[arg-type]
 
 
 def test_the_leader_sends_heartbeats_while_it_waits_for_the_other_ranks(

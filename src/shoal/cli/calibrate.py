@@ -1,20 +1,20 @@
 """Calibrate the validator: measure honest work on this machine, and derive limits from it.
 
-Machines with different numerics, for example different dtypes, compute slightly different logits. So their proofs
-differ slightly, and so do some tokens. Calibration generates work under each worker condition, and judges it under each
-validator condition. Submissions alternate between the configured size and one group. A statistic's limit is its worst
+Machines with different numerics, for example different dtypes or devices, compute slightly different logits. So their
+proofs differ slightly, and so do some tokens. Calibration generates work under each worker condition, and judges it under
+each validator condition. Submissions alternate between the configured size and one group. A statistic's limit is its worst
 honest value times a margin.
 The limits apply outside a validator's exactness class, so they are measured with fast numerics. Within a class, the
 tolerance is zero.
 
     limits.toml     [validator] limits and [evidence] bounds, for `--with`
-    measured.json   the figures of every submission, by condition; the figures behind the bounds, by pair of dtypes
+    measured.json   the figures of every submission, by condition; the figures behind the bounds, by pair of numerics
 
 Each engine of `workers.engines` is measured. vLLM's limits go to `[validator.limits."vllm/DEVICE"]`.
 
 The bounds apply to averages over all of a worker's submissions, so they are far below the limits. Each bound comes from
-the noisiest pair of a worker's and a validator's dtype, and applies to every worker. To admit only a less noisy dtype,
-set `model.dtype` and calibrate again.
+the noisiest pair of a worker and a validator, and applies to every worker. To admit only a less noisy dtype, set
+`model.dtype` and calibrate again.
 
 Measure both the initial policy, whose logprobs differ most because it is least certain, and a trained one.
 Left out: other machines. Calibrate on each kind of machine that will join, and use the widest limits.
@@ -39,7 +39,7 @@ from shoal.engine.protocol import Completion, Engine
 from shoal.engine.torch_engine import TorchEngine
 from shoal.engine.vllm.client import VllmEngine
 from shoal.errors import ShoalError
-from shoal.model.dtype import DtypeName, measure_gflops, use_threads
+from shoal.model.dtype import DtypeName, check_device, measure_gflops, use_threads
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import BEYOND, Assignment
@@ -73,6 +73,7 @@ class Generating:
     groups: int  # decoded together
     threads: int
     engine: EngineName = "torch"
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -82,38 +83,59 @@ class Checking:
     dtype: DtypeName
     row_tokens: int  # tokens packed into one row of its prefill
     threads: int
+    device: str = "cpu"
 
 
-def conditions(config: Config, cores: int) -> tuple[list[Generating], list[Checking]]:
-    """Return the conditions to measure: dtypes, batch sizes, packings and numbers of threads that differ widely.
-
-    If the config sets model.dtype, measure only that dtype, which gives tighter limits. Skip bf16 on machines that only
-    emulate it, at a hundredth of the speed of fp32.
-    """
+def conditions(config: Config, devices: Sequence[str], cores: int) -> tuple[list[Generating], list[Checking]]:
+    """Return the conditions to measure: devices, and dtypes, batch sizes, packings and threads that differ widely."""
     groups, row_tokens = config.workers.groups_per_submission, ROW_TOKENS
-    dtypes: list[DtypeName] = ["float32", "bfloat16"]
-    if config.model.dtype != "auto":
-        dtypes = [config.model.dtype]
-    elif measure_gflops(torch.bfloat16, config.model.device) < 0.1 * measure_gflops(torch.float32, config.model.device):
-        dtypes.remove("bfloat16")
+    numerics = [(dtype, device) for device in devices for dtype in _dtypes(config, device)]
     return (
         [
-            Generating(dtype, *shape, engine)
+            Generating(dtype, *shape, engine, device)
             for engine in dict.fromkeys(config.workers.engines)
-            for dtype in dtypes
+            for dtype, device in numerics
+            if engine == "torch" or device == config.model.device  # vLLM is built for one device
             for shape in ((groups, 1), (1, cores))
         ],
-        [Checking(dtype, *shape) for dtype in dtypes for shape in ((row_tokens, 1), (4 * row_tokens, cores))],
+        [
+            Checking(dtype, *shape, device)
+            for dtype, device in numerics
+            for shape in ((row_tokens, 1), (4 * row_tokens, cores))
+        ],
     )
 
 
-def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Path], say: Callable[[str], None]) -> None:
+def _dtypes(config: Config, device: str) -> list[DtypeName]:
+    """Return the config's dtype, which gives tighter limits, or both.
+
+    Skip bf16 on machines that only emulate it, at a hundredth of the speed of fp32.
+    """
+    if config.model.dtype != "auto":
+        return [config.model.dtype]
+    emulated = measure_gflops(torch.bfloat16, device) < 0.1 * measure_gflops(torch.float32, device)
+    return ["float32"] if emulated else ["float32", "bfloat16"]
+
+
+def calibrate(
+    config: Config,
+    out: Path,
+    submissions: int,
+    weights: Sequence[Path],
+    devices: Sequence[str],
+    say: Callable[[str], None],
+) -> None:
     """Measure with each of `weights` (empty: the config's model); write `limits.toml` and `measured.json`.
+
+    `devices`: those of workers and validators (empty: the config's); each worker is judged on all of them.
 
     Raise ShoalError if honest work fails a check that has no limit.
     """
     folders = list(weights) or [resolve(config.model.name)]
-    generations, checkings = conditions(config, torch.get_num_threads())
+    devices = devices or [config.model.device]
+    for device in devices:
+        check_device(device)
+    generations, checkings = conditions(config, devices, torch.get_num_threads())
     identity = Identity.generate()
     measured: list[dict[str, Any]] = []
     with ExitStack() as stack:
@@ -167,9 +189,9 @@ def limits_of(worst: Mapping[str, float]) -> dict[str, float]:
 
 
 def by_pair(measured: Sequence[dict[str, Any]], margin: float) -> dict[str, dict[str, Any]]:
-    """Return by pair of dtypes (WORKER|VALIDATOR): exposure, averages, counts of tokens beyond fractions of `margin`."""
+    """Return by pair of numerics (WORKER|VALIDATOR): exposure, averages, counts of tokens beyond fractions of `margin`."""
     pairs: dict[str, dict[str, Any]] = {}
-    pair_of_row = [f"{_worker_kind(row['worker'])}|{row['validator']['dtype']}" for row in measured]
+    pair_of_row = [f"{_numerics(row['worker'])}|{_numerics(row['validator'])}" for row in measured]
     for pair in dict.fromkeys(pair_of_row):
         rows = [row for row, its_pair in zip(measured, pair_of_row, strict=True) if its_pair == pair]
         misses = [nats for row in rows for nats in row["misses"]]
@@ -180,9 +202,10 @@ def by_pair(measured: Sequence[dict[str, Any]], margin: float) -> dict[str, dict
     return pairs
 
 
-def _worker_kind(worker: Mapping[str, Any]) -> str:
-    """Return a worker's dtype, preceded by its engine's name unless that is torch."""
-    return str(worker["dtype"]) if worker.get("engine", "torch") == "torch" else f"{worker['engine']} {worker['dtype']}"
+def _numerics(condition: Mapping[str, Any]) -> str:
+    """Return a condition's engine (unless torch), device (unless cpu) and dtype."""
+    engine, device = condition.get("engine", "torch"), condition.get("device", "cpu")
+    return " ".join([*[engine] * (engine != "torch"), *[device] * (device != "cpu"), condition["dtype"]])
 
 
 def bounds(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -226,16 +249,16 @@ def honest_figures(judge: Judge, assignment: Assignment, worker: str, data: byte
 
 def _judge(config: Config, checking: Checking) -> Judge:
     # fast, because the limits apply between machines with different numerics
-    model = config.model.model_copy(update={"numerics": "fast"})
+    model = config.model.model_copy(update={"numerics": "fast", "device": checking.device})
     return Judge(config.model_copy(update={"model": model}), RUN, checking.dtype, row_tokens=checking.row_tokens)
 
 
 def _producer(config: Config, generation: Generating, identity: Identity, folder: Path) -> Producer:
     kind = ""
-    engine: Engine = TorchEngine(generation.dtype, config.model.device)
+    engine: Engine = TorchEngine(generation.dtype, generation.device)
     if generation.engine == "vllm":
         engine = VllmEngine(generation.dtype, generation.threads)
-        kind = f"{generation.engine}/{torch.device(config.model.device).type}"
+        kind = f"{generation.engine}/{torch.device(generation.device).type}"
     producer = _BatchedProducer(config, RUN, identity, engine, kind=kind)
     producer.groups = generation.groups
     producer.load(folder, 0)

@@ -43,6 +43,8 @@ def add_commands(commands: Commands) -> None:
     add("--submissions", type=whole(1, 100_000), default=8, help=each)
     versions = "folders of the policy versions to measure with (default: the config's model)"
     add("--weights", type=Path, nargs="+", default=[], help=versions)
+    devices = "devices of workers and validators, each with each (default: the config's model.device)"
+    add("--devices", nargs="+", default=[], metavar="DEVICE", help=devices)
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -116,4 +118,4 @@ def calibrate(arguments: argparse.Namespace) -> None:
     from shoal.cli.launch.prepare import check_length
 
     check_length(settings)
-    measure(settings, arguments.out, arguments.submissions, arguments.weights, say)
+    measure(settings, arguments.out, arguments.submissions, arguments.weights, arguments.devices, say)

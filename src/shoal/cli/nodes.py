@@ -53,6 +53,9 @@ def add_commands(commands: Commands) -> None:
         if role == "learner":
             site = "if the config sets learner.sites: this site's invite, which `shoal pool meet` writes"
             add("--site", metavar="INVITE", help=site)
+        if role in ("worker", "validator", "evaluator"):
+            where = "where this node computes, for example cuda (default: the config's model.device)"
+            add("--device", default="", help=where)
         if role == "worker":
             engine = "engine that generates rollouts (for vllm, see docs/operate.md)"
             add("--engine", choices=get_args(EngineName), default="torch", help=engine)
@@ -140,7 +143,7 @@ def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threa
     """Run the role. Return how the run ended."""
     from shoal.cli import origin_and_relay, roles
 
-    folder, threads = arguments.dir, arguments.threads
+    folder, threads, device = arguments.dir, arguments.threads, getattr(arguments, "device", "")
     match role:
         case "origin":
             return origin_and_relay.run_origin(invite, folder, arguments.watch, stop, arguments.listen, arguments.url)
@@ -152,11 +155,11 @@ def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threa
             site = read_invite(arguments.site) if arguments.site else None
             return roles.run_learner(invite, folder, threads, stop, site)
         case "worker":
-            return roles.run_worker(invite, folder, threads, stop, engine=arguments.engine)
+            return roles.run_worker(invite, folder, threads, stop, engine=arguments.engine, device=device)
         case "validator":
-            return roles.run_validator(invite, folder, threads, stop)
+            return roles.run_validator(invite, folder, threads, stop, device)
         case "evaluator":
-            return roles.run_evaluator(invite, folder, threads, stop)
+            return roles.run_evaluator(invite, folder, threads, stop, device)
 
 
 # --- without a pool --------------------------------------------------------------------------------------------------

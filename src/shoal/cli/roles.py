@@ -39,10 +39,11 @@ log = logging.getLogger(__name__)
 
 
 def join(
-    invite: Invite, folder: Path, threads: int, stop: threading.Event, engine: str = "torch"
+    invite: Invite, folder: Path, threads: int, stop: threading.Event, device: str = "", engine: str = "torch"
 ) -> tuple[Node, Config, DtypeName]:
-    """Join the pool. Return the node, the run's config, and the dtype for this machine.
+    """Join the pool. Return the node, the run's config with this node's device, and the dtype for this machine.
 
+    `device`: where to compute; "": the config's device.
     Raise UserError if another process uses the folder, RefusedError, DeviceError.
     """
     from shoal.model import dtype
@@ -54,6 +55,8 @@ def join(
     set_threads(threads)
     node = Node.join(invite, folder, stop=stop, capability=capability(engine))
     config = node.config()
+    if device:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
     return node, config, picked
 
@@ -108,12 +111,13 @@ def run_worker(
     stop: threading.Event,
     producer_type: type | None = None,
     engine: EngineName = "torch",
+    device: str = "",
 ) -> str:
     """Follow the newest weights and generate rollouts. `producer_type`: `Producer`, or a dishonest one for tests."""
     from shoal.worker.loop import OneThread, Worker, follow
     from shoal.worker.produce import Producer
 
-    node, config, dtype = join(invite, folder, threads, stop, engine)
+    node, config, dtype = join(invite, folder, threads, stop, device, engine)
     compute = OneThread()
     with node.heartbeats(), opened_engine(engine, config, dtype, threads, compute) as (opened, kind, fingerprint):
         publisher = node.wait_for_key("origin", stop)
@@ -149,10 +153,10 @@ def opened_engine(
     yield engine, "", lambda: fingerprint_of(engine.model)
 
 
-def run_validator(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> str:
+def run_validator(invite: Invite, folder: Path, threads: int, stop: threading.Event, device: str = "") -> str:
     from shoal.validator.service import Validator, Witness
 
-    node, config, dtype = join(invite, folder, threads, stop)
+    node, config, dtype = join(invite, folder, threads, stop, device)
     with node.heartbeats():
         publisher = node.wait_for_key("origin", stop)
         tasks = task_set(node, config, folder)
@@ -160,13 +164,13 @@ def run_validator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
         return Validator(node, config, folder / "weights", publisher, dtype, tasks, fingerprint_of, witness).run(stop)
 
 
-def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> str:
+def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Event, device: str = "") -> str:
     """Measure the held-out accuracy of published versions."""
     from shoal.engine.torch_engine import TorchEngine
     from shoal.evals.heldout import Evaluator
     from shoal.model import numerics
 
-    node, config, dtype = join(invite, folder, threads, stop)
+    node, config, dtype = join(invite, folder, threads, stop, device)
     with node.heartbeats():
         publisher = node.wait_for_key("origin", stop)
 

@@ -26,7 +26,7 @@ BFLOAT16_MUST_WIN_BY = 1.2  # bf16 loses precision, so it must be clearly faster
 
 
 class DeviceError(UserError):
-    """The configured device does not exist on this machine."""
+    """A device that a config or an option names does not exist on this machine."""
 
 
 def check_device(device: str) -> None:
@@ -35,7 +35,7 @@ def check_device(device: str) -> None:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         why = first_line(error)
-        raise DeviceError(f'model.device = "{device}" cannot be used here: {why}; set model.device = "cpu"') from error
+        raise DeviceError(f'device "{device}" cannot be used here: {why}; set model.device = "cpu"') from error
 
 
 def measure_gflops(dtype: torch.dtype, device: str = "cpu") -> float:
