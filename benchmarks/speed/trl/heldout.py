@@ -5,7 +5,6 @@ from typing import Any
 
 from shoal import tasks
 from shoal.config import Config
-from shoal.config.sections import EVALUATED_AT_ONCE
 from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model.dtype import DtypeName
@@ -34,14 +33,11 @@ def accuracy(engine: TorchEngine, config: Config, sampling: Sampling, model: Pat
     """Return the share of correct answers on the first held-out tasks. `model` is the folder of the tokenizer."""
     result, tokenizer, n = tasks.load(config.tasks), load_tokenizer(model), config.evaluator.n
     graders = tasks.Graders(config.tasks)
-    right = 0.0
-    for start in range(0, n, EVALUATED_AT_ONCE):
-        chunk = result.heldout[start : min(start + EVALUATED_AT_ONCE, n)]
-        prompts = [prompt_tokens(tokenizer, config.tasks, task, 0) for task in chunk]
-        answers = engine.generate(prompts, [[start + i] for i in range(len(chunk))], sampling)
-        texts = [completion_text(tokenizer, group[0].tokens) for group in answers]
-        right += sum(grade.score for grade in graders.grade(chunk, texts))
-    return right / n
+    chosen = result.heldout[:n]
+    prompts = [prompt_tokens(tokenizer, config.tasks, task, 0) for task in chosen]
+    answers = engine.generate(prompts, [[number] for number in range(n)], sampling)
+    texts = [completion_text(tokenizer, group[0].tokens) for group in answers]
+    return sum(grade.score for grade in graders.grade(chosen, texts)) / n
 
 
 def first_at(curve: list[dict[str, float]], targets: dict[str, float]) -> dict[str, float | None]:
