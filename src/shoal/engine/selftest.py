@@ -1,8 +1,8 @@
 """Test whether this machine computes a token with the same bits in every batch, by a quick sweep over shapes.
 
-The same completions are decoded together, alone, and beside a prompt with the same prefix, on one thread and on all threads.
-Then they are prefilled in several packings. Every hidden state, logit and logprob must have the same bits. A machine that
-passes may claim an exactness class (`fingerprint`). Results are cached on disk.
+The same completions are decoded together, alone, and beside a prompt with the same prefix, on one thread, on three and on
+all threads. Then they are prefilled in several packings. Every hidden state, logit and logprob must have the same bits. A
+machine that passes may claim an exactness class (`fingerprint`). Results are cached on disk.
 
 A fingerprint is the digest of a model's hidden states and logits for fixed inputs: a packed tree whose branches cross the
 borders of attention's tiles. Machines with equal fingerprints are taken to compute the same bits.
@@ -43,6 +43,7 @@ ALONE = 1  # the prompt whose completions are also decoded without the others
 SHARING, SHARED = slice(1, 3), 40  # prompts that share a prefix, and the prefix's length in tokens
 SETTINGS = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OMP_")  # prefixes of environment variables that change kernels
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # thread counts, on which results must not depend
+UNEVEN = 3  # a number of threads that does not divide the size of most tensors
 CODE = [Path(room.__path__[0]) for room in (model_room, engine_room)]
 PROMPT, BRANCHES = 5, (67, 3)  # lengths in tokens, in the fingerprint's tree; attention's tiles are powers of two
 
@@ -74,7 +75,7 @@ def disagreements(model: Any, dtype: DtypeName, device: str) -> list[str]:
     seeds = [[17 * group + number for number in range(COMPLETIONS)] for group in range(len(prompts))]
     together = engine.generate(prompts, seeds, sampling)
     flat = [completion for group in together for completion in group]
-    for threads in sorted({1, torch.get_num_threads()}):
+    for threads in sorted({1, UNEVEN, torch.get_num_threads()}):
         with use_threads(threads):
             if not _equal(together[ALONE], engine.generate([prompts[ALONE]], [seeds[ALONE]], sampling)[0]):
                 differences.append(f"decoded alone, {threads} threads")

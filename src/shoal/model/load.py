@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from shoal.errors import first_line
 from shoal.model import adapters, attention, exact
+from shoal.model.activations import use_exact_activations_
 from shoal.model.dtype import DtypeName, release_memory
 from shoal.model.numerics import Numerics
 from shoal.model.products import use_exact_products_
@@ -97,7 +98,7 @@ def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Nu
 
 
 def build_model(build: Callable[[str], Any], config: Any, numerics: Numerics) -> Any:
-    """Build a model with Shoal's attention, its adapters and, if requested, exact products. Return it in eval mode.
+    """Build a model with Shoal's attention, its adapters and, if requested, exact layers. Return it in eval mode.
 
     `build` takes the name under which transformers finds the attention. Raise UnsupportedModelError if the model
     cannot use this attention.
@@ -117,6 +118,7 @@ def build_model(build: Callable[[str], Any], config: Any, numerics: Numerics) ->
         ) from error
     if numerics == "exact":
         use_exact_products_(model)
+        use_exact_activations_(model)
     section = adapters.stored_in(config)
     if section is not None:
         adapters.attach_(model, section, exact=numerics == "exact")

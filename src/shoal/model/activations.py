@@ -1,0 +1,54 @@
+"""Activation functions that give an element the same bits on any number of threads.
+
+PyTorch splits a large tensor evenly among threads. It computes the elements at the end of a thread's share that do not
+fill a vector with other code, which rounds differently. So an element's bits depend on the number of threads. Here every
+share is a whole number of vectors.
+
+Invariant: for a tensor whose number of elements is a multiple of VECTOR, the result does not depend on the threads. Exact
+numerics pad the rows of every pass to a multiple of `products.UNIT`, so a width divisible by 4 is enough.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2CLS
+
+VECTOR = 64  # elements; the most that PyTorch's vector code computes at once (bfloat16, AVX-512, two vectors)
+GRAIN = 32768  # elements; PyTorch gives a thread at least this many (at::internal::GRAIN_SIZE)
+KINDS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})
+
+
+def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply an elementwise function."""
+    count = whole = x.numel()
+    while extra := whole % (VECTOR * _shares(whole)):
+        whole -= extra
+    if whole == count:
+        return function(x)
+    flat = x.flatten()
+    return torch.cat([function(flat[:whole]), function(flat[whole:])]).view_as(x)
+
+
+def _shares(count: int) -> int:
+    """Return the number of shares into which PyTorch splits a tensor of `count` elements."""
+    return max(1, min(torch.get_num_threads(), -(-count // GRAIN)))
+
+
+class WholeVectors(nn.Module):
+    """An activation function in whole vectors."""
+
+    def __init__(self, function: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return in_whole_vectors(self.function, x)
+
+
+def use_exact_activations_(model: nn.Module) -> None:
+    """Replace every activation function by its `WholeVectors`."""
+    for parent in list(model.modules()):
+        for name, layer in parent.named_children():
+            if isinstance(layer, KINDS) and not isinstance(parent, WholeVectors):
+                setattr(parent, name, WholeVectors(layer))
