@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.model import exact, numerics, products
 from shoal.model.attention import RowLayout, Span
-from shoal.model.dtype import DtypeName
+from shoal.model.dtype import DtypeName, use_threads
 from shoal.model.load import load_model
 from shoal.model.logprobs import likelihoods, token_logprobs
 from shoal.model.training import Scorer, recompute_activations
@@ -172,6 +172,29 @@ def test_rows_are_halved_where_no_way_gives_the_references_bits(monkeypatch: pyt
     products._write(x_RK[:176], weight_CK, y_RC)
     assert written == [32, 32, 32, 32, 32, 16]
     torch.testing.assert_close(y_RC, expected_RC[:176])
+
+
+def test_fewer_threads_compute_a_product_whose_depth_the_library_splits_among_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = []
+
+    def splits_on_more_than_four(x: Tensor, weight: Tensor, out: Tensor) -> None:
+        tried.append(torch.get_num_threads())
+        products._in_columns(x, weight, out, products.COLUMNS[-1])
+        if torch.get_num_threads() > 4:
+            out.add_(1)
+
+    monkeypatch.setattr(products, "ways", lambda *_: [splits_on_more_than_four])
+    way = products._way.__wrapped__(16, 64, 130, torch.float32, 12)
+    assert way is not None and tried == [12, 8, 4]
+    x, weight = products.cancelling(16, 130, 64, torch.float32)
+    y, expected = torch.empty(2, 16, 130)
+    products._in_columns(x, weight, expected, products.COLUMNS[-1])
+    with use_threads(12):
+        way(x, weight, y)
+        assert torch.get_num_threads() == 12
+    assert tried[-1] == 4 and torch.equal(y, expected)
 
 
 def test_a_way_that_gives_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ splits the depth of some bf16 products in two, and MKL uses other float32 kernel
 split, so the reference here is a product of UNIT rows and the narrowest of COLUMNS on one thread. A larger product is
 computed in the first way that gives the reference's bits: as a whole, in wide columns, or transposed. A transposed
 product is weights times rows. In bf16 it saves time, because libraries first rearrange weights that are the second
-factor, but not the first. If no way gives the reference's bits, the rows are halved.
+factor, but not the first. If no way gives the reference's bits, fewer threads are tried (some libraries split the depth
+among 12 threads, but not among 8), and then half the rows.
 `_way` finds the way by measuring, once per process, shape, dtype and number of threads.
 
 The measurement's data reveals every difference in order: the terms of each sum cancel in pairs, at random places, so that
@@ -121,6 +122,11 @@ def _pieces(weight_NK: Tensor, y_RN: Tensor, columns: int) -> Iterable[tuple[Ten
     return zip(torch.split(weight_NK, columns), torch.split(y_RN, columns, 1), strict=True)
 
 
+def _on_threads(way: Way, threads: int, x_RK: Tensor, weight_NK: Tensor, y_RN: Tensor) -> None:
+    with use_threads(threads):
+        way(x_RK, weight_NK, y_RN)
+
+
 @cache
 def _way(rows: int, depth: int, width: int, dtype: torch.dtype, threads: int) -> Way | None:
     """Return the first way that gives the reference's bits. Otherwise return None, or raise OrderError at UNIT rows."""
@@ -129,11 +135,12 @@ def _way(rows: int, depth: int, width: int, dtype: torch.dtype, threads: int) ->
     x_DK, weight_CK, expected_DC = _reference(depth, columns, dtype)
     x_RK = x_DK.repeat(-(-rows // DISTINCT), 1)[:rows]
     y_RC = x_RK.new_empty(rows, columns)
-    with use_threads(threads):
+    fewer = [1 << bits for bits in reversed(range(1, (threads - 1).bit_length()))]  # powers of two, without 1
+    for count in (threads, *fewer):
         for way in ways(rows, width, dtype):
-            way(x_RK, weight_CK, y_RC)
+            _on_threads(way, count, x_RK, weight_CK, y_RC)
             if all(torch.equal(y_DC, expected_DC[: len(y_DC)]) for y_DC in torch.split(y_RC, DISTINCT)):
-                return way
+                return way if count == threads else partial(_on_threads, way, count)
     if rows > UNIT:
         return None
     raise OrderError(
