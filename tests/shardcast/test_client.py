@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 import random
 import shutil
 from collections.abc import Awaitable
@@ -30,6 +31,7 @@ from .support import (
     dead_url,
     fetched,
     flip_bit,
+    flipped,
     free_port,
     mirror_of,
     model_folder,
@@ -52,6 +54,23 @@ async def test_fetch_writes_exactly_the_published_files(tmp_path):
     report = reader.progress
     assert (manifest.version, report.version, report.reused_bytes, report.complaints) == (7, 7, 0, {})
     assert manifest.size_bytes < report.transferred_bytes < manifest.size_bytes + SMALL_BYTES
+
+
+async def test_a_forgotten_version_is_verified_again_and_a_damaged_one_fetched_again(tmp_path):
+    """A bit that flipped on the disk leaves a file's size and times as they were."""
+    async with quickly(published(tmp_path, 7).store) as url:
+        reader = client(tmp_path, url)
+        folder, manifest = await asyncio.to_thread(reader.fetch, 7)
+        path = next(path for path in sorted(folder.iterdir()) if path.stat().st_size)
+        before = path.stat()
+        with path.open("r+b") as file:
+            file.write(flipped(path.read_bytes()))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        await asyncio.to_thread(reader.fetch, 7, digest=manifest.digest)
+        assert contents(folder) != contents(tmp_path / "model7"), "an unchanged file is not read again"
+        cache_module.forget_verified(folder)
+        await asyncio.to_thread(reader.fetch, 7, digest=manifest.digest)
+    assert contents(folder) == contents(tmp_path / "model7")
 
 
 def test_a_folder_in_which_all_files_are_empty_is_fetched(tmp_path):

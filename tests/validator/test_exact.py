@@ -23,7 +23,7 @@ from shoal.worker.produce import Producer
 
 from ..model.exactness import NEEDS_EXACT
 from ..workers import ALICE, RUN, produced, signed
-from .support import ASSIGNMENT, ValidatorsNode, case_of, claim, config
+from .support import ASSIGNMENT, case_of, claim, config, make_validator
 
 pytestmark = [NEEDS_EXACT, pytest.mark.usefixtures("one_thread")]
 ONE, TWO = "1" * 64, "2" * 64
@@ -47,11 +47,7 @@ def rows(worker: Producer) -> list[Rollout]:
 
 
 def make(folder: Path, settings: Any = SETTINGS, own: Callable[[Any], str] = lambda model: ONE) -> Validator:
-    node = ValidatorsNode(policy_version=2)
-    validator = Validator(node, settings, folder, "", "float32", None, own)  # type: ignore[arg-type]
-    validator.folder = folder
-    validator.reload()
-    return validator
+    return make_validator(folder, settings, fingerprint=own)
 
 
 @pytest.fixture
@@ -249,6 +245,18 @@ def test_a_lie_beyond_the_limits_is_rejected_for_a_hard_reason_in_any_class(
     lied = [replace(row, logprobs=[logprob - 0.7 for logprob in row.logprobs]) for row in rows]
     verdict = judged(validator, worker, lied)
     assert verdict.reason is Reason.LOGPROBS and verdict.reason in HARD
+
+
+def test_a_reload_verifies_the_files_again(
+    validator: Validator, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flipped bit on the disk, like one in memory, would make honest work look like a lie."""
+    done: list[Any] = []
+    fetch = validator.fetch
+    monkeypatch.setattr("shoal.validator.service.forget_verified", lambda folder: done.append(folder))
+    monkeypatch.setattr(validator, "fetch", lambda *wanted: done.append(wanted) or fetch(*wanted))
+    validator.reload()
+    assert done == [tiny_folder, (2, "0" * 64)]
 
 
 def test_a_validator_computes_a_new_fingerprint_with_reloaded_weights(tiny_folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The validator claims submissions, judges them, uploads accepted files and verdicts, and co-signs the ledger.
 
-Invariant: before a rejection that rests on a prefill, the prefill is repeated with reloaded weights, because a flipped
-bit in this machine's memory would look like a lie.
+Invariant: before a rejection that rests on a prefill, the prefill is repeated with weights that are verified and loaded
+again, because a flipped bit in this machine's memory or on its disk would look like a lie.
 Several validators may run. A claim is a lease, so another validator can get the submission when the lease expires.
 """
 
@@ -34,7 +34,8 @@ from shoal.protocol.messages import (
     Verdict,
 )
 from shoal.protocol.node import Node
-from shoal.shardcast import Client
+from shoal.shardcast import Client, Manifest
+from shoal.shardcast.fetch.cache import forget_verified
 from shoal.shardcast.fetch.client import fetch_published
 from shoal.tasks import TaskSet
 from shoal.validator.case import Case, Finding
@@ -131,7 +132,7 @@ class Validator:
         self.judge = Judge(config, node.invite.run, dtype, task_set, grading_s=LEASE_S * GRADING_SHARE)
         self.fingerprint = fingerprint
         self.witness = witness
-        self.folder: Path | None = None  # holds the loaded version
+        self.loaded: tuple[Path, Manifest] | None = None  # the version in memory: its files
         self.reload_at_s = 0.0  # monotonic time before which inexact work causes no reload
 
     def run(self, stop: threading.Event) -> str:
@@ -280,23 +281,29 @@ class Validator:
 
     def load(self, version: int, digest: str | None = None) -> None:
         """Load the weights of exactly this version."""
-        if self.node.policy_version == version:
-            return
+        if self.node.policy_version != version:
+            self._load(*self.fetch(version, digest))
+            log.info("version %d is loaded", version)
+
+    def reload(self) -> None:
+        """Verify the files of the loaded version again, load them, and compute a new fingerprint."""
+        if self.loaded is not None:
+            folder, manifest = self.loaded
+            forget_verified(folder)
+            self._load(*self.fetch(manifest.version, manifest.digest))
+
+    def fetch(self, version: int, digest: str | None) -> tuple[Path, Manifest]:
+        """Return the verified files of a version. Raise FetchError."""
         relays = self.node.beat().relays
         trainable = self.config.coordinator.async_level + 1  # number of versions whose rollouts may still be trained on
         client = Client(relays, self.access, self.cache, keep=trainable + 1)
-        folder, _ = fetch_published(client, version, digest=digest)
-        self.folder = folder
-        self.judge.load(folder)
-        self.node.policy_version = version
-        self._take_fingerprint(version)
-        log.info("version %d is loaded", version)
+        return fetch_published(client, version, digest=digest)
 
-    def reload(self) -> None:
-        """Load the same weights again from the verified files, and compute a new fingerprint."""
-        if self.folder is not None and self.node.policy_version is not None:
-            self.judge.load(self.folder)
-            self._take_fingerprint(self.node.policy_version)
+    def _load(self, folder: Path, manifest: Manifest) -> None:
+        self.loaded = folder, manifest
+        self.judge.load(folder)
+        self.node.policy_version = manifest.version
+        self._take_fingerprint(manifest.version)
 
     def _take_fingerprint(self, version: int) -> None:
         value = self.fingerprint(self.judge.model)

@@ -226,7 +226,7 @@ class Cache:
         return sorted((v for folder in folders if (v := parse_version(folder.name)) is not None), reverse=True)
 
     def drop(self, version: int) -> None:
-        _VERIFIED.pop(self.folder(version).resolve(), None)
+        forget_verified(self.folder(version))
         discard(self.folder(version))
         manifest_path(self.folder(version)).unlink(missing_ok=True)
 
@@ -278,6 +278,11 @@ class Cache:
             yield
         finally:
             lock.release()
+
+
+def forget_verified(folder: Path) -> None:
+    """Let the next use of a cached version verify its files again."""
+    _VERIFIED.pop(folder.resolve(), None)
 
 
 def manifest_path(folder: Path) -> Path:
