@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.files import new_file, write_file, write_new_file
+from shoal.files import DamagedFileError, keep_lines, new_file, read_json, write_file, write_new_file
 
 
 def test_the_error_of_a_full_disk_is_not_hidden_by_closing_the_file(
@@ -34,3 +34,14 @@ def test_the_error_of_a_full_disk_names_the_file(
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'state.json'}'"):
         write(tmp_path / "state.json", b"{}")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("data", [b"", b'{"steps": 3', b"\xff\xfe{}"])
+def test_the_error_of_damaged_json_names_the_file_and_the_next_step(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "legs.json"
+    path.write_bytes(data)
+    with pytest.raises(DamagedFileError, match=f"^{path} is damaged .*: restore it from a copy, or remove it$"):
+        read_json(path)
+    path.write_bytes(b"{}\n" + data + b"\n")
+    with pytest.raises(DamagedFileError, match=f"^{path} is damaged "):
+        keep_lines(path, bool)

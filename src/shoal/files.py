@@ -19,7 +19,13 @@ from typing import Any
 
 from blake3 import blake3
 
+from shoal.errors import ShoalError, first_line
+
 CHUNK_BYTES = 1 << 20
+
+
+class DamagedFileError(ShoalError):
+    """A file that Shoal wrote has other contents now."""
 
 
 class NewFile:
@@ -108,11 +114,26 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], *, mode: int 
         file.commit()
 
 
+def read_json(path: Path) -> Any:
+    """Read a file of JSON that Shoal wrote. Raise DamagedFileError, OSError."""
+    return parse_json(path.read_bytes(), path)
+
+
+def parse_json(data: str | bytes, path: Path) -> Any:
+    """Parse JSON that was read from `path`. Raise DamagedFileError."""
+    try:
+        return json.loads(data)
+    except ValueError as error:  # also if it is not UTF-8
+        raise DamagedFileError(
+            f"{path} is damaged ({first_line(error)}): restore it from a copy, or remove it"
+        ) from error
+
+
 def keep_lines(path: Path, keep: Callable[[Any], bool]) -> None:
     """Keep only the lines of JSON that `keep` accepts, and drop an incomplete last line. Ignore a missing file."""
     if path.exists():
-        complete = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        write_file(path, "".join(line for line in complete if keep(json.loads(line))).encode())
+        complete = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        write_file(path, b"".join(line for line in complete if keep(parse_json(line, path))))
 
 
 def write_all(fd: int, data: bytes | memoryview, offset_bytes: int) -> None:

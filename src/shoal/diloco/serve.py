@@ -48,7 +48,7 @@ from shoal.diloco.messages import (
     Why,
 )
 from shoal.errors import ShoalError
-from shoal.files import write_file
+from shoal.files import read_json, write_file
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.messages import Ok
 from shoal.protocol.pace import MEMBER_UNREAD, Pace, Refusal, Unread
@@ -89,7 +89,7 @@ class MeetingServer:
     def __init__(self, meeting: Meeting, identity: Identity) -> None:
         self.meeting, self.identity = meeting, identity
         self.keys_path = meeting.folder / "keys.json"
-        self.names: dict[str, str] = json.loads(self.keys_path.read_text()) if self.keys_path.exists() else {}
+        self.names: dict[str, str] = read_json(self.keys_path) if self.keys_path.exists() else {}
         self.largest = max_size_bytes(meeting.terms.kind, meeting.terms.shapes.size)
         self.front = Front(unread=Unread(member_bytes=2 * self.largest + MEMBER_UNREAD))
         self.admission = Admission(meeting.run, RecentNonces(), self._role, time.time, Pace())

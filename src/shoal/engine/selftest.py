@@ -30,7 +30,7 @@ from shoal import engine as engine_room
 from shoal import model as model_room
 from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
-from shoal.files import write_file
+from shoal.files import read_json, write_file
 from shoal.model import numerics
 from shoal.model.dtype import DtypeName, use_threads
 from shoal.model.logprobs import logits, token_logprobs
@@ -60,7 +60,7 @@ def passes(model: Any, dtype: DtypeName, device: str) -> bool:
         if not path.exists():
             differences = disagreements(model, dtype, device)
             write_file(path, (json.dumps({"disagreements": differences}) + "\n").encode())
-    return not json.loads(path.read_text())["disagreements"]
+    return not read_json(path)["disagreements"]
 
 
 @torch.inference_mode()

@@ -31,7 +31,7 @@ from shoal.config.tasks import GRADER_ERRORS
 from shoal.engine.protocol import Completion, Engine
 from shoal.errors import ShoalError, disk_is_full
 from shoal.evals.examiner import Examiner
-from shoal.files import write_file
+from shoal.files import read_json, write_file
 from shoal.model.sampling import rollout_seed
 from shoal.model.sources import check_max_tokens
 from shoal.model.turns import model_tokens
@@ -155,7 +155,7 @@ class PassRates:
                 ) from error
             path = self.out / SETTINGS
             if path.exists():
-                self._check_settings(json.loads(path.read_text()))
+                self._check_settings(read_json(path))
             else:
                 write_file(path, (json.dumps(self.settings, indent=2) + "\n").encode())
             yield file

@@ -20,7 +20,7 @@ from typing import Any
 
 from shoal.config import Config, ConfigError
 from shoal.config.recipe import LossSection
-from shoal.files import keep_lines, lock, named_errors, write_file
+from shoal.files import keep_lines, lock, named_errors, read_json, write_file
 from shoal.learner.checkpoint import Checkpoints
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks, from_leader
@@ -139,7 +139,7 @@ def claim(folder: Path, about: Mapping[str, str], differs: str = "") -> None:
         write_file(path, (json.dumps(about, indent=1) + "\n").encode())
     if not lock(folder / LOCK):
         raise ConfigError(f"another process trains in {folder}: stop it first, or choose another --out")
-    recorded = json.loads(path.read_text())
+    recorded = read_json(path)
     for key in sorted({*recorded, *about}):
         if recorded.get(key) != about.get(key):
             what = differs or f"{key} = {recorded.get(key)}, not {about.get(key)}"

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shoal.files import named_errors, write_file
+from shoal.files import named_errors, parse_json, write_file
 from shoal.protocol.history import History, RunHistory, Status, WorkerSample
 from shoal.protocol.messages import Evaluation
 from shoal.watch.trackers import Tracker
@@ -61,7 +61,7 @@ class Lines:
             return self.rows
         whole = new[: new.rfind(b"\n") + 1]
         lines = whole.splitlines(keepends=True)
-        self.rows += [json.loads(line) for line in lines]
+        self.rows += [parse_json(line, self.path) for line in lines]
         self._size_bytes += len(whole)
         self._last = lines[-1] if lines else self._last
         return self.rows
@@ -123,7 +123,7 @@ class RunRecord:
         data = path.read_bytes()
         if len(whole := data[: data.rfind(b"\n") + 1]) < len(data):
             os.truncate(path, len(whole))
-        return (json.loads(line) for line in whole.splitlines())
+        return (parse_json(line, path) for line in whole.splitlines())
 
     def add_work(self, lines: Sequence[Line]) -> None:
         if lines:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.config import Config
-from shoal.files import write_file
+from shoal.files import DamagedFileError, read_json, write_file
 from shoal.protocol.history import RunHistory, Status
 from shoal.protocol.messages import Evaluation
 from shoal.watch.estimates import wilson
@@ -70,8 +70,8 @@ def write_report(
 def read_summary(folder: Path) -> dict[str, Any]:
     """Return the summary in `folder`, or {} if the file is missing or is not a JSON object."""
     try:
-        summary = json.loads((folder / SUMMARY).read_text())
-    except (OSError, ValueError):
+        summary = read_json(folder / SUMMARY)
+    except (OSError, DamagedFileError):
         return {}
     return summary if isinstance(summary, dict) else {}
 
@@ -191,7 +191,7 @@ def _counts(counts: dict[str, int]) -> str:
 def read_legs(folder: Path) -> list[Leg]:
     """Return the legs of the run in `folder`. A new run has none."""
     path = folder / LEGS
-    return [Leg(**leg) for leg in json.loads(path.read_text())] if path.exists() else []
+    return [Leg(**leg) for leg in read_json(path)] if path.exists() else []
 
 
 def wall_s(folder: Path, now_s: float, *, running: bool) -> float | None:

@@ -30,7 +30,7 @@ from shoal.cli.preflight.machine import check_space, disk_finding, disk_needs, e
 from shoal.config import Config
 from shoal.coordinator.folder import INVITE_DAYS, INVITES, TABLES, create_invite
 from shoal.errors import ShoalError, UserError
-from shoal.files import copy_tree, write_file
+from shoal.files import copy_tree, read_json, write_file
 from shoal.protocol.history import PoolWatch, Status
 from shoal.protocol.invite import Address, open_payload, read_invite
 from shoal.protocol.messages import Role
@@ -123,7 +123,7 @@ class Swarm:
         finals = [evaluation.version for evaluation in read_evaluations(self.out) if evaluation.final]
         if not finals or max(finals) < self.config.run.steps or not (self.out / SUMMARY).exists():
             return False
-        summary = json.loads((self.out / SUMMARY).read_text())
+        summary = read_json(self.out / SUMMARY)
         if summary["steps"] < max(finals):  # the last launch was killed before it wrote its summary
             return False
         self.console.print(summary_table(summary, self.out))

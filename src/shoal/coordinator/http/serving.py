@@ -24,6 +24,7 @@ from shoal.coordinator.database import config_text, record_start, seal
 from shoal.coordinator.folder import KEY
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.pool import TABLE_NAMES
+from shoal.files import read_json
 from shoal.ledger.connection import Connection
 from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
@@ -136,7 +137,7 @@ class ServedRun:
         self.reports = False
         record, config = self.record, self.coordinator.config
         path = record.folder / SUMMARY
-        if path.exists() and json.loads(path.read_text())["steps"] >= status.trained:
+        if path.exists() and read_json(path)["steps"] >= status.trained:
             return
         summary = write_report(record.folder, config=config, status=status, history=record.history)
         steps, place = summary["steps"], record.folder

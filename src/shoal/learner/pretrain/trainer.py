@@ -29,7 +29,7 @@ from shoal.config.sites import PretrainSection, SitesSection
 from shoal.diloco.agreed import Shapes
 from shoal.diloco.messages import RoundClosedError, RoundOutcome, Terms, about_model
 from shoal.diloco.remote import Remote
-from shoal.files import write_file
+from shoal.files import read_json, write_file
 from shoal.learner.checkpoint import LearnerProgress
 from shoal.learner.policy import Policy
 from shoal.learner.pretrain.text import Corpus, TextPlace, TokenStream
@@ -267,7 +267,7 @@ class TextSite(PolicySite):
         return self.round * self.inner_steps
 
     def _saved_places(self) -> dict[str, Any]:
-        return json.loads(self.places.read_text()) if self.leader and self.places.exists() else {}
+        return read_json(self.places) if self.leader and self.places.exists() else {}
 
 
 def terms_of(config: Config, shapes: Shapes) -> Terms:
