@@ -65,7 +65,7 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
     """Yield each problem that would stop this run here. If there is none, yield estimates of its time, memory and disk."""
     from shoal.cli.launch.prepare import check_length, load_tasks
     from shoal.cli.preflight import estimate
-    from shoal.cli.preflight.machine import disk_finding, disk_needs, fails, free_bytes, ok
+    from shoal.cli.preflight.machine import disk_finding, disk_needs, fails, free_bytes, free_memory, ok
     from shoal.model import dtype, sources
     from shoal.model.load import load_tokenizer
 
@@ -95,7 +95,7 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
         return
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
     measured = {"dtype": picked, "prompt_tokens": prompt, "machine": estimate.measure(picked, config.model.device)}
-    yield from estimate.findings(estimate.forecast(config, measured, estimate.available_cores()))
+    yield from estimate.findings(estimate.forecast(config, measured, estimate.available_cores()), free_memory())
     try:
         needs = disk_needs(config, estimate.model_sizes(name).parameters)
     except estimate.SizesError:

@@ -89,10 +89,12 @@ def test_completions_are_as_long_as_the_mean_target_or_the_limit() -> None:
 
 def test_a_forecast_gives_two_findings_and_too_little_memory_fails() -> None:
     run = whole(settings())
-    time, needed = findings(run)
+    time, needed = findings(run, run.memory_bytes)
     assert time.text.startswith(f"about {duration(run.seconds)} in bfloat16: 12 steps of ")
     assert needed.level == "ok" and needed.text == f"about {memory(round(run.memory_bytes))} of 22.4 GiB"
-    _, needed = findings(replace(run, machine_bytes=1e9))
+    _, needed = findings(run, 3 << 30)
+    assert needed.level == "warning" and needed.text.endswith(" of 22.4 GiB, 3.0 GiB free")
+    _, needed = findings(replace(run, machine_bytes=1e9), 1e9)
     assert needed.level == "fails" and "learner.lora" in needed.remedy
 
 

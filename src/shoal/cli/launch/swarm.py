@@ -26,7 +26,15 @@ from shoal.cli.launch.members import LOCK, RunProcess, locked, remove_caches
 from shoal.cli.launch.process import Interrupted, listen, signals_interrupt
 from shoal.cli.launch.watch import STALL_S, Watch
 from shoal.cli.preflight.estimate import Forecast, available_cores, findings, forecast
-from shoal.cli.preflight.machine import check_space, disk_finding, disk_needs, explain, free_bytes, used_bytes
+from shoal.cli.preflight.machine import (
+    check_space,
+    disk_finding,
+    disk_needs,
+    explain,
+    free_bytes,
+    free_memory,
+    used_bytes,
+)
 from shoal.config import Config
 from shoal.coordinator.folder import INVITE_DAYS, INVITES, TABLES, create_invite
 from shoal.errors import ShoalError, UserError
@@ -163,7 +171,7 @@ class Swarm:
         self._note(f"computing in {prepared['dtype']}" + (f" (GFLOP/s: {measured})" if measured else ""))
         needs, free = disk_needs(self.local_config, prepared["parameters"]), free_bytes(self.out)
         self.estimate = forecast(self.local_config, prepared, self.cores, trained=trained_steps(self.out))
-        for finding in (*findings(self.estimate), disk_finding(needs, free)):
+        for finding in (*findings(self.estimate, free_memory()), disk_finding(needs, free)):
             self._note(finding.line())
         check_space(self.out, needs, free)
 

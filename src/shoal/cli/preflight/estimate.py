@@ -57,7 +57,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.cli.preflight.machine import VERSION_BYTES, CheckLine, fails, memory_bytes, ok
+from shoal.cli.preflight.machine import VERSION_BYTES, CheckLine, fails, memory_bytes, ok, warning
 from shoal.config import Config
 from shoal.config.sections import EVALUATED_AT_ONCE, ROW_TOKENS
 from shoal.errors import UserError
@@ -400,15 +400,23 @@ def forecast(config: Config, measured: Mapping[str, Any], cores: int, *, trained
     )
 
 
-def findings(run: Forecast | str) -> Iterator[CheckLine]:
-    """Yield the findings about a run's time and memory. `run`: its forecast, or why there is none."""
+def findings(run: Forecast | str, unused_bytes: float) -> Iterator[CheckLine]:
+    """Yield the findings about a run's time and memory.
+
+    `run`: its forecast, or why there is none. `unused_bytes`: memory that other programs do not use.
+    """
     if isinstance(run, str):
         yield ok("time", run)
         return
     pace = f"{run.steps} steps of {duration(run.step_s)}, mostly {run.slowest}"
     yield ok("time", f"about {duration(run.seconds)} in {run.dtype}: {pace}")
     needed = f"about {memory(round(run.memory_bytes))} of {memory(round(run.machine_bytes))}"
-    yield ok("memory", needed) if run.memory_bytes <= run.machine_bytes else fails("memory", needed, TOO_LARGE)
+    if run.memory_bytes > run.machine_bytes:
+        yield fails("memory", needed, TOO_LARGE)
+    elif run.memory_bytes > unused_bytes:
+        yield warning("memory", f"{needed}, {memory(round(unused_bytes))} free", "end other programs before you start")
+    else:
+        yield ok("memory", needed)
 
 
 def mean_prompt(tokenizer: Any, config: Config, tasks: Iterable[Task]) -> int:

@@ -71,7 +71,7 @@ def examine(folder: Path, device: str = "cpu") -> Iterator[CheckLine]:
         where = f"{platform.system()} on {platform.machine()}, on which Shoal was never tested"
         yield warning("system", where, "parts may not work: only Linux on x86_64 is tested")
     yield from _computing(device)
-    yield of_memory(memory_bytes(), _free_memory())
+    yield of_memory(memory_bytes(), free_memory())
     yield of_disk(folder, free_bytes(folder))
     yield of_sandbox({tier: problem(tier) for tier in TIERS})
 
@@ -170,7 +170,7 @@ def memory_bytes() -> int:
     return have
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """Return Linux's MemAvailable; on other systems all memory."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.is_file() else []
