@@ -71,34 +71,6 @@ def test_without_a_live_validator_of_its_class_any_validator_checks_a_submission
     assert claimable(harness, OTHER_VALIDATOR) == [id]
 
 
-def test_if_classes_is_exact_a_submission_waits_for_a_validator_of_its_class() -> None:
-    """No limits are calibrated then, so honest work may look like a lie to a validator of another class."""
-    harness = classes(alice=ONE, first=ONE, second=TWO, classes="exact")
-    id = uploaded(harness)
-    harness.clock.now_s += 31
-    harness.beat(OTHER_VALIDATOR, fingerprint=TWO)
-    assert claimable(harness, OTHER_VALIDATOR) == []
-    harness.beat(VALIDATOR, fingerprint=ONE)
-    assert claimable(harness, VALIDATOR) == [id]
-
-
-def test_if_classes_is_exact_a_worker_cannot_escape_judgement_by_a_new_fingerprint() -> None:
-    harness = classes(alice=ONE, first=ONE, second=TWO, classes="exact")
-    id = uploaded(harness)
-    harness.beat(ALICE, wants=False, fingerprint="3" * 64)
-    assert claimable(harness, OTHER_VALIDATOR) == [id]
-
-
-@pytest.mark.parametrize(("of", "final"), [("exact", True), ("any", False)])
-def test_if_classes_is_exact_only_a_validator_of_the_class_can_confirm_a_rejection(of: str, final: bool) -> None:
-    harness = classes(alice=ONE, first=ONE, second=TWO, classes=of)
-    id = uploaded(harness)
-    assert claimable(harness, VALIDATOR) == [id]
-    harness.judge(id, Reason.PROOF, validator=VALIDATOR, confirmed=False)
-    assert (claimable(harness, OTHER_VALIDATOR) == []) == final
-    assert (harness.pool.db.submissions.get(id).state == "rejected") == final
-
-
 def test_the_first_claim_of_a_submission_fixes_its_workers_fingerprint(harness: Harness) -> None:
     uploaded(harness)
     [claim] = harness.claims(VALIDATOR, 8)

@@ -248,33 +248,23 @@ class Checkers:
         """Return the live validators of a worker's class."""
         return [key for key in self.live_validators() if self.same_class(worker, key)]
 
-    def _validators_of_class(self, worker: str) -> list[str]:
-        """Return the validators of a worker's class, alive or not."""
-        validators = (member for member in self.db.nodes.all() if member.role == "validator" and not member.evicted)
-        return [member.key for member in validators if self.same_class(worker, member.key)]
-
     def may_check(self, validator: str, submission: Submission) -> bool:
         """Return whether this validator may check a submission now.
 
-        If the worker's class has live validators, only they may check it. If it has none, any validator may. But with
-        `validator.classes` = "exact", where limits need not be calibrated, the submission waits for a validator of the
-        class, unless no validator was ever in it. A doubted submission goes to a different validator. Only a validator
-        of the worker's class can confirm that work is inexact, or, with "exact", any rejection.
+        If the worker's class has live validators, only they may check it. A doubted submission goes to a different
+        validator. Only a validator of the worker's class can confirm that work is inexact. Any validator can confirm a
+        hard rejection.
         """
-        peers, doubt = self.peers(submission.worker), self.replays.doubt(submission.id)
-        eligible = peers
+        eligible, doubt = self.peers(submission.worker), self.replays.doubt(submission.id)
         if doubt is not None:
             confirmers = self.confirmers(submission, doubt.by, doubt.reason)
-            eligible = [key for key in confirmers if key in peers] or confirmers
-        if self.config.validator.classes == "exact" and (peers or self._validators_of_class(submission.worker)):
-            return validator in (eligible or peers)
+            eligible = [key for key in confirmers if key in eligible] or confirmers
         eligible = eligible or self.live_validators()
         return validator in eligible or not eligible
 
     def confirmers(self, submission: Submission, validator: str, reason: Reason) -> list[str]:
         """Return the other live validators that could confirm this validator's rejection."""
-        in_class = reason is Reason.INEXACT or self.config.validator.classes == "exact"
-        keys = self.peers(submission.worker) if in_class else self.live_validators()
+        keys = self.peers(submission.worker) if reason is Reason.INEXACT else self.live_validators()
         return [key for key in keys if key != validator]
 
     def fingerprint(self, submission: Submission) -> str:
