@@ -46,9 +46,12 @@ def test_the_number_of_threads_changes_no_bit(name: str, dtype: torch.dtype) -> 
     x_TI = torch.randn(997, 1536, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = in_whole_vectors(function, x_TI)
     torch.testing.assert_close(expected, function(x_TI))
+    gate_TI = torch.cat([x_TI, x_TI], -1)[:992, 100:200]  # as in models whose gate is a part of one product
+    part = in_whole_vectors(function, gate_TI)
     for threads in THREADS:
         with use_threads(threads):
             assert torch.equal(in_whole_vectors(function, x_TI), expected), f"{threads} threads"
+            assert torch.equal(in_whole_vectors(function, gate_TI), part), f"{threads} threads, a part of a tensor"
 
 
 def test_gradients_flow_through_both_parts() -> None:

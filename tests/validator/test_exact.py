@@ -7,6 +7,7 @@ fingerprints that define a class are made up here; tests/engine/test_selftest.py
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,9 +255,11 @@ def test_a_reload_verifies_the_files_again(
     done: list[Any] = []
     fetch = validator.fetch
     monkeypatch.setattr("shoal.validator.service.forget_verified", lambda folder: done.append(folder))
-    monkeypatch.setattr(validator, "fetch", lambda *wanted: done.append(wanted) or fetch(*wanted))
+    held = SimpleNamespace(held=lambda *wanted: done.append(wanted))  # the cached files are damaged
+    monkeypatch.setattr(validator, "_cache", lambda: held)
+    monkeypatch.setattr(validator, "fetch", lambda *wanted: done.append("fetched") or fetch(*wanted))
     validator.reload()
-    assert done == [tiny_folder, (2, "0" * 64)]
+    assert done == [tiny_folder, (2, "0" * 64), "fetched"]
 
 
 def test_a_validator_computes_a_new_fingerprint_with_reloaded_weights(tiny_folder: Path) -> None:

@@ -38,7 +38,7 @@ from shoal.config.sections import ROW_TOKENS
 from shoal.engine.protocol import Completion, Engine
 from shoal.engine.torch_engine import TorchEngine
 from shoal.engine.vllm.client import VllmEngine
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UserError
 from shoal.model.dtype import DtypeName, check_device, measure_gflops, use_threads
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
@@ -135,6 +135,8 @@ def calibrate(
     devices = devices or [config.model.device]
     for device in devices:
         check_device(device)
+    if "vllm" in config.workers.engines and config.model.device not in devices:
+        raise UserError(f"vLLM computes on model.device = {config.model.device}: add it to --devices")
     generations, checkings = conditions(config, devices, torch.get_num_threads())
     identity = Identity.generate()
     measured: list[dict[str, Any]] = []

@@ -34,6 +34,7 @@ from shoal.files import read_json, write_file
 from shoal.model import numerics
 from shoal.model.dtype import DtypeName, use_threads
 from shoal.model.logprobs import logits, token_logprobs
+from shoal.model.products import OrderError
 from shoal.model.sources import cache_dir
 from shoal.model.tree import Tree, forward_hidden, pack
 
@@ -58,7 +59,10 @@ def passes(model: Any, dtype: DtypeName, device: str) -> bool:
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            differences = disagreements(model, dtype, device)
+            try:
+                differences = disagreements(model, dtype, device)
+            except OrderError as error:  # on a number of threads that this process may not use
+                differences = [str(error)]
             write_file(path, (json.dumps({"disagreements": differences}) + "\n").encode())
     return not read_json(path)["disagreements"]
 

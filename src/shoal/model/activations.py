@@ -21,12 +21,13 @@ KINDS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.
 
 def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply an elementwise function."""
+    x = x.contiguous()  # PyTorch splits other tensors at the ends of rows, which need not be ends of vectors
     count = whole = x.numel()
     while extra := whole % (VECTOR * _shares(whole)):
         whole -= extra
     if whole == count:
         return function(x)
-    flat = x.flatten()
+    flat = x.view(-1)
     return torch.cat([function(flat[:whole]), function(flat[whole:])]).view_as(x)
 
 

@@ -35,7 +35,7 @@ def check_device(device: str) -> None:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         why = first_line(error)
-        raise DeviceError(f'device "{device}" cannot be used here: {why}; set model.device = "cpu"') from error
+        raise DeviceError(f'device "{device}" cannot be used here: {why}; choose another, such as "cpu"') from error
 
 
 def measure_gflops(dtype: torch.dtype, device: str = "cpu") -> float:

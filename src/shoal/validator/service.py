@@ -35,7 +35,7 @@ from shoal.protocol.messages import (
 )
 from shoal.protocol.node import Node
 from shoal.shardcast import Client, Manifest
-from shoal.shardcast.fetch.cache import forget_verified
+from shoal.shardcast.fetch.cache import Cache, forget_verified
 from shoal.shardcast.fetch.client import fetch_published
 from shoal.tasks import TaskSet
 from shoal.validator.case import Case, Finding
@@ -287,17 +287,22 @@ class Validator:
 
     def reload(self) -> None:
         """Verify the files of the loaded version again, load them, and compute a new fingerprint."""
-        if self.loaded is not None:
-            folder, manifest = self.loaded
-            forget_verified(folder)
-            self._load(*self.fetch(manifest.version, manifest.digest))
+        if self.loaded is None:
+            return
+        folder, manifest = self.loaded
+        forget_verified(folder)
+        held = self._cache().held(manifest.version, manifest.digest)  # None if a file is damaged
+        self._load(*(held or self.fetch(manifest.version, manifest.digest)))
 
     def fetch(self, version: int, digest: str | None) -> tuple[Path, Manifest]:
-        """Return the verified files of a version. Raise FetchError."""
+        """Fetch a version, and return its verified files. Raise FetchError."""
         relays = self.node.beat().relays
         trainable = self.config.coordinator.async_level + 1  # number of versions whose rollouts may still be trained on
         client = Client(relays, self.access, self.cache, keep=trainable + 1)
         return fetch_published(client, version, digest=digest)
+
+    def _cache(self) -> Cache:
+        return Cache(self.cache, public_key=self.access.public_key, run=self.access.run, keep=1)
 
     def _load(self, folder: Path, manifest: Manifest) -> None:
         self.loaded = folder, manifest

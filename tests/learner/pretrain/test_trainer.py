@@ -94,7 +94,7 @@ def test_the_learning_rate_warms_up_and_follows_a_cosine():
         ("pretrain.stepz=3", USAGE, "did you mean 'pretrain.steps'?"),
         ("pretrain.lr=inf", USAGE, "pretrain.lr"),
         ("pretrain.lr=1e30", FAILED, "lower the learning rate"),
-        ("model.device=cuda:99", USAGE, 'set model.device = "cpu"'),
+        ("model.device=cuda:99", USAGE, 'choose another, such as "cpu"'),
     ],
 )
 def test_an_error_is_reported_in_one_line(config, tmp_path, stop_after, override, status, words, capsys):
