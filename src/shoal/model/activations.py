@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2CLS
 
 VECTOR = 64  # elements; the most that PyTorch's vector code computes at once (bfloat16, AVX-512, two vectors)
-GRAIN = 32768  # elements; PyTorch gives a thread at least this many (at::internal::GRAIN_SIZE)
+GRAIN = 32768  # elements; PyTorch gives a thread at least this many (at::internal::GRAIN_SIZE), but not in GELU
+SERIAL = 8192  # elements; so few are never split
 KINDS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})
 
 
@@ -23,17 +24,18 @@ def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply an elementwise function."""
     x = x.contiguous()  # PyTorch splits other tensors at the ends of rows, which need not be ends of vectors
     count = whole = x.numel()
-    while extra := whole % (VECTOR * _shares(whole)):
+    while extra := max(whole % (VECTOR * shares) for shares in _shares(whole)):
         whole -= extra
     if whole == count:
         return function(x)
     flat = x.view(-1)
-    return torch.cat([function(flat[:whole]), function(flat[whole:])]).view_as(x)
+    return torch.cat([function(part) for part in (flat[:whole], *torch.split(flat[whole:], SERIAL))]).view_as(x)
 
 
-def _shares(count: int) -> int:
-    """Return the number of shares into which PyTorch splits a tensor of `count` elements."""
-    return max(1, min(torch.get_num_threads(), -(-count // GRAIN)))
+def _shares(count: int) -> list[int]:
+    """Return the numbers of shares into which PyTorch may split a tensor of `count` elements, by function."""
+    threads = torch.get_num_threads()
+    return [max(1, min(threads, -(-count // GRAIN))), threads]
 
 
 class WholeVectors(nn.Module):
