@@ -13,7 +13,7 @@ from shoal import config as config_module
 from shoal.cli.calibrate import AVERAGES, LIMITS, RUN, bounds, by_pair, calibrate, honest_figures
 from shoal.cli.main import FAILED, main
 from shoal.engine.torch_engine import TorchEngine
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UserError
 from shoal.model.dtype import DeviceError
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.checks import EXPENSIVE
@@ -95,7 +95,23 @@ def test_every_worker_condition_is_measured_under_every_validator_condition(out:
     assert all(row["rollouts"] == 4 and row["failed_checks"] == 0 for row in rows)
 
 
-def test_work_of_each_device_is_judged_on_each_device(tiny_folder: Path, tmp_path: Path) -> None:
+def test_work_of_each_device_is_judged_on_each_device(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: dict[str, set[object]] = {"worker": set(), "validator": set()}
+
+    class RecordingEngine(TorchEngine):
+        def load(self, folder: Path) -> None:
+            used["worker"].add(torch.device(self.device))
+            super().load(folder)
+
+    class RecordingJudge(Judge):
+        def load(self, folder: Path) -> None:
+            used["validator"].add(self.config.model.device)
+            super().load(folder)
+
+    monkeypatch.setattr("shoal.cli.calibrate.TorchEngine", RecordingEngine)
+    monkeypatch.setattr("shoal.cli.calibrate.Judge", RecordingJudge)
     one_dtype = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"dtype": "float32"})})
     devices = ["cpu", "cpu:0"]  # two names of one device
     calibrate(one_dtype, tmp_path, 1, [tiny_folder], devices, lambda _: None)
@@ -108,11 +124,15 @@ def test_work_of_each_device_is_judged_on_each_device(tiny_folder: Path, tmp_pat
     ]
     by_devices = {(row["worker"]["device"], row["validator"]["device"]) for row in measured["rows"]}
     assert by_devices == set(itertools.product(devices, devices))
+    assert used == {"worker": {torch.device("cpu"), torch.device("cpu:0")}, "validator": {"cpu", "cpu:0"}}
 
 
 def test_a_missing_device_is_named_before_anything_is_measured(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match='^device "nonsense" cannot be used here'):
         calibrate(CONFIG, tmp_path / "out", 1, [], ["cpu", "nonsense"], lambda _: None)
+    vllm = CONFIG.model_copy(update={"workers": CONFIG.workers.model_copy(update={"engines": ["vllm"]})})
+    with pytest.raises(UserError, match="vLLM computes on model.device = cpu: add it to --devices"):
+        calibrate(vllm, tmp_path / "out", 1, [], ["cpu:0"], lambda _: None)
 
 
 @pytest.fixture(scope="module")

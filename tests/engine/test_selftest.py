@@ -13,6 +13,7 @@ from shoal.engine import selftest
 from shoal.engine.selftest import fingerprint, fixed_tokens
 from shoal.model import exact
 from shoal.model.load import load_model
+from shoal.model.products import OrderError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,6 +64,17 @@ def test_a_cached_result_is_used_only_for_the_same_model_and_environment_and_lib
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     monkeypatch.setattr(torch, "__version__", "9.9")
     assert not selftest.passes(model, "float32", "cpu"), "a result of an older library was used"
+
+
+def test_a_product_that_cannot_be_exact_on_some_number_of_threads_fails_the_self_test(
+    model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> list[str]:
+        raise OrderError("float32 products of depth 64 on 3 threads do not have the same bits each time")
+
+    monkeypatch.setattr(selftest, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(selftest, "disagreements", refuse)
+    assert not selftest.passes(model, "float32", "cpu")
 
 
 def test_a_fingerprint_changes_with_dtype_order_and_library(
