@@ -38,6 +38,13 @@ def test_every_share_is_whole_vectors(vectors: int, threads: int) -> None:
     assert all(count <= SERIAL for count in calls[1:]), "the rest must not be split"
 
 
+def test_an_activation_with_weights_keeps_their_names() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU())
+    names = set(model.state_dict())
+    use_exact_activations_(model)
+    assert set(model.state_dict()) == names
+
+
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "quick_gelu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_number_of_threads_changes_no_bit(name: str, dtype: torch.dtype) -> None:

@@ -50,8 +50,11 @@ class WholeVectors(nn.Module):
 
 
 def use_exact_activations_(model: nn.Module) -> None:
-    """Replace every activation function by its `WholeVectors`."""
+    """Replace every activation function by its `WholeVectors`.
+
+    Leave those with weights (PReLU, xIELU) as they are, because their weights would get other names.
+    """
     for parent in list(model.modules()):
         for name, layer in parent.named_children():
-            if isinstance(layer, KINDS) and not isinstance(parent, WholeVectors):
+            if isinstance(layer, KINDS) and not layer.state_dict() and not isinstance(parent, WholeVectors):
                 setattr(parent, name, WholeVectors(layer))
