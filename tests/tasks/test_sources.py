@@ -212,6 +212,16 @@ def test_the_error_names_a_wrong_setting(folder: Path, more: Row, message: str) 
 
 
 @pytest.mark.parametrize(
+    ("reward", "missing"),
+    [("number", "answer"), ("math", "answer"), ({"math": 1.0, "mine.py:brief": 0.1}, "answer"), ("code", "tests")],
+)
+def test_a_row_without_what_its_reward_needs_is_refused(tmp_path: Path, reward: Any, missing: str) -> None:
+    path = written(tmp_path / "some.jsonl", [{"question": f"{number}?"} for number in range(30)])
+    with pytest.raises(TasksNotFoundError, match=rf"row 1: the row has no {missing}, so the reward .* cannot grade it"):
+        tasks.load(section(path, reward=reward, fields={"question": "question"}))
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"answer": "info.gold"}, r"row 1: column info.gold is not JSON \("),

@@ -33,6 +33,7 @@ GENERATORS: dict[str, Callable[[Mapping[str, Any]], Sequence[dict[str, str]]]] =
     "verifiers": partial(libraries.rows, "verifiers"),
 }
 FIELDS = ("question", "answer", "tests", "metadata")
+GRADED_AGAINST = {"number": "answer", "math": "answer", "code": "tests"}  # the field that a reward needs
 MAX_TEXT_BYTES = 1 << 20  # of a question, an answer, or metadata
 MAX_TESTS_BYTES = 64 << 20
 
@@ -104,6 +105,13 @@ class SourceReader:
                 f"{self.where}: the answer {fields.answer[:40]!r} is not a number; name the source's reward, for example "
                 'reward = "math" or "my_rewards.py:exact"'
             )
+        rewards = self.source.reward or fields.reward
+        for reward, name in GRADED_AGAINST.items():
+            if reward in ([rewards] if isinstance(rewards, str) else rewards) and not getattr(fields, name).strip():
+                raise TasksNotFoundError(
+                    f"{self.where}: the row has no {name}, so the reward {reward!r} cannot grade it; "
+                    f'name the column of the {name} in the config, as in fields = {{ {name} = "..." }}, or remove the row'
+                )
         for name in FIELDS:
             limit = MAX_TESTS_BYTES if name == "tests" else MAX_TEXT_BYTES
             content = getattr(fields, name)
