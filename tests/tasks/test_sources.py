@@ -212,13 +212,22 @@ def test_the_error_names_a_wrong_setting(folder: Path, more: Row, message: str) 
 
 
 @pytest.mark.parametrize(
-    ("reward", "missing"),
-    [("number", "answer"), ("math", "answer"), ({"math": 1.0, "mine.py:brief": 0.1}, "answer"), ("code", "tests")],
+    ("reward", "row", "message"),
+    [
+        ("number", {}, "the reward 'number' cannot grade this row: its answer '' has no number"),
+        ("number", {"answer": "seven"}, "the reward 'number' cannot grade this row: its answer 'seven' has no number"),
+        ("math", {"answer": " "}, "the reward 'math' cannot grade this row: it has no answer"),
+        ({"math": 1.0, "mine.py:brief": 0.1}, {}, "the reward 'math' cannot grade this row: it has no answer"),
+        ("code", {}, "the reward 'code' cannot grade this row: the task has no tests"),
+        ("code", {"tests": '"garbage"'}, "the reward 'code' cannot grade this row: the task's tests "),
+        ("", {"answer": ""}, "the answer '' is not a number; name the source's reward"),
+    ],
 )
-def test_a_row_without_what_its_reward_needs_is_refused(tmp_path: Path, reward: Any, missing: str) -> None:
-    path = written(tmp_path / "some.jsonl", [{"question": f"{number}?"} for number in range(30)])
-    with pytest.raises(TasksNotFoundError, match=rf"row 1: the row has no {missing}, so the reward .* cannot grade it"):
-        tasks.load(section(path, reward=reward, fields={"question": "question"}))
+def test_every_row_must_have_what_its_reward_needs(tmp_path: Path, reward: Any, row: Row, message: str) -> None:
+    path = written(tmp_path / "some.jsonl", [{"question": f"{number}?"} | row for number in range(30)])
+    fields = {"question": "question"} | {name: name for name in row}
+    with pytest.raises(TasksNotFoundError, match=f"row 1: {message}"):
+        tasks.load(section(path, reward=reward, fields=fields))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.cli.preflight.machine import CheckLine
     from shoal.config import Config
 
-PROMPT = 64  # assumed length in tokens, if the model's tokenizer is not on this machine
+PROMPT = 64  # assumed length in tokens, if the model is not on this machine
 
 
 def add_commands(commands: Commands) -> None:
@@ -63,11 +63,10 @@ def check(arguments: argparse.Namespace) -> int:
 
 def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
     """Yield each problem that would stop this run here. If there is none, yield estimates of its time, memory and disk."""
-    from shoal.cli.launch.prepare import check_length, load_tasks
+    from shoal.cli.launch.prepare import check_length, check_model, load_tasks
     from shoal.cli.preflight import estimate
     from shoal.cli.preflight.machine import disk_finding, disk_needs, fails, free_bytes, free_memory, ok
     from shoal.model import dtype, sources
-    from shoal.model.load import load_tokenizer
 
     if (config.sft.data or config.pretrain.data) and "sources" not in config.tasks.model_fields_set:
         yield ok("config", "valid, for `shoal sft` or `shoal pretrain`; their time, memory and disk are not estimated")
@@ -81,14 +80,14 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
         loaded = load_tasks(config)
         yield from (ok("tasks", note) for note in loaded.notes)
         yield ok("tasks", f"rewards and environments passed a trial; tasks.digest = {loaded.digest}")
-        # measure prompts only with a tokenizer on this machine; the hub's cache is not searched
+        # check only a model that is on this machine; the hub's cache is not searched
         is_bundled, is_folder = name in sources.BUNDLED_FOLDERS, name.startswith((".", "/", "~"))
         model = sources.bundled_dir(name) if is_bundled else sources.resolve(name) if is_folder else None
         if model is not None and (model / "config.json").is_file():
-            prompt = estimate.mean_prompt(load_tokenizer(model), config, loaded.heldout[: estimate.SAMPLE])
+            prompt = check_model(config, model, loaded)
     except UserError as error:
         problems.append(str(error))
-    for problem in problems:
+    for problem in dict.fromkeys(problems):
         what, _, remedy = problem.partition("; ")
         yield fails("config", what, remedy or "change the config")
     if problems:

@@ -97,8 +97,9 @@ def delete_all(names: Sequence[str], text: str) -> str:
 
 
 def _cannot_answer(reason: str) -> ChatTemplateError:
-    remedy = "set sampling.max_turns = 1, or use a chat model"
-    return ChatTemplateError(f"{reason}: an environment cannot answer this model; {remedy}")
+    return ChatTemplateError(
+        f"{reason}: no environment can answer this model; remove the source's environment, or use a chat model"
+    )
 
 
 def _around(tokenizer: Any) -> tuple[str, str]:

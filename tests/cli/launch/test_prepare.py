@@ -1,6 +1,9 @@
-"""`prepare` checks device, chat template and environment before a run starts, and measures the machine."""
+"""`prepare` checks device, model and tasks before a run starts, and measures the machine."""
 
+import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,8 +11,9 @@ from safetensors.torch import load_file
 
 from shoal import config as config_module
 from shoal.cli.launch.prepare import prepare
+from shoal.cli.main import FAILED, main
 from shoal.config import Config
-from shoal.errors import restart_helps
+from shoal.errors import UserError, restart_helps
 from shoal.model.dtype import DeviceError
 from shoal.tasks.prompt import ChatTemplateError
 
@@ -40,7 +44,9 @@ def test_a_chat_template_that_allows_no_environment_is_named(tmp_path: Path, tin
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
     (folder / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
-    with pytest.raises(ChatTemplateError, match=r"does not write every message once: .* set sampling.max_turns = 1"):
+    with pytest.raises(
+        ChatTemplateError, match=r"does not write every message once: .* remove the source's environment"
+    ):
         prepare(tiny(f"model.name={folder}", "tasks.sources.0.environment=calculator"))
 
 
@@ -55,3 +61,40 @@ def test_of_two_measurements_of_the_machine_the_faster_is_used(
     assert prepared["machine"] == measured | {"flops": counts}
     weights = load_file(tiny_folder / "model.safetensors")
     assert prepared["parameters"] == sum(tensor.numel() for tensor in weights.values())
+
+
+def rewritten(config: str, **fields: object) -> Callable[[Path], object]:
+    return lambda folder: (folder / config).write_text(json.dumps(json.loads((folder / config).read_text()) | fields))
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def truncated(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-100])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (without_weights, "has no weights: it needs files that end in .safetensors"),
+        (truncated, "model.safetensors is damaged .*: copy or download it again"),
+        (rewritten("config.json", sliding_window=64), "limits or changes attention over long sequences"),
+        (
+            rewritten("config.json", max_position_embeddings=10),
+            r"a prompt of \d+ tokens and a completion of up to 6 do",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_trained_on_the_tasks_is_named_before_the_run(
+    spoil: Callable[[Path], object], message: str, tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    spoil(folder)
+    with pytest.raises(UserError, match=message):
+        prepare(tiny(f"model.name={folder}"))
+    assert main(["check", "tiny", "--set", f"model.name={folder}"]) == FAILED
+    assert re.search(message, capsys.readouterr().out)

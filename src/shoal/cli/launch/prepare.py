@@ -1,4 +1,4 @@
-"""Prepare a run: check the device, choose a dtype, build the task set, fetch the model, and try its chat template.
+"""Prepare a run: check the device, choose a dtype, build the task set, fetch the model, and check that they fit together.
 
 Invariant: a problem that can be found without starting the pool is reported here, with one clear error. Only the
 functions that compute import torch. `shoal run` itself never imports torch, because it calls `main` in a child process.
@@ -7,13 +7,16 @@ functions that compute import torch. `shoal run` itself never imports torch, bec
 import argparse
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from shoal import tasks
 from shoal.cli.arguments import Parser, add_config, add_threads, read_config, say
 from shoal.cli.main import answer
-from shoal.cli.preflight.estimate import SAMPLE, mean_prompt, measure
+from shoal.cli.preflight.estimate import SAMPLE, measure, prompt_lengths
 from shoal.config import Config, ConfigError
 from shoal.model import sources
 from shoal.tasks.compiling import build_tasks
@@ -31,7 +34,6 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     DeviceError, ModelNotFoundError, UnsupportedModelError, ChatTemplateError.
     """
     from shoal.model import dtype
-    from shoal.model.load import eos_ids, load_tokenizer
 
     dtype.check_device(config.model.device)
     picked, gflops = dtype.pick(config.model.dtype, config.model.device)
@@ -40,15 +42,12 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     loaded = load_tasks(config, task_folder)
     check_length(config, fetch=True)
     folder = model_folder(config.model.name)
-    tokenizer = load_tokenizer(folder)
-    prompt = mean_prompt(tokenizer, config, loaded.heldout[:SAMPLE])
-    if config.sampling.max_turns > 1:
-        TurnFrame(tokenizer, eos_ids(folder))
+    prompt = check_model(config, folder, loaded)
     machine = measure(picked, config.model.device)  # `dtype.pick` measured the speed too, so take the higher figure
     machine["flops"] = max(machine["flops"], 1e9 * gflops.get(picked, 0.0))
     return {
         "folder": str(folder),
-        "parameters": sum(_parameters_in(file) for file in folder.glob("*.safetensors")),
+        "parameters": count_parameters(folder),
         "dtype": picked,
         "tasks": {"digest": loaded.digest, "notes": list(loaded.notes)},
         "prompt_tokens": prompt,
@@ -89,6 +88,31 @@ def check_length(config: Config, *, fetch: bool = False) -> None:
         )
 
 
+def check_model(config: Config, folder: Path, loaded: TaskSet) -> int:
+    """Check that the model in `folder` can be trained on these tasks, without loading its weights.
+
+    Return the mean length of prompts in tokens. Raise ConfigError, ModelNotFoundError, UnsupportedModelError,
+    ChatTemplateError.
+    """
+    from shoal.model.load import eos_ids, load_config, load_tokenizer
+    from shoal.model.support import check_config
+
+    model = load_config(folder)
+    check_config(model, folder)
+    count_parameters(folder)
+    tokenizer = load_tokenizer(folder)
+    lengths = prompt_lengths(tokenizer, config, loaded.heldout[:SAMPLE])
+    positions, longest = sources.positions(model.to_dict()), max(lengths)
+    if positions is not None and longest + config.sampling.max_tokens > positions:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and a completion of up to {config.sampling.max_tokens} do not fit the model's "
+            f"{positions} positions; lower sampling.max_tokens, or shorten or remove long questions"
+        )
+    if config.sampling.max_turns > 1:
+        TurnFrame(tokenizer, eos_ids(folder))
+    return round(statistics.fmean(lengths))
+
+
 def load_tasks(config: Config, folder: Path | None = None) -> TaskSet:
     """Return the task set, written to `folder` if given; try its rewards and environments. Raise ConfigError."""
     try:
@@ -110,8 +134,15 @@ def model_folder(name: str) -> Path:
     return sources.resolve(name)
 
 
-def _parameters_in(file: Path) -> int:
-    """Return the number of parameters in a safetensors file, which starts with 8 bytes (the length of the JSON header)."""
-    with file.open("rb") as opened:
-        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+def count_parameters(folder: Path) -> int:
+    """Return the number of parameters in a folder's safetensors files. Raise ModelNotFoundError for a damaged file."""
+    if not (files := sorted(folder.glob("*.safetensors"))):
+        raise sources.ModelNotFoundError(f"{folder} has no weights: it needs files that end in .safetensors")
+    total = 0
+    for file in files:
+        try:
+            with safe_open(file, framework="np") as opened:  # compares the file's size with its header
+                total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+        except SafetensorError as error:
+            raise sources.ModelNotFoundError(f"{file} is damaged ({error}): copy or download it again") from error
+    return total

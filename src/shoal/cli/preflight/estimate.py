@@ -419,9 +419,9 @@ def findings(run: Forecast | str, unused_bytes: float) -> Iterator[CheckLine]:
         yield ok("memory", needed)
 
 
-def mean_prompt(tokenizer: Any, config: Config, tasks: Iterable[Task]) -> int:
-    """Return the mean length in tokens of these tasks' prompts in the chat template. Raise ChatTemplateError."""
-    return round(statistics.fmean(len(prompt_tokens(tokenizer, config.tasks, task, 0)) for task in tasks))
+def prompt_lengths(tokenizer: Any, config: Config, tasks: Iterable[Task]) -> list[int]:
+    """Return the length in tokens of these tasks' prompts in the chat template. Raise ChatTemplateError."""
+    return [len(prompt_tokens(tokenizer, config.tasks, task, 0)) for task in tasks]
 
 
 def expected_length(config: Config) -> int:

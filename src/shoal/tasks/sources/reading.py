@@ -19,7 +19,8 @@ from typing import Any
 from shoal.config.tasks import SourceSection
 from shoal.model.sources import HubError, call_hub
 from shoal.tasks import libraries
-from shoal.tasks.sources import generators, schemas
+from shoal.tasks.rewards.answers import last_number
+from shoal.tasks.sources import code_tests, generators, schemas
 from shoal.tasks.sources.rows import SUFFIXES, LeftOutError, Row, RowError, TaskFields, as_json, read_rows, text, value
 from shoal.tasks.sources.schemas import RowSchema
 from shoal.tasks.task import TasksNotFoundError
@@ -33,7 +34,6 @@ GENERATORS: dict[str, Callable[[Mapping[str, Any]], Sequence[dict[str, str]]]] =
     "verifiers": partial(libraries.rows, "verifiers"),
 }
 FIELDS = ("question", "answer", "tests", "metadata")
-GRADED_AGAINST = {"number": "answer", "math": "answer", "code": "tests"}  # the field that a reward needs
 MAX_TEXT_BYTES = 1 << 20  # of a question, an answer, or metadata
 MAX_TESTS_BYTES = 64 << 20
 
@@ -100,18 +100,15 @@ class SourceReader:
         """Return the fields. Raise TasksNotFoundError if they are not a valid task."""
         if not fields.question.strip():
             raise TasksNotFoundError(f"{self.where}: the question is empty; remove the row")
-        if not (fields.reward or self.source.reward) and fields.answer:
+        rewards = self.source.reward or fields.reward
+        if not rewards:
             raise TasksNotFoundError(
                 f"{self.where}: the answer {fields.answer[:40]!r} is not a number; name the source's reward, for example "
                 'reward = "math" or "my_rewards.py:exact"'
             )
-        rewards = self.source.reward or fields.reward
-        for reward, name in GRADED_AGAINST.items():
-            if reward in ([rewards] if isinstance(rewards, str) else rewards) and not getattr(fields, name).strip():
-                raise TasksNotFoundError(
-                    f"{self.where}: the row has no {name}, so the reward {reward!r} cannot grade it; "
-                    f'name the column of the {name} in the config, as in fields = {{ {name} = "..." }}, or remove the row'
-                )
+        for reward in [rewards] if isinstance(rewards, str) else rewards:
+            if why := _why_not_gradable(reward, fields):
+                raise TasksNotFoundError(f"{self.where}: the reward {reward!r} cannot grade this row: {why}")
         for name in FIELDS:
             limit = MAX_TESTS_BYTES if name == "tests" else MAX_TEXT_BYTES
             content = getattr(fields, name)
@@ -124,6 +121,20 @@ class SourceReader:
                     f"{self.where}: {name} has {size / 1e6:.1f} MB, more than {limit / 1e6:.1f} MB: shorten or remove it"
                 )
         return fields
+
+
+def _why_not_gradable(reward: str, fields: TaskFields) -> str:
+    """Return what a task lacks for one of the package's own rewards; "" if nothing."""
+    if reward == "code":
+        try:
+            code_tests.read_tests(fields.tests)
+        except code_tests.TestsError as error:
+            return str(error)
+    if reward == "number" and last_number(fields.answer) is None:
+        return f"its answer {fields.answer[:40]!r} has no number; correct or remove the row"
+    if reward == "math" and not fields.answer.strip():
+        return 'it has no answer; name the column in the config, as in fields = { answer = "..." }, or remove the row'
+    return ""
 
 
 def schema_of_fields(fields: dict[str, str], columns: list[str]) -> RowSchema:
