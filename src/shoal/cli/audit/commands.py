@@ -111,5 +111,9 @@ def _submission(data: bytes, arguments: argparse.Namespace) -> int:
         return by_hand.UNREADABLE
     except FileNotFoundError as error:  # nothing was checked, so the submission is not rejected
         raise UserError(str(error)) from error
+    if arguments.weights:
+        lines.insert(
+            0, f"{weights} is taken for version {header.policy_version}; with other weights the result means nothing"
+        )
     say("\n".join(lines))
     return status
