@@ -65,7 +65,7 @@ def add_commands(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if bool(arguments.resume) == bool(arguments.config):
-        raise UserError("name a config, or the folder of a run to resume: shoal run --resume RUN")
+        raise UserError("give either a config, or the folder of a run to resume: shoal run --resume RUN")
     if arguments.resume and arguments.out:
         raise UserError(f"a resumed run stays in its folder {arguments.resume}; leave out --out")
     if arguments.resume:

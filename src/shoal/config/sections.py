@@ -196,7 +196,7 @@ class EvidenceSection(Section):
     `shoal calibrate`)."""
     regenerated: NonNegativeInt = 0
     """Number of rollouts per submission that the validator generates again, to test whether the worker chose tokens by
-    reward. It draws them from the rollouts with a token other than the one that its seed yields."""
+    reward. Only rollouts in which a token differs from the one that its seed yields are drawn."""
     proof_exponent_mean: PositiveFloat | None = None
     """Honest mean of the figure that validator.proof_exponent_mean limits; none: 2/3 of the limit (measured by `shoal
     calibrate`)."""

@@ -137,7 +137,7 @@ class Resolver(AbstractResolver):
 def _check(address: IPv4Address | IPv6Address, host: str, reach: Reach) -> None:
     needs = _needs(address)
     if needs is None:
-        raise OutOfReach(f"{host} is {address}, where no server of a pool can be")
+        raise OutOfReach(f"{host} is {address}, to which no other machine can connect")
     if ORDER.index(needs) > ORDER.index(reach):
         raise OutOfReach(f'{host} is {address}, a {needs} address; relays.reach = "{needs}" allows it')
 
