@@ -69,7 +69,7 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
     from shoal.model import dtype, sources
 
     if (config.sft.data or config.pretrain.data) and "sources" not in config.tasks.model_fields_set:
-        yield ok("config", "valid, for `shoal sft` or `shoal pretrain`; their time, memory and disk are not estimated")
+        yield training_data(config)
         return
     name, prompt, problems = config.model.name, PROMPT, []
     try:
@@ -100,6 +100,20 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
     except estimate.SizesError:
         return  # the finding about time gives the reason
     yield disk_finding(needs, free_bytes(folder))
+
+
+def training_data(config: Config) -> CheckLine:
+    """Return whether the files of `shoal sft` or `shoal pretrain` are there."""
+    from shoal.cli.preflight.machine import fails, ok
+    from shoal.learner.pretrain.text import Corpus
+    from shoal.learner.sft import conversations
+
+    try:
+        conversations.find(config.sft.data) if config.sft.data else Corpus(config.pretrain.data)
+    except UserError as error:
+        what, _, remedy = str(error).partition("; ")
+        return fails("config", what, remedy or f"correct {'sft' if config.sft.data else 'pretrain'}.data")
+    return ok("config", "valid, and its data is there; the time, memory and disk of training are not estimated")
 
 
 def config(arguments: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """The forecast of a whole run's time and memory from given speeds, and what `shoal check CONFIG` prints."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,11 +148,14 @@ def test_roles_share_the_cores_unless_they_take_turns() -> None:
     assert (threads["learner"], threads["validator"], threads["worker"]) == (8, 8, 4)
 
 
-def test_a_check_of_a_config_for_fine_tuning_or_pretraining_leaves_out_tasks(
-    capsys: pytest.CaptureFixture[str],
+def test_a_check_of_a_config_for_fine_tuning_or_pretraining_looks_for_its_data_and_leaves_out_tasks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "a"}\n')
     for name in ("sft", "pretrain"):
-        assert main(["check", name]) == DONE, name
+        missing, there = (f"{name}.data='{tmp_path / file}'" for file in ("none.jsonl", "text.jsonl"))
+        assert main(["check", name, "--set", missing]) == FAILED, name
+        assert re.search("fails +config +no file", capsys.readouterr().out)
+        assert main(["check", name, "--set", there]) == DONE, name
         printed = capsys.readouterr().out
-        assert "for `shoal sft` or `shoal pretrain`" in printed and "to train on" not in printed
-        assert "disk" in printed
+        assert "its data is there" in printed and "to train on" not in printed and "disk" in printed
