@@ -146,7 +146,10 @@ def verification_info(row: Row) -> TaskFields:
     """Read a row of SYNTHETIC-1 and 2 or INTELLECT-2: `verification_info` holds the gold answer or the tests."""
     info, kind = _info(value(row, "verification_info")), str(row.get("task_type") or "")
     if kind in ("verifiable_math", "") and info.get("ground_truth") is not None:
-        return TaskFields(text(row, "prompt"), text(info, "ground_truth"), reward="math")
+        answer = text(info, "ground_truth").strip()
+        if not answer:
+            raise LeftOutError("no answer")
+        return TaskFields(text(row, "prompt"), answer, reward="math")
     if kind in ("verifiable_code", "prime_rl_code", "") and info.get("test_cases") is not None:
         if str(info.get("language") or "python").lower() not in ("python", "python3"):
             raise LeftOutError(f"code in {info['language']}")
