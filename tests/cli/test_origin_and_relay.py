@@ -17,6 +17,7 @@ from shoal.config import parse
 from shoal.coordinator.folder import create_invite
 from shoal.coordinator.http.reports import CachedBody
 from shoal.coordinator.http.serving import serve_forever
+from shoal.errors import UserError
 from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import FILE as ADDRESS
@@ -334,3 +335,27 @@ def test_an_origin_whose_key_would_be_published_is_refused_and_creates_no_key(si
     with pytest.raises(PublishError, match="lies inside"):
         run_origin(site.invite("origin"), site.watched / "origin", site.watched, threading.Event())
     assert not (site.watched / "origin").exists()
+
+
+def test_an_origin_that_watches_the_parent_of_the_versions_is_refused(site: Site) -> None:
+    learner = site.folder / "learner"
+    (learner / "versions").mkdir(parents=True)
+    with pytest.raises(UserError, match=f"learner holds no versions; watch {learner / 'versions'}$"):
+        run_origin(site.invite("origin"), site.folder / "origin", learner, threading.Event())
+
+
+def test_an_origin_skips_other_names_and_waits_for_a_missing_folder(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    site.watched.rmdir()
+    origin = site.origin()
+    wait_until(lambda: site.node("origin"))
+    site.watched.mkdir()
+    (site.watched / "vocabulary").mkdir()
+    site.write(0)
+    wait_until(lambda: site.status().newest_version == 0)
+    assert [text for text in caplog.messages if "does not exist yet" in text] == [
+        f"{site.watched} does not exist yet: waiting for it"
+    ]
+    assert origin.stopped() == "stopped"

@@ -13,6 +13,7 @@ from pathlib import Path
 from aiohttp import web
 
 from shoal.config import Config
+from shoal.errors import UserError
 from shoal.files import write_file
 from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
@@ -20,6 +21,7 @@ from shoal.protocol.invite import Invite
 from shoal.protocol.messages import Ok, PolicyVersion
 from shoal.protocol.node import Node
 from shoal.shardcast import Guard, Manifest, Origin, Relay, ShardStore, app, serve
+from shoal.shardcast.manifest import parse_version, version_name
 from shoal.shardcast.origin import check_apart
 from shoal.shardcast.server import url_of
 
@@ -36,6 +38,9 @@ def run_origin(
 ) -> str:
     """Publish the versions that the learner writes to `watched`, until the run ends."""
     check_apart(watched, folder)
+    if not watched.exists():
+        log.info("%s does not exist yet: waiting for it", watched)
+    _newest(watched)  # refuses a wrong folder before the node joins
     config = Node.read_config(invite, stop)
     identity = Identity.load_or_create(folder / "identity.pem")
     store = ShardStore(folder / "store", public=False)
@@ -46,15 +51,16 @@ def run_origin(
             if node.answer and node.answer.state != "running":
                 return node.answer.state
             origin.state()
-            newest = max(watched.glob("v*"), default=None)  # older versions that were not published yet are skipped
-            if newest is not None and int(newest.name[1:]) != node.policy_version:
-                node.doing(f"publishing {newest.name}")
+            newest = _newest(watched)  # older versions that were not published yet are skipped
+            if newest is not None and newest != node.policy_version:
+                name = version_name(newest)
+                node.doing(f"publishing {name}")
                 try:
-                    manifest = await asyncio.to_thread(origin.publish, newest, int(newest.name[1:]))
+                    manifest = await asyncio.to_thread(origin.publish, watched / name, newest)
                 except FileNotFoundError:
-                    if max(watched.glob("v*"), default=newest) <= newest:
+                    if (_newest(watched) or 0) <= newest:
                         raise
-                    log.info("the learner removed %s while it was published, because it has newer ones", newest.name)
+                    log.info("the learner removed %s while it was published, because it has newer ones", name)
                     continue
                 await asyncio.to_thread(_announce, node, manifest)
                 node.policy_version = manifest.version
@@ -66,6 +72,15 @@ def run_origin(
     return asyncio.run(
         serve_store(invite, config, folder, store, listen or (config.origin.host, config.origin.port), url, watch, stop)
     )
+
+
+def _newest(watched: Path) -> int | None:
+    """Return the newest version in a folder; None if there is none. Raise UserError if a folder in it has the versions."""
+    names = [path.name for path in watched.glob("v*")]
+    newest = max((version for name in names if (version := parse_version(name)) is not None), default=None)
+    if newest is None and "versions" in names:
+        raise UserError(f"{watched} holds no versions; watch {watched / 'versions'}")
+    return newest
 
 
 def _announce(node: Node, manifest: Manifest) -> None:
