@@ -2,6 +2,7 @@
 
 import errno
 import resource
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -28,6 +29,7 @@ from shoal.model.load import (
     tied_names,
 )
 from shoal.model.support import UnsupportedModelError
+from shoal.model.training import open_sharded
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
@@ -61,6 +63,19 @@ def test_a_folder_without_some_of_the_weights_is_refused(
         UnsupportedModelError, match=r"lacks 1 of the model's weights, such as model\.layers\.1\.mlp\.up"
     ):
         load_model(folder)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 5, 100, -1])
+@pytest.mark.parametrize(
+    "load", [load_model, lambda folder: open_sharded(folder, "cpu", "fast", lambda root, dtype: None)]
+)
+def test_a_file_of_weights_that_was_cut_off_is_named(
+    tiny_folder: Path, tmp_path: Path, size_bytes: int, load: Callable[[Path], object]
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "cut"))
+    (folder / WEIGHTS).write_bytes((tiny_folder / WEIGHTS).read_bytes()[:size_bytes])
+    with pytest.raises(UnsupportedModelError, match=f"^{folder / WEIGHTS} is damaged: copy or download it again"):
+        load(folder)
 
 
 def test_two_threads_never_build_models_at_the_same_time(make_tiny: Any) -> None:

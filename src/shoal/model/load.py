@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import sdpa_mask
@@ -47,8 +47,8 @@ def load_model(
     """Load the causal LM in `folder`, in eval mode. Return a transformers model (typed Any: transformers is untyped).
 
     `seed`: initialise random weights instead, the same for the same folder, seed and version of PyTorch.
-    Raise UnsupportedModelError if weights are missing, or if the model's logprobs in packed rows differ from those of
-    plain transformers.
+    Raise UnsupportedModelError if weights are missing or damaged, or if the model's logprobs in packed rows differ from
+    those of plain transformers.
     """
     config = load_config(folder)
     check_config(config, folder)
@@ -70,6 +70,9 @@ class Root(nn.Module):
 
 
 def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Numerics, seed: int | None) -> Any:
+    if seed is None:
+        check_files(folder)
+
     def build(name: str) -> Any:
         if seed is not None:
             torch.manual_seed(seed)
@@ -145,6 +148,16 @@ def _load_adapters_(model: Any, folder: Path) -> None:
     own = model.state_dict()
     for name, file in open_for_each(folder / WEIGHTS, list(filter(adapters.is_adapter, own))):
         own[name].copy_(file.get_tensor(name))
+
+
+def check_files(folder: Path) -> None:
+    """Raise UnsupportedModelError if a file of the model's weights is cut off, or has no valid header."""
+    for path in sorted(folder.glob("model*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise UnsupportedModelError(f"{path} is damaged: copy or download it again ({error})") from error
 
 
 def open_for_each(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
