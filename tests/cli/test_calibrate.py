@@ -135,6 +135,15 @@ def test_a_missing_device_is_named_before_anything_is_measured(tmp_path: Path) -
         calibrate(vllm, tmp_path / "out", 1, [], ["cpu:0"], lambda _: None)
 
 
+@pytest.mark.parametrize("out", ["file", "file/made"])
+def test_a_file_in_place_of_the_folder_is_refused_before_anything_is_measured(
+    tiny_folder: Path, tmp_path: Path, out: str
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=f"^{tmp_path / out} cannot be a folder, because a file is there"):
+        calibrate(CONFIG, tmp_path / out, 1, [tiny_folder], [], lambda line: pytest.fail(line))
+
+
 @pytest.fixture(scope="module")
 def judge(one_thread: None, tiny_folder: Path) -> Iterator[Judge]:
     with Judge(CONFIG, RUN, "float32") as judge:

@@ -137,6 +137,10 @@ def calibrate(
         check_device(device)
     if "vllm" in config.workers.engines and config.model.device not in devices:
         raise UserError(f"vLLM computes on model.device = {config.model.device}: add it to --devices")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UserError(f"{out} cannot be a folder, because a file is there: choose another --out") from error
     generations, checkings = conditions(config, devices, torch.get_num_threads())
     identity = Identity.generate()
     measured: list[dict[str, Any]] = []
@@ -173,7 +177,6 @@ def calibrate(
     validator = limits.pop("torch", {}) | {
         "limits": {f"{engine}/{device}": values for engine, values in limits.items()}
     }
-    out.mkdir(parents=True, exist_ok=True)
     machine = {"platform": platform.platform(), "cores": torch.get_num_threads(), "torch": torch.__version__}
     figures = {"machine": machine, "worst": worst, "pairs": pairs, "rows": measured}
     (out / "measured.json").write_text(json.dumps(figures, indent=1) + "\n")
