@@ -10,6 +10,7 @@ import pytest
 from shoal.cli import main
 from shoal.cli.arguments import USAGE
 from shoal.ledger.chain import read_export
+from shoal.protocol.invite import FILE as ADDRESS
 
 from .audit.recorded import COORDINATOR, identity, record_run
 
@@ -34,10 +35,21 @@ def test_an_unchanged_run_passes_with_status_0(recorded: Path, capsys: pytest.Ca
     assert printed.splitlines()[-1] == "the audit found no broken link"
 
 
+def test_the_coordinators_folder_of_a_run_passes(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(recorded / "coordinator"), *QUICK]) == 0
+    assert "metrics.jsonl, evaluations.jsonl: as recorded" in capsys.readouterr().out
+
+
 def lose_a_file(run: Path) -> str:
     path = next((run / "coordinator" / "store" / "accepted").rglob("*.parquet"))
     path.unlink()
     return "BROKEN accepted file of "
+
+
+def lose_the_ledger(run: Path) -> str:
+    (run / "coordinator" / "pool.sqlite").unlink()
+    (run / "coordinator" / ADDRESS).write_text('{"url": "http://127.0.0.1:9", "run": "r"}')
+    return f"BROKEN {run / 'coordinator' / 'pool.sqlite'}: missing"
 
 
 def change_a_table(run: Path) -> str:
@@ -54,7 +66,7 @@ def change_an_entry(run: Path) -> str:
     return "BROKEN ledger entry 5: "
 
 
-@pytest.mark.parametrize("tamper", [lose_a_file, change_a_table])
+@pytest.mark.parametrize("tamper", [lose_a_file, lose_the_ledger, change_a_table])
 def test_the_audit_names_what_is_broken_and_exits_with_status_1(
     run: Path, capsys: pytest.CaptureFixture[str], tamper: Callable[[Path], str]
 ) -> None:
@@ -79,9 +91,18 @@ def test_a_key_or_head_that_the_auditor_gives_must_match_the_ledger(
     assert capsys.readouterr().out.splitlines()[-1].startswith(last)
 
 
-def test_a_text_that_is_no_key_is_a_usage_error(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", str(recorded), "--key", "deadbeef"]) == USAGE
-    assert "'deadbeef' is not a public key, which has 64 hex digits" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--key", "deadbeef"], "'deadbeef' is not a public key, which has 64 hex digits"),
+        (["--head", "foo"], "--head: 'foo' is not a head: write SEQ:DIGEST"),
+    ],
+)
+def test_a_text_that_is_no_key_or_head_is_a_usage_error(
+    recorded: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str
+) -> None:
+    assert main(["audit", str(recorded), *more]) == USAGE
+    assert words in capsys.readouterr().err
 
 
 def test_an_unfinished_run_passes_the_audit_only_with_unsealed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,9 +114,9 @@ def test_an_unfinished_run_passes_the_audit_only_with_unsealed(run: Path, capsys
     assert main([*audit, "--unsealed"]) == 0 and "tables: not compared" in capsys.readouterr().out
 
 
-def test_a_folder_without_a_run_fails_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", str(tmp_path)]) == 1
-    assert str(tmp_path) in "".join(capsys.readouterr())
+def test_a_folder_without_a_run_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(tmp_path)]) == USAGE
+    assert f"{tmp_path} is neither the folder of a run nor of a coordinator" in capsys.readouterr().err
 
 
 def test_an_export_is_the_whole_chain(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,7 @@ def audit(arguments: argparse.Namespace) -> int:
             raise UserError(f"--key {arguments.key[:80]!r} is not a public key, which has 64 hex digits")
         if arguments.ledger and not arguments.ledger.is_file():  # a usage error, not a broken link
             raise UserError(f"no file at {arguments.ledger}: `shoal audit RUN --export FILE` writes one")
+        _check_run(arguments)
         return _export(arguments) if arguments.export else _run(arguments)
     data = arguments.what.read_bytes()
     if data[:4] == PARQUET or arguments.run:
@@ -55,6 +56,21 @@ def audit(arguments: argparse.Namespace) -> int:
     if not arguments.model:
         raise UserError(f"{arguments.what} is neither a run's folder nor a submission; for a reply, also give --model")
     return audit_reply(data, arguments.model, arguments.threads)
+
+
+def _check_run(arguments: argparse.Namespace) -> None:
+    """Raise UserError if a head is malformed, or if the folder has no database and no coordinator was started there."""
+    from shoal.cli.audit.run import DATABASE, coordinator_folder
+    from shoal.ledger.chain import Head, LedgerError
+    from shoal.protocol.invite import Address
+
+    try:
+        for head in arguments.head:
+            Head.parse(head, run="")
+    except LedgerError as error:
+        raise UserError(f"--head: {error}") from error
+    if not arguments.ledger and not (coordinator_folder(arguments.what) / DATABASE).is_file():
+        Address.read(arguments.what)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -100,8 +100,11 @@ def _records(run: AuditedRun) -> list[str]:
         ("metrics.jsonl", "step", _metrics),
         ("evaluations.jsonl", "evaluation", str),
     ]
+    folders = [run.folder, run.coordinator]
+    if run.coordinator.resolve().name == "coordinator":
+        folders.append(run.coordinator.resolve().parent)  # `shoal run` writes them there
     for name, kind, line in figures:
-        found_at = next((path for path in (run.folder / name, run.coordinator / name) if path.is_file()), None)
+        found_at = next((folder / name for folder in folders if (folder / name).is_file()), None)
         rows = [line(body) for body in History(run.connection).bodies(kind)]
         if found_at is None:
             if rows:
