@@ -104,8 +104,19 @@ KEY = ["--key", "a" * 64]
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["origin"], USAGE, "path"),
-        (["relay", "--upstream", "http://127.0.0.1:1"], USAGE, "key"),
+        (["origin"], USAGE, "without --join, origin also needs PATH"),
+        (["relay"], USAGE, "without --join, relay also needs --upstream and --key"),
+        (["relay", "--upstream", "http://127.0.0.1:1"], USAGE, "also needs --key"),
+        (["origin", ".", "--url", "http://x:1"], USAGE, "--url applies only with --join"),
+        (["origin", ".", "--dir", "d"], USAGE, "--dir applies only with --join"),
+        (["origin", "--join", "x", "--dir", "d"], USAGE, "with --join, origin also needs --watch"),
+        (["origin", ".", "--join", "x", "--dir", "d", "--watch", "w"], USAGE, "PATH applies only without --join"),
+        (["origin", "--join", "x", "--key-file", "k"], USAGE, "--key-file applies only without --join"),
+        (["relay", "--join", "x", "--dir", "d", "--store", "q", "--keep", "9"], USAGE, "--store applies only without"),
+        (["relay", "--join", "x", "--dir", "d", "--keep", "9"], USAGE, "--keep applies only without --join"),
+        (["relay", "--join", "x", "--dir", "d", "--upstream", "u"], USAGE, "--upstream applies only without --join"),
+        ([*FETCH, *KEY, "--follow", "--version", "0"], USAGE, "--version cannot be combined with --follow"),
+        ([*FETCH, *KEY, "--follow", "--wait", "3"], USAGE, "--wait cannot be combined with --follow"),
         ([*FETCH, *KEY], FAILED, "http://127.0.0.1:1"),
         ([*FETCH, "--key", "origin.pem"], USAGE, "'origin.pem' is not a public key, which has 64 hex digits"),
         (

@@ -39,6 +39,8 @@ ROLES: dict[Role, str] = {
 SHARDCAST = "shardcast"  # name of the run, for files that are shared without a pool
 LOOPBACK = ("127.0.0.1", 0)
 KEEP = whole(1, 1_000_000)
+POOLED = ["dir", "watch", "url"]  # arguments that an origin or a relay uses only with --join
+ALONE = ["path", "upstream", "key", "key_file", "store", "keep"]  # those that it uses only without
 
 
 def add_commands(commands: Commands) -> None:
@@ -63,20 +65,22 @@ def add_commands(commands: Commands) -> None:
             path = "without --join: the file, folder or folder of versions (v000000, ...) to serve"
             add("path", type=Path, nargs="?", help=path)
             add("--watch", type=Path, help="with --join: the learner's folder of versions")
-            key = "without --join: file of the private key, created if absent; must be outside PATH"
-            add("--key-file", type=Path, default=Path("origin.pem"), help=key)
+            key = (
+                "without --join: file of the private key, created if absent; must be outside PATH (default: origin.pem)"
+            )
+            add("--key-file", type=Path, help=key)
         if role == "relay":
             add("--upstream", type=_urls, default=[], help="without --join: URLs to mirror, separated by commas")
             add("--key", help="without --join: the origin's public key")
         if serves:
             store = "without --join: folder of the versions" + ", which must be outside PATH" * (role == "origin")
-            add("--store", type=Path, default=Path("shardcast"), help=store)
+            add("--store", type=Path, help=f"{store} (default: shardcast)")
             listen = "address to listen on; port 0: any free port (default: from the config, or 127.0.0.1:0)"
             add("--listen", type=_listen, metavar="HOST:PORT", help=listen)
             url = "with --join: the URL to announce if a proxy stands in front (default: the --listen address)"
             add("--url", type=_url, default="", help=url)
             keep = "without --join: newest versions to keep, besides those that their deltas need (default: 5)"
-            add("--keep", type=KEEP, default=5, help=keep)
+            add("--keep", type=KEEP, help=keep)
     example = f"http://10.0.0.2:8720 --key {'0' * 64} --out versions"
     add = add_command(commands, "fetch", run_fetch, "download published versions to a folder", example).add_argument
     add("urls", type=_urls, help="URLs of relays or the origin, separated by commas")
@@ -123,7 +127,17 @@ def join(arguments: argparse.Namespace) -> int:
 def _require(arguments: argparse.Namespace, names: list[str], condition: str) -> None:
     """Raise UserError unless all arguments with these names are given. `condition`: when they are needed."""
     if missing := [name for name in names if not getattr(arguments, name)]:
-        raise UserError(f"{condition}, {arguments.command_name} also needs {' and '.join(missing)}")
+        raise UserError(f"{condition}, {arguments.command_name} also needs {' and '.join(map(_option, missing))}")
+
+
+def _refuse(arguments: argparse.Namespace, names: list[str], condition: str) -> None:
+    """Raise UserError if any argument with these names is given. `condition`: when they are used."""
+    if given := [name for name in names if getattr(arguments, name, None)]:
+        raise UserError(f"{_option(given[0])} applies only {condition}: leave it out")
+
+
+def _option(name: str) -> str:
+    return "PATH" if name == "path" else f"--{name.replace('_', '-')}"
 
 
 def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
@@ -168,7 +182,9 @@ def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threa
 def serve_or_join(arguments: argparse.Namespace) -> int:
     """Run an origin or a relay: in a pool with --join, else standalone."""
     if arguments.join:
+        _refuse(arguments, ALONE, "without --join")
         return join(arguments)
+    _refuse(arguments, POOLED, "with --join")
     name = arguments.command_name
     _require(arguments, ["path"] if name == "origin" else ["upstream", "key"], "without --join")
     (run_origin if name == "origin" else run_relay)(arguments, begin(name, arguments))
@@ -183,9 +199,9 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
 
     if not arguments.path.exists():
         raise UserError(f"no such file or folder: {arguments.path}; name a file, a folder, or a folder of versions")
-    check_apart(arguments.path, arguments.store, arguments.key_file)  # before a key is created
-    store = _store(arguments)
-    origin = Origin(store, Identity.load_or_create(arguments.key_file).private_key, run=SHARDCAST)
+    key_file = arguments.key_file or Path("origin.pem")
+    check_apart(arguments.path, _store_folder(arguments), key_file)  # before a key is created
+    origin = Origin(_store(arguments), Identity.load_or_create(key_file).private_key, run=SHARDCAST)
     asyncio.run(serve_origin(arguments.path, origin, arguments.listen or LOOPBACK, stop, _print_event))
 
 
@@ -201,6 +217,9 @@ def run_fetch(arguments: argparse.Namespace) -> None:
     from shoal.shardcast import alone
     from shoal.watch.terminal.progress import FetchBar
 
+    if arguments.follow and (arguments.version is not None or arguments.wait):
+        option = "--wait" if arguments.version is None else "--version"
+        raise UserError(f"{option} cannot be combined with --follow, which waits for each new version: leave it out")
     source = arguments.urls, arguments.out, _public_key(arguments)
     with FetchBar() as bars:
         settings = {"timeout_s": arguments.timeout, "progress": bars.show}
@@ -219,7 +238,11 @@ def _print_event(event: dict[str, object]) -> None:
 def _store(arguments: argparse.Namespace) -> ShardStore:
     from shoal.shardcast import ShardStore
 
-    return ShardStore(arguments.store, keep=arguments.keep)
+    return ShardStore(_store_folder(arguments), keep=arguments.keep or 5)
+
+
+def _store_folder(arguments: argparse.Namespace) -> Path:
+    return arguments.store or Path("shardcast")
 
 
 def _public_key(arguments: argparse.Namespace) -> str:
