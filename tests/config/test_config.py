@@ -177,6 +177,11 @@ def test_an_override_that_treats_a_value_as_a_section_is_refused(tmp_path: Path)
             ["tasks.sources=[{path = 'a'}, {hub = 'b/a'}]"],
             "tasks: two sources are named a; give one of them another name",
         ),
+        (["tasks.sources=[{path = 'a', options = {a = 1}}]"], "tasks.sources.0: options apply only to a generator"),
+        *(
+            ([f"tasks.sources=[{{generator = 'arithmetic', {key}}}]"], "fields do not apply to a generator")
+            for key in ("split = 'test'", "heldout_split = 'test'", "fields = {question = 'q'}")
+        ),
         (["tasks.prompt=solve it"], "tasks: prompt must contain {question}"),
         (["tasks.length_targets=[100, 0]"], "tasks.length_targets.1: "),
         (["tasks.sources=[+]"], "tasks.sources: Input should be a valid list"),

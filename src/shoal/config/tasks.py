@@ -55,6 +55,8 @@ class SourceSection(Section):
             raise ValueError("revision applies only to hub")
         if self.options and not self.generator:
             raise ValueError("options apply only to a generator")
+        if self.generator and (self.split != "train" or self.heldout_split or self.fields):
+            raise ValueError("split, heldout_split and fields do not apply to a generator")
         weights = list(self.reward.values()) if isinstance(self.reward, dict) else [1.0]
         if min(weights, default=0.0) < 0 or sum(weights) <= 0:
             raise ValueError("rewards need weights of at least 0, and one weight above 0")

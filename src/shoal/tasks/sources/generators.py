@@ -15,9 +15,10 @@ from shoal.tasks.task import TasksNotFoundError
 
 def arithmetic(options: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return every sum of two operands from `operand_min` (0) to `operand_max` (29). Raise TasksNotFoundError."""
-    bounds: dict[str, Any] = {"operand_min": 0, "operand_max": 29, **options}
-    low, high = bounds["operand_min"], bounds["operand_max"]
-    if len(bounds) != 2 or type(low) is not int or type(high) is not int or not 0 <= low <= high:
+    if unknown := sorted(set(options) - {"operand_min", "operand_max"}):
+        raise TasksNotFoundError(f"generator arithmetic has no option {unknown[0]}: give operand_min and operand_max")
+    low, high = options.get("operand_min", 0), options.get("operand_max", 29)
+    if type(low) is not int or type(high) is not int or not 0 <= low <= high:
         raise TasksNotFoundError(
             f"options of generator arithmetic are {dict(options)}: give whole numbers, 0 <= operand_min <= operand_max"
         )
