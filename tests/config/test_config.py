@@ -129,6 +129,9 @@ def test_an_unset_field_follows_the_field_that_is_set(
         ("tasks.length_targets=[100, 200]", "tasks.length_targets", [100, 200]),
         ("tasks.sources=[{generator = 'arithmetic'}]", "tasks.sources", [SourceSection(generator="arithmetic")]),
         (" run.seed = 7 ", "run.seed", 7),
+        ("ledger.contract=0x" + "52" * 20, "ledger.contract", "0x" + "52" * 20),
+        ("tasks.system=42", "tasks.system", "42"),
+        ("model.name=1e3", "model.name", "1e3"),
     ],
 )
 def test_an_override_sets_its_key(tmp_path: Path, override: str, path: str, value: Any) -> None:
@@ -139,6 +142,12 @@ def test_the_last_override_wins_over_others_and_the_file(tmp_path: Path) -> None
     path = written(tmp_path, "[run]\nseed = 1\nsteps = 5")
     config = load(path, ["run.seed=2", "run.seed=3"])
     assert (config.run.seed, config.run.steps) == (3, 5)
+
+
+def test_an_override_of_a_text_in_a_list_keeps_a_number_as_text(tmp_path: Path) -> None:
+    path = written(tmp_path, "[[tasks.sources]]\nhub = 'a/b'")
+    assert load(path, ["tasks.sources.0.revision=1234567"]).tasks.sources[0].revision == "1234567"
+    assert load(path, ["tasks.sources.0.weight=2"]).tasks.sources[0].weight == 2
 
 
 @pytest.mark.parametrize("override", ["run.seed", "seed=3", "=3", "run.=3", ""])
@@ -185,6 +194,10 @@ def test_an_override_that_treats_a_value_as_a_section_is_refused(tmp_path: Path)
         (["tasks.prompt=solve it"], "tasks: prompt must contain {question}"),
         (["tasks.length_targets=[100, 0]"], "tasks.length_targets.1: "),
         (["tasks.sources=[+]"], "tasks.sources: Input should be a valid list"),
+        (["coordinator.listen=0.0.0.0:99999"], "coordinator.listen: write HOST:PORT, with a port up to 65535"),
+        (["store.url=http://x"], "store.url: write s3://BUCKET/PREFIX"),
+        (["store.endpoint=s3.example"], "store.endpoint: write http://HOST:PORT or https://HOST:PORT"),
+        (["ledger.contract=0x5"], "ledger.contract: write 0x and 40 hex digits"),
         (["learner.lr=nan"], "learner.lr: "),
         (["learner.lr=inf"], "learner.lr: "),
         (["sampling.group_size=1"], "sampling.group_size: "),
@@ -217,6 +230,12 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes) -> Non
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"some\.toml is not readable as TOML: "):
         load(path)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "some.toml"
+    path.write_bytes(b"\xef\xbb\xbf[run]\nseed = 7\n")
+    assert load(path).run.seed == 7
 
 
 def test_a_folder_is_refused_as_a_config(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError as error:
         existing = sorted(str(file) for file in Path("configs").glob("*.toml"))
         existing += sorted(file.stem for file in PACKAGED.glob("*.toml"))
@@ -214,6 +214,8 @@ def _override(values: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # a bare word is a string
+    if not isinstance(value, str) and _is_text([*sections, field]):
+        value = text.strip()
     target: Any = values
     for section in sections:
         target = _entry(target, section, override) if isinstance(target, list) else target.setdefault(section, {})
@@ -222,6 +224,17 @@ def _override(values: dict[str, Any], override: str) -> None:
     if isinstance(target, list):
         raise ConfigError(f"--set {override!r}: name an entry of the list, e.g. {'.'.join(sections)}.0.{field}")
     target[field] = value
+
+
+def _is_text(path: list[str]) -> bool:
+    """Return whether the field holds only text, so that a number in an override is text too."""
+    section: Any = Config
+    *sections, field = [part for part in path if not part.isdecimal()]
+    for part in sections:
+        section = section_of(section.model_fields[part].annotation) if part in section.model_fields else None
+        if section is None:
+            return False
+    return field in section.model_fields and section.model_fields[field].annotation is str
 
 
 def _entry(entries: list[Any], number: str, override: str) -> Any:

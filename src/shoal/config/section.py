@@ -5,13 +5,30 @@ names the paper in parentheses: INTELLECT-2 (arXiv 2505.07291), Dr. GRPO (2503.2
 (2407.07852).
 """
 
+import re
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 PORTS = "0|[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]"
-Listen = Annotated[str, Field(pattern=rf"^([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):({PORTS})$")]  # HOST:PORT
+
+
+def written_as(form: str, pattern: str) -> AfterValidator:
+    """Return a validator that refuses a text unless all of it matches `pattern`. `form`: what the message asks for."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"write {form}")
+        return text
+
+    return AfterValidator(check)
+
+
+Listen = Annotated[
+    str,
+    written_as("HOST:PORT, with a port up to 65535", rf"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):({PORTS})"),
+]
 
 
 class Section(BaseModel):

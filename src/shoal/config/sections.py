@@ -6,7 +6,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from shoal.config.section import Listening, Section
+from shoal.config.section import Listening, Section, written_as
 
 EngineName = Literal["torch", "vllm"]
 TrackerName = Literal["none", "wandb", "tensorboard"]
@@ -49,9 +49,11 @@ class CoordinatorSection(Listening):
 class StoreSection(Section):
     """Where rollout files are stored. Set a bucket's credentials in the coordinator's environment, not in the config."""
 
-    url: Annotated[str, Field(pattern=r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]*)?)?$")] = ""
+    url: Annotated[
+        str, written_as("s3://BUCKET/PREFIX", r"(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]*)?)?")
+    ] = ""
     """s3://BUCKET/PREFIX, which nodes access with signed URLs; empty: the coordinator's folder."""
-    endpoint: Annotated[str, Field(pattern=r"^(https?://[^/?#@]+)?$")] = ""
+    endpoint: Annotated[str, written_as("http://HOST:PORT or https://HOST:PORT", r"(https?://[^/?#@]+)?")] = ""
     """URL of the S3 server, which nodes must be able to reach; empty: AWS."""
 
 
@@ -62,9 +64,9 @@ class LedgerSection(Section):
     ledger's entries about accounts are copied to it.
     """
 
-    rpc: Annotated[str, Field(pattern=r"^(https?://[^\s#@]+)?$")] = ""
+    rpc: Annotated[str, written_as("a URL as in http://HOST:PORT, without a user", r"(https?://[^\s#@]+)?")] = ""
     """URL of a node of the chain. Only the coordinator sees it."""
-    contract: Annotated[str, Field(pattern="^(0x[0-9a-fA-F]{40})?$")] = ""
+    contract: Annotated[str, written_as("0x and 40 hex digits", "(0x[0-9a-fA-F]{40})?")] = ""
     """Address of the contract, as printed by `shoal pool stake deploy`; empty: no chain."""
     key_file: str = ""
     """File on the coordinator's machine with the private key of the contract's operator, in hex; empty: the chain's node
@@ -133,7 +135,7 @@ Limit = Literal[
     "proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean", "sampling_margin", "sampling_margin_mean"
 ]
 # Torch workers name no engine, so only a liar could use limits for torch.
-EngineOnDevice = Annotated[str, Field(pattern="^vllm/[a-z0-9]+$")]
+EngineOnDevice = Annotated[str, written_as("vllm/DEVICE, as in vllm/cuda", "vllm/[a-z0-9]+")]
 
 
 class ValidatorSection(Section):

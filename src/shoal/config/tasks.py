@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from shoal.config.section import Section
+from shoal.config.section import Section, written_as
 
 GRADER_ERRORS = 0.1  # maximum fraction of completions for which the reward function may fail
 
@@ -13,7 +13,7 @@ GRADER_ERRORS = 0.1  # maximum fraction of completions for which the reward func
 class SourceSection(Section):
     """One source of tasks: a file, a folder, a data set of the Hugging Face hub, or a generator."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{0,60}$")] = ""
+    name: Annotated[str, written_as("at most 60 of A-Z, a-z, 0-9, '.', '_' and '-'", r"[A-Za-z0-9._-]{0,60}")] = ""
     """Name in task ids and metrics; empty: the name of the file, data set or generator."""
     path: str = ""
     """A .jsonl, .jsonl.gz or .parquet file, or a folder of them."""
@@ -88,7 +88,7 @@ class TaskSection(Section):
 
     sources: Annotated[list[SourceSection], Field(min_length=1)] = [SourceSection(generator="arithmetic")]
     """Sources of tasks."""
-    digest: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    digest: Annotated[str, written_as("64 hex digits", r"([0-9a-f]{64})?")] = ""
     """Required digest of all tasks, as printed by `shoal check`; empty: any."""
     prompt: str = "{question}"
     """User message; {question} is replaced by the task's question."""
