@@ -297,9 +297,16 @@ def test_a_second_meeting_of_sites_in_one_folder_is_refused_before_it_touches_a_
     unfinished = tmp_path / "meet" / ".state-000007.safetensors.tmp"  # the first meeting is writing it
     unfinished.write_text("")
     with locked(tmp_path / "meet"):
-        assert main(["pool", "meet", config, "--dir", str(tmp_path / "meet")]) == USAGE
+        meet = ["pool", "meet", config, "--dir", str(tmp_path / "meet"), "--set", "learner.sites=2"]
+        assert main(meet) == USAGE
         assert {path.name for path in (tmp_path / "meet").iterdir()} == {unfinished.name, LOCK}
     assert f"the run in {tmp_path / 'meet'} is in progress; stop it first" in capsys.readouterr().err
+
+
+def test_a_meeting_without_sites_is_refused(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pool", "meet", config, "--dir", str(tmp_path / "meet")]) == USAGE
+    assert "the config has no sites: set learner.sites, or pretrain.data" in capsys.readouterr().err
+    assert not (tmp_path / "meet").exists()
 
 
 @pytest.mark.parametrize(("ended", "status"), [("finished", DONE), ("stopped", DONE), ("evicted", EVICTED)])

@@ -1,4 +1,4 @@
-"""The operator's `shoal pool evict`, `shoal pool drain` and `shoal pool readmit`."""
+"""The operator's `shoal pool evict`, `shoal pool drain` and `shoal pool readmit`, and invites for a name in use."""
 
 from pathlib import Path
 
@@ -9,6 +9,8 @@ from shoal.coordinator import trust
 from shoal.coordinator.nodes import SCHEMA, Nodes
 from shoal.evidence import Process
 from shoal.ledger.connection import open_sqlite
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import Address
 
 
 @pytest.fixture
@@ -34,6 +36,17 @@ def test_only_relays_can_be_evicted_by_the_operator(
     assert main(["pool", "evict", str(tmp_path), name]) == 2
     assert f"{name} is not a relay of this pool; its relays are: relay-0, relay-1" in capsys.readouterr().err
     assert nodes.evicted_keys() == []
+
+
+def test_an_invite_with_the_name_of_a_node_is_refused(
+    tmp_path: Path, nodes: Nodes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Identity.load_or_create(tmp_path / "identity.pem")
+    Address(url="http://127.0.0.1:9", run="r").write(tmp_path)
+    invite = ["pool", "invite", str(tmp_path), "--role", "worker", "--name"]
+    assert main([*invite, "relay-0"]) == 2
+    assert "a node of this pool is already named relay-0; choose another --name" in capsys.readouterr().err
+    assert main([*invite, "worker-3"]) == 0
 
 
 def state(nodes: Nodes, key: str) -> str:

@@ -23,6 +23,7 @@ Left out: backups (docs/operate.md shows how to copy a folder with SQLite's own 
 import secrets
 import shlex
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -267,6 +268,14 @@ def create_invite(folder: Path, role: Role, name: str, url: str | None, days: fl
         raise InviteError(
             f"{name[:60]!r} is not a valid node name: use at most 40 characters of a to z, 0 to 9 and -"
         ) from error
+
+
+def check_name(folder: Path, name: str) -> None:
+    """Raise InviteError if a node with this name has joined. With PostgreSQL, only the coordinator checks this."""
+    if (folder / TABLES).is_file():
+        with closing(open_sqlite(folder / TABLES, read_only=True)) as tables:
+            if tables.has_table("nodes") and Nodes(tables).is_taken(name):
+                raise InviteError(f"a node of this pool is already named {name}; choose another --name")
 
 
 def apply_event(folder: Path, name: str, event: Literal["ban", "drain", "readmit"]) -> None:

@@ -76,8 +76,10 @@ class Members:
             return False
         if self.db.clock() > invite.expires_s:
             raise PoolError("the invite has expired; ask for a new one", 403)
-        if self.db.nodes.is_taken(entry, name):
+        if self.db.nodes.is_used(entry):
             raise PoolError(f"the invite for {name} was used by another key; ask for a new one", 403)
+        if self.db.nodes.is_taken(name):
+            raise PoolError(f"the name {name} is taken; ask for an invite with another name", 403)
         self._check_capacity(invite.role)
         return invite.open
 

@@ -150,8 +150,11 @@ class Nodes:
             *(key, name, role, url, invite, seen_s),
         )
 
-    def is_taken(self, invite: str, name: str) -> bool:
-        return self.connection.row("SELECT 1 FROM nodes WHERE invite = ? OR name = ?", invite, name) is not None
+    def is_used(self, invite: str) -> bool:
+        return self.connection.row("SELECT 1 FROM nodes WHERE invite = ?", invite) is not None
+
+    def is_taken(self, name: str) -> bool:
+        return self.connection.row("SELECT 1 FROM nodes WHERE name = ?", name) is not None
 
     def live_workers(self, now_s: float) -> list[Member]:
         """Return the live workers that have not left and were not excluded."""

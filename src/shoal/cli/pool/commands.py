@@ -185,8 +185,10 @@ def coordinator(arguments: argparse.Namespace) -> None:
 
 
 def invite(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.folder import OPEN_INVITE, create_invite
+    from shoal.coordinator.folder import OPEN_INVITE, check_name, create_invite
 
+    if not arguments.open:  # the name of an open invite is only the start of its workers' names
+        check_name(arguments.dir, arguments.name)
     if arguments.publish:
         if not arguments.open or arguments.out or arguments.url:
             raise UserError("--publish needs --open, and cannot be combined with --out or --url")
@@ -290,6 +292,10 @@ def meet(arguments: argparse.Namespace) -> None:
     from shoal.cli.launch.members import locked
 
     config = read_config(arguments)
+    if not config.learner.sites and not config.pretrain.data:
+        raise UserError(
+            "the config has no sites: set learner.sites, or pretrain.data for sites that train on plain text"
+        )
     stop = process.begin("meet", threads=arguments.threads)
     arguments.dir.mkdir(parents=True, exist_ok=True)
     with locked(arguments.dir):
