@@ -69,6 +69,11 @@ def test_config_prints_the_resolved_values(small: str, tmp_path: Path, capsys: p
         (["pool", "invite", "{small}.d", "--role", "worker", "--name", "w"], "is not the folder of a coordinator"),
         (["worker", "--join", "{small}", "--dir", "w"], "small.toml: not an invite"),
         (["audit", "nowhere.parquet", "--run", "x"], "no such file or folder: nowhere.parquet"),
+        (["audit", "{small}", "--run", "nowhere"], "nowhere is not a run's folder: it has no config.toml"),
+        (
+            ["dashboard", "http://h:1", "--out", "x.html"],
+            "--out needs the folder of a run, not a URL such as http://h:1",
+        ),
     ],
 )
 def test_wrong_arguments_give_one_line_of_error_and_exit_status_2(
@@ -149,6 +154,17 @@ def test_serving_at_a_port_in_use_says_what_to_do(small: str, capsys: pytest.Cap
     assert capsys.readouterr().err == f"{where}Address already in use; choose another port, or 0 for a free one\n"
 
 
+@pytest.mark.parametrize(
+    ("host", "why"), [("192.0.2.1", os.strerror(errno.EADDRNOTAVAIL)), ("nowhere.invalid", "no such host")]
+)
+def test_serving_at_an_address_of_another_machine_says_what_to_do(
+    host: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "bundled:smollm2-135m-instruct", "--host", host, "--port", "0"]) == USAGE
+    where = f"shoal serve: the endpoint cannot listen at {host}:0"
+    assert capsys.readouterr().err == f"{where}: {why}; choose another --host\n"
+
+
 def test_a_run_that_never_started_or_has_another_model_is_not_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,6 +218,7 @@ def test_the_longest_name_of_a_run_fits_into_requests_and_headers() -> None:
         "relay --join x --url relay.example:8720",
         "fetch http://h:1 --key k --out x --version -1",
         "fetch http://h:1 --key k --out x --wait -1",
+        "check --foo",
     ],
 )
 def test_wrong_usage_gives_one_line_of_error_and_exit_status_2(
@@ -212,6 +229,8 @@ def test_wrong_usage_gives_one_line_of_error_and_exit_status_2(
     assert end.value.code == USAGE
     printed = capsys.readouterr().err
     assert "usage: shoal" in printed and len(printed.splitlines()) == 1
+    if arguments == "check --foo":
+        assert printed == "shoal check: unrecognized arguments: --foo (usage: shoal check --help)\n"
     if arguments.endswith("--days -1"):
         assert "--days: '-1' is not a number from 0.01 to 3650" in printed
 

@@ -36,7 +36,9 @@ GROUPS = {  # the commands as `shoal --help` groups them
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = command_line().parse_args(argv)
+    arguments, unknown = command_line().parse_known_args(argv)
+    if unknown:
+        Parser(prog=f"shoal {arguments.command_name}").error(f"unrecognized arguments: {' '.join(unknown)}")
     return answer(arguments.call, arguments)
 
 

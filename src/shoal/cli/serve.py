@@ -44,6 +44,8 @@ def add_commands(commands: Commands) -> None:
 
 def dashboard(arguments: argparse.Namespace) -> None:
     if arguments.out:
+        if urls := [name for name in (arguments.run, *arguments.compare) if "://" in name]:
+            raise UserError(f"--out needs the folder of a run, not a URL such as {urls[0][:80]}")
         from shoal.watch.page.report import write_page
 
         write_page(Path(arguments.run), [Path(other) for other in arguments.compare], arguments.out)

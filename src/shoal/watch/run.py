@@ -44,7 +44,9 @@ class FolderRun:
         """Read new lines and return the current status. Raise UserError."""
         try:
             self._state = RunState.model_validate_json((self.path / STATE).read_bytes())
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise UserError(f"{self.path / STATE} cannot be read: {error.strerror}") from error
+        except ValueError as error:
             raise UserError(f"{self.path / STATE} is not from a run of this version: {error}") from error
         steps = {step["step"]: step for step in self._files[METRICS].read()}
         self.history.metrics = [steps[number] for number in sorted(steps)]

@@ -78,10 +78,12 @@ def done(number: int, tokens: list[int]) -> bytes:
     return here.recv(1 << 16)
 
 
-@pytest.mark.parametrize("python", ["", "/nowhere/python"])
-def test_the_error_for_a_missing_environment_names_it(monkeypatch: pytest.MonkeyPatch, python: str) -> None:
+@pytest.mark.parametrize(
+    ("python", "why"), [("", "is not set"), ("/nowhere/python", "names /nowhere/python, which is not a program")]
+)
+def test_the_error_for_a_missing_environment_names_it(monkeypatch: pytest.MonkeyPatch, python: str, why: str) -> None:
     monkeypatch.setenv(client.PYTHON, python)
-    with pytest.raises(ShoalError, match=f"SHOAL_VLLM_PYTHON names {python or 'nothing'}: set it"):
+    with pytest.raises(ShoalError, match=f"SHOAL_VLLM_PYTHON {why}: set it"):
         VllmEngine("float32")
 
 

@@ -1,5 +1,6 @@
 """Curves, answers, sites and work that the dashboard computes from a run."""
 
+import errno
 import json
 import shutil
 import time
@@ -153,11 +154,18 @@ def test_overlapping_claims_of_one_validator_are_drawn_one_after_another() -> No
     assert [(bar["from_s"], bar["to_s"]) for bar in bars] == [(0.0, 3.0), (3.0, 5.0), (6.0, 8.0)]
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no state.json"):
         FolderRun(tmp_path)
     (tmp_path / "state.json").write_text('{"status": 1}')
     with pytest.raises(UserError, match="of this version"):
+        FolderRun(tmp_path)
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(UserError, match=r"state\.json cannot be read: Permission denied$"):
         FolderRun(tmp_path)
 
 

@@ -111,6 +111,8 @@ def _export(arguments: argparse.Namespace) -> int:
 def _submission(data: bytes, arguments: argparse.Namespace) -> int:
     if arguments.run is None:
         raise UserError("name the folder of the submission's run or pool: --run DIR")
+    if not (arguments.run / "config.toml").is_file():
+        raise UserError(f"{arguments.run} is not a run's folder: it has no config.toml")
     settings = config_module.load(arguments.run / "config.toml")
     from shoal.model import dtype
     from shoal.store.columns import RolloutFileError

@@ -5,6 +5,7 @@ Invariant: no process of a run outlives `shoal run`, even after kill -9.
 
 import atexit
 import ctypes
+import errno
 import gc
 import logging
 import os
@@ -68,10 +69,11 @@ def listen(host: str, port: int, what: str) -> socket.socket:
     try:
         return socket.create_server((host, port))
     except OSError as error:
-        why = os.strerror(error.errno or 0)
-        raise UserError(
-            f"{what} cannot listen at {host}:{port}: {why}; choose another port, or 0 for a free one"
-        ) from error
+        unknown = isinstance(error.__context__, socket.gaierror)  # its numbers are not those of `os.strerror`
+        why = "no such host" if unknown else os.strerror(error.errno or 0)
+        is_host = unknown or error.errno == errno.EADDRNOTAVAIL
+        hint = "choose another --host" if is_host else "choose another port, or 0 for a free one"
+        raise UserError(f"{what} cannot listen at {host}:{port}: {why}; {hint}") from error
 
 
 def follow(alive: Callable[[], bool]) -> None:

@@ -108,9 +108,8 @@ class VllmEngine:
         """
         python = python or os.environ.get(PYTHON, "")
         if not python or shutil.which(python) is None:
-            raise ShoalError(
-                f"{PYTHON} names {python or 'nothing'}: set it to the Python of an environment with vLLM (docs/operate.md)"
-            )
+            why = f"names {python}, which is not a program" if python else "is not set"
+            raise ShoalError(f"{PYTHON} {why}: set it to the Python of an environment with vLLM (docs/operate.md)")
         self.dtype = dtype
         self.request_ids = itertools.count()
         self.waiting: dict[str, Draft] = {}  # by request id
