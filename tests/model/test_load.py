@@ -74,7 +74,9 @@ def test_a_file_of_weights_that_was_cut_off_is_named(
 ) -> None:
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "cut"))
     (folder / WEIGHTS).write_bytes((tiny_folder / WEIGHTS).read_bytes()[:size_bytes])
-    with pytest.raises(UnsupportedModelError, match=f"^{folder / WEIGHTS} is damaged: copy or download it again"):
+    with pytest.raises(
+        UnsupportedModelError, match=rf"^{folder / WEIGHTS} is damaged \(.*\); copy or download it again"
+    ):
         load(folder)
 
 
@@ -231,7 +233,7 @@ def test_a_pickled_checkpoint_is_never_opened(make_tiny: Any, tmp_path: Path) ->
     model = make_tiny(3)
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(OSError, match="safetensors"):
+    with pytest.raises(UnsupportedModelError, match="has no weights; it needs files that end in .safetensors"):
         load_model(tmp_path)
 
 

@@ -5,6 +5,7 @@ Invariant: weights are read from safetensors only. They are written as one bf16 
 """
 
 import json
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ class Root(nn.Module):
 
 def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Numerics, seed: int | None) -> Any:
     if seed is None:
-        check_files(folder)
+        count_parameters(folder)
 
     def build(name: str) -> Any:
         if seed is not None:
@@ -150,14 +151,21 @@ def _load_adapters_(model: Any, folder: Path) -> None:
         own[name].copy_(file.get_tensor(name))
 
 
-def check_files(folder: Path) -> None:
-    """Raise UnsupportedModelError if a file of the model's weights is cut off, or has no valid header."""
-    for path in sorted(folder.glob("model*.safetensors")):
+def count_parameters(folder: Path) -> int:
+    """Return the number of parameters in the model's files, of which only the headers are read.
+
+    Raise UnsupportedModelError if there is no file of weights, or if one is cut off or has no valid header.
+    """
+    total, paths = 0, sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise UnsupportedModelError(f"{folder} has no weights; it needs files that end in .safetensors")
+    for path in paths:
         try:
-            with safe_open(path, framework="pt"):
-                pass
+            with safe_open(path, framework="pt") as file:  # compares the file's size with its header
+                total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
         except SafetensorError as error:
-            raise UnsupportedModelError(f"{path} is damaged: copy or download it again ({error})") from error
+            raise UnsupportedModelError(f"{path} is damaged ({error}); copy or download it again") from error
+    return total
 
 
 def open_for_each(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Any]]:

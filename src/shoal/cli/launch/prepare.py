@@ -6,12 +6,9 @@ functions that compute import torch. `shoal run` itself never imports torch, bec
 
 import argparse
 import json
-import math
 import statistics
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from shoal import tasks
 from shoal.cli.arguments import Parser, add_config, add_threads, read_config, say
@@ -34,6 +31,7 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     DeviceError, ModelNotFoundError, UnsupportedModelError, ChatTemplateError.
     """
     from shoal.model import dtype
+    from shoal.model.load import count_parameters
 
     dtype.check_device(config.model.device)
     picked, gflops = dtype.pick(config.model.dtype, config.model.device)
@@ -94,7 +92,7 @@ def check_model(config: Config, folder: Path, loaded: TaskSet) -> int:
     Return the mean length of prompts in tokens. Raise ConfigError, ModelNotFoundError, UnsupportedModelError,
     ChatTemplateError.
     """
-    from shoal.model.load import eos_ids, load_config, load_tokenizer
+    from shoal.model.load import count_parameters, eos_ids, load_config, load_tokenizer
     from shoal.model.support import check_config
 
     model = load_config(folder)
@@ -132,17 +130,3 @@ def model_folder(name: str) -> Path:
 
         return tiny()
     return sources.resolve(name)
-
-
-def count_parameters(folder: Path) -> int:
-    """Return the number of parameters in a folder's safetensors files. Raise ModelNotFoundError for a damaged file."""
-    if not (files := sorted(folder.glob("*.safetensors"))):
-        raise sources.ModelNotFoundError(f"{folder} has no weights: it needs files that end in .safetensors")
-    total = 0
-    for file in files:
-        try:
-            with safe_open(file, framework="np") as opened:  # compares the file's size with its header
-                total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
-        except SafetensorError as error:
-            raise sources.ModelNotFoundError(f"{file} is damaged ({error}): copy or download it again") from error
-    return total
