@@ -219,6 +219,7 @@ def test_the_longest_name_of_a_run_fits_into_requests_and_headers() -> None:
         "fetch http://h:1 --key k --out x --version -1",
         "fetch http://h:1 --key k --out x --wait -1",
         "check --foo",
+        "pool invite x --role worker --name y --foo",
     ],
 )
 def test_wrong_usage_gives_one_line_of_error_and_exit_status_2(
@@ -229,8 +230,9 @@ def test_wrong_usage_gives_one_line_of_error_and_exit_status_2(
     assert end.value.code == USAGE
     printed = capsys.readouterr().err
     assert "usage: shoal" in printed and len(printed.splitlines()) == 1
-    if arguments == "check --foo":
-        assert printed == "shoal check: unrecognized arguments: --foo (usage: shoal check --help)\n"
+    if arguments.endswith("--foo"):
+        command = "shoal pool invite" if "invite" in arguments else "shoal check"
+        assert printed == f"{command}: unrecognized arguments: --foo (usage: {command} --help)\n"
     if arguments.endswith("--days -1"):
         assert "--days: '-1' is not a number from 0.01 to 3650" in printed
 

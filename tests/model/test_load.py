@@ -80,6 +80,15 @@ def test_a_file_of_weights_that_was_cut_off_is_named(
         load(folder)
 
 
+def test_a_folder_that_is_removed_while_it_is_loaded_is_a_missing_folder(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "version"))
+    monkeypatch.setattr("shoal.model.load.check_config", lambda config, folder: shutil.rmtree(folder))
+    with pytest.raises(FileNotFoundError, match="does not exist any more"):
+        load_model(folder)
+
+
 def test_two_threads_never_build_models_at_the_same_time(make_tiny: Any) -> None:
     """transformers replaces functions of its classes meanwhile, and would not restore them."""
     config, entered = make_tiny(0).config, list[str]()

@@ -47,6 +47,7 @@ def test_a_row_gives_question_answer_tests_and_reward(case: Row) -> None:
         ({"question": "Untested.", "input_output": ""}, "no tests"),
         (GENESYS | {"task_type": "llm_judgeable_groundtruth_similarity", "verification_info": "{}"}, "task type llm_j"),
         (GENESYS | {"verification_info": '{"language": "rust", "test_cases": [{}]}'}, "code in rust"),
+        ({"question": "Untested.", "tests": None}, "no tests"),
         (GENESYS | {"task_type": "verifiable_math", "verification_info": '{"ground_truth": " "}'}, "no answer"),
     ],
 )

@@ -220,7 +220,7 @@ def test_the_error_names_a_wrong_setting(folder: Path, more: Row, message: str) 
         ({"math": 1.0, "mine.py:brief": 0.1}, {}, "the reward 'math' cannot grade this row: it has no answer"),
         ("code", {}, "the reward 'code' cannot grade this row: the task has no tests"),
         ("code", {"tests": '"garbage"'}, "the reward 'code' cannot grade this row: the task's tests "),
-        ("", {"answer": ""}, "the answer '' is not a number; name the source's reward"),
+        ("", {"answer": ""}, "the row has no answer; name the source's reward"),
     ],
 )
 def test_every_row_must_have_what_its_reward_needs(tmp_path: Path, reward: Any, row: Row, message: str) -> None:

@@ -42,7 +42,7 @@ def add_command(
     """
     example = f"example: {title} {name} {example}".rstrip()
     parser = commands.add_parser(name, help=what, description=what, epilog=example)
-    parser.set_defaults(call=call)
+    parser.set_defaults(call=call, prog=parser.prog)
     return parser
 
 

@@ -84,7 +84,7 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
         is_bundled, is_folder = name in sources.BUNDLED_FOLDERS, name.startswith((".", "/", "~"))
         model = sources.bundled_dir(name) if is_bundled else sources.resolve(name) if is_folder else None
         if model is not None and (model / "config.json").is_file():
-            prompt = check_model(config, model, loaded)
+            prompt, _ = check_model(config, model, loaded)
     except UserError as error:
         problems.append(str(error))
     for problem in dict.fromkeys(problems):
@@ -103,13 +103,16 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
 
 
 def training_data(config: Config) -> CheckLine:
-    """Return whether the files of `shoal sft` or `shoal pretrain` are there."""
+    """Return whether the files of `shoal sft` or `shoal pretrain` are there. Data on the hub is not fetched."""
     from shoal.cli.preflight.machine import fails, ok
-    from shoal.learner.pretrain.text import Corpus
+    from shoal.learner.pretrain.text import HUB, Corpus
     from shoal.learner.sft import conversations
 
+    data = config.sft.data or config.pretrain.data
+    if conversations.on_hub(data) if config.sft.data else HUB.fullmatch(data):
+        return ok("config", "valid; its data is on the Hugging Face hub and was not looked for")
     try:
-        conversations.find(config.sft.data) if config.sft.data else Corpus(config.pretrain.data)
+        conversations.find(data) if config.sft.data else Corpus(data)
     except UserError as error:
         what, _, remedy = str(error).partition("; ")
         return fails("config", what, remedy or f"correct {'sft' if config.sft.data else 'pretrain'}.data")

@@ -38,7 +38,7 @@ GROUPS = {  # the commands as `shoal --help` groups them
 def main(argv: list[str] | None = None) -> int:
     arguments, unknown = command_line().parse_known_args(argv)
     if unknown:
-        Parser(prog=f"shoal {arguments.command_name}").error(f"unrecognized arguments: {' '.join(unknown)}")
+        Parser(prog=arguments.prog).error(f"unrecognized arguments: {' '.join(unknown)}")
     return answer(arguments.call, arguments)
 
 

@@ -10,6 +10,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any, cast
 
@@ -208,13 +209,13 @@ def _merge(values: dict[str, Any], overlay: dict[str, Any]) -> None:
 def _override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     *sections, field = key.strip().split(".")
-    if not equals or not sections or not field:
+    if not equals or not sections or not field or sections[0].isdecimal():
         raise ConfigError(f"--set {override!r}: write it as section.key=value, e.g. learner.lr=1e-5")
     try:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # a bare word is a string
-    if not isinstance(value, str) and _is_text([*sections, field]):
+    if isinstance(value, int | float | date) and not isinstance(value, bool) and _is_text([*sections, field]):
         value = text.strip()
     target: Any = values
     for section in sections:
@@ -229,8 +230,10 @@ def _override(values: dict[str, Any], override: str) -> None:
 def _is_text(path: list[str]) -> bool:
     """Return whether the field holds only text, so that a number in an override is text too."""
     section: Any = Config
-    *sections, field = [part for part in path if not part.isdecimal()]
+    *sections, field = path
     for part in sections:
+        if part.isdecimal():  # an entry of a list
+            continue
         section = section_of(section.model_fields[part].annotation) if part in section.model_fields else None
         if section is None:
             return False

@@ -72,7 +72,7 @@ class Root(nn.Module):
 
 def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Numerics, seed: int | None) -> Any:
     if seed is None:
-        count_parameters(folder)
+        check_weights(folder)
 
     def build(name: str) -> Any:
         if seed is not None:
@@ -151,13 +151,15 @@ def _load_adapters_(model: Any, folder: Path) -> None:
         own[name].copy_(file.get_tensor(name))
 
 
-def count_parameters(folder: Path) -> int:
-    """Return the number of parameters in the model's files, of which only the headers are read.
+def check_weights(folder: Path) -> int:
+    """Read only the headers of a model's files of weights. Return the number of parameters in them.
 
-    Raise UnsupportedModelError if there is no file of weights, or if one is cut off or has no valid header.
+    Raise UnsupportedModelError if there is no file of weights, or if one is cut off or has no valid header. Raise
+    FileNotFoundError if there is no folder.
     """
     total, paths = 0, sorted(folder.glob("*.safetensors"))
     if not paths:
+        _check_folder(folder)
         raise UnsupportedModelError(f"{folder} has no weights; it needs files that end in .safetensors")
     for path in paths:
         try:
@@ -185,14 +187,19 @@ def load_tokenizer(folder: Path) -> Any:
     return _read(folder, "tokenizer", AutoTokenizer)
 
 
+def _check_folder(folder: Path) -> None:
+    """Raise FileNotFoundError if the folder does not exist: a version may be removed while it is read."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} does not exist any more")
+
+
 def _read(folder: Path, part: str, kind: Any) -> Any:
     try:
         return kind.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # an error of the system, not of the model
             raise
-        if not folder.is_dir():  # a version may be removed while it is read
-            raise FileNotFoundError(f"{folder} does not exist any more") from error
+        _check_folder(folder)
         raise UnsupportedModelError(f"transformers cannot read the {part} in {folder}: {first_line(error)}") from error
 
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from shoal.model import logprobs, numerics
-from shoal.model.load import WEIGHTS, Root, build_model, count_parameters, load_config, open_for_each, tied_names
+from shoal.model.load import WEIGHTS, Root, build_model, check_weights, load_config, open_for_each, tied_names
 from shoal.model.logprobs import LossOf, Scoring, change_of, chosen_logprobs, chosen_loss
 from shoal.model.numerics import Numerics
 from shoal.model.support import check_config, check_logprobs_
@@ -134,7 +134,7 @@ def open_sharded(folder: Path, device: str, numerics: Numerics, shard: Shard_) -
     """
     config = load_config(folder)
     check_config(config, folder)
-    count_parameters(folder)
+    check_weights(folder)
     weights = Weights(folder)
     with torch.random.fork_rng():
         model = skeleton(folder, config, numerics)

@@ -159,3 +159,5 @@ def test_a_check_of_a_config_for_fine_tuning_or_pretraining_looks_for_its_data_a
         assert main(["check", name, "--set", there]) == DONE, name
         printed = capsys.readouterr().out
         assert "its data is there" in printed and "to train on" not in printed and "disk" in printed
+        assert main(["check", name, "--set", f"{name}.data=org/big:data/*.parquet"]) == DONE
+        assert "on the Hugging Face hub and was not looked for" in capsys.readouterr().out

@@ -31,7 +31,6 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     DeviceError, ModelNotFoundError, UnsupportedModelError, ChatTemplateError.
     """
     from shoal.model import dtype
-    from shoal.model.load import count_parameters
 
     dtype.check_device(config.model.device)
     picked, gflops = dtype.pick(config.model.dtype, config.model.device)
@@ -40,12 +39,12 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     loaded = load_tasks(config, task_folder)
     check_length(config, fetch=True)
     folder = model_folder(config.model.name)
-    prompt = check_model(config, folder, loaded)
+    prompt, parameters = check_model(config, folder, loaded)
     machine = measure(picked, config.model.device)  # `dtype.pick` measured the speed too, so take the higher figure
     machine["flops"] = max(machine["flops"], 1e9 * gflops.get(picked, 0.0))
     return {
         "folder": str(folder),
-        "parameters": count_parameters(folder),
+        "parameters": parameters,
         "dtype": picked,
         "tasks": {"digest": loaded.digest, "notes": list(loaded.notes)},
         "prompt_tokens": prompt,
@@ -86,18 +85,18 @@ def check_length(config: Config, *, fetch: bool = False) -> None:
         )
 
 
-def check_model(config: Config, folder: Path, loaded: TaskSet) -> int:
+def check_model(config: Config, folder: Path, loaded: TaskSet) -> tuple[int, int]:
     """Check that the model in `folder` can be trained on these tasks, without loading its weights.
 
-    Return the mean length of prompts in tokens. Raise ConfigError, ModelNotFoundError, UnsupportedModelError,
+    Return the mean length of prompts in tokens, and the number of parameters. Raise ConfigError, UnsupportedModelError,
     ChatTemplateError.
     """
-    from shoal.model.load import count_parameters, eos_ids, load_config, load_tokenizer
+    from shoal.model.load import check_weights, eos_ids, load_config, load_tokenizer
     from shoal.model.support import check_config
 
     model = load_config(folder)
     check_config(model, folder)
-    count_parameters(folder)
+    parameters = check_weights(folder)
     tokenizer = load_tokenizer(folder)
     lengths = prompt_lengths(tokenizer, config, loaded.heldout[:SAMPLE])
     positions, longest = sources.positions(model.to_dict()), max(lengths)
@@ -108,7 +107,7 @@ def check_model(config: Config, folder: Path, loaded: TaskSet) -> int:
         )
     if config.sampling.max_turns > 1:
         TurnFrame(tokenizer, eos_ids(folder))
-    return round(statistics.fmean(lengths))
+    return round(statistics.fmean(lengths)), parameters
 
 
 def load_tasks(config: Config, folder: Path | None = None) -> TaskSet:

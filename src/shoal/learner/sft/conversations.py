@@ -59,7 +59,7 @@ def read(source: str) -> Iterator[Dialogue]:
 
 def find(source: str) -> list[Path]:
     """Return the files that `source` names, downloading them from the hub if needed. Raise UserError."""
-    if ":" in source or not (source.startswith((".", "/", "~")) or source.endswith(SUFFIXES)):
+    if on_hub(source):
         return _from_hub(*source.split(":", 1))
     path = Path(source).expanduser()
     if not path.is_file():
@@ -67,6 +67,10 @@ def find(source: str) -> list[Path]:
     if not path.name.endswith(SUFFIXES):
         raise UserError(f"{path} ends in none of {', '.join(SUFFIXES)}")
     return [path]
+
+
+def on_hub(source: str) -> bool:
+    return ":" in source or not (source.startswith((".", "/", "~")) or source.endswith(SUFFIXES))
 
 
 def _from_hub(name: str, pattern: str = "") -> list[Path]:

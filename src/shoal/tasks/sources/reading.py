@@ -100,15 +100,6 @@ class SourceReader:
         """Return the fields. Raise TasksNotFoundError if they are not a valid task."""
         if not fields.question.strip():
             raise TasksNotFoundError(f"{self.where}: the question is empty; remove the row")
-        rewards = self.source.reward or fields.reward
-        if not rewards:
-            raise TasksNotFoundError(
-                f"{self.where}: the answer {fields.answer[:40]!r} is not a number; name the source's reward, for example "
-                'reward = "math" or "my_rewards.py:exact"'
-            )
-        for reward in [rewards] if isinstance(rewards, str) else rewards:
-            if why := _why_not_gradable(reward, fields):
-                raise TasksNotFoundError(f"{self.where}: the reward {reward!r} cannot grade this row: {why}")
         for name in FIELDS:
             limit = MAX_TESTS_BYTES if name == "tests" else MAX_TEXT_BYTES
             content = getattr(fields, name)
@@ -120,6 +111,15 @@ class SourceReader:
                 raise TasksNotFoundError(
                     f"{self.where}: {name} has {size / 1e6:.1f} MB, more than {limit / 1e6:.1f} MB: shorten or remove it"
                 )
+        rewards = self.source.reward or fields.reward
+        if not rewards:
+            what = f"the answer {fields.answer[:40]!r} is not a number" if fields.answer else "the row has no answer"
+            raise TasksNotFoundError(
+                f'{self.where}: {what}; name the source\'s reward, for example reward = "math" or "my_rewards.py:exact"'
+            )
+        for reward in [rewards] if isinstance(rewards, str) else rewards:
+            if why := _why_not_gradable(reward, fields):
+                raise TasksNotFoundError(f"{self.where}: the reward {reward!r} cannot grade this row: {why}")
         return fields
 
 
@@ -129,7 +129,7 @@ def _why_not_gradable(reward: str, fields: TaskFields) -> str:
         try:
             code_tests.read_tests(fields.tests)
         except code_tests.TestsError as error:
-            return str(error)
+            return f"{error}; or remove the row"
     if reward == "number" and last_number(fields.answer) is None:
         return f"its answer {fields.answer[:40]!r} has no number; correct or remove the row"
     if reward == "math" and not fields.answer.strip():

@@ -183,6 +183,8 @@ def plain(row: Row) -> TaskFields:
     """Read `question`, and the optional `answer`, `tests` and `metadata`."""
     answer = text(row, "answer") if row.get("answer") is not None else ""
     tests, more = row.get("tests"), row.get("metadata")
+    if "tests" in row and not tests and not answer:
+        raise LeftOutError("no tests")
     return TaskFields(
         text(row, "question"),
         answer,
