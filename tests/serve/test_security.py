@@ -15,7 +15,7 @@ from shoal.serve.chat.accounts import IDLE_S, SESSION_S, Accounts, connect
 from shoal.serve.chat.routes import STATIC
 from shoal.serve.openai.routes import Keys
 from shoal.watch.page.files import POLICY, SHARED, Files
-from shoal.watch.page.guard import HttpError
+from shoal.watch.page.guard import HttpError, RateLimit
 from shoal.watch.page.server import STATIC as DASHBOARD
 
 from .support import CHEAP, PASSWORD, Running, User, serving
@@ -258,7 +258,10 @@ def test_the_page_is_small() -> None:
     assert sum(Files([SHARED, STATIC]).sizes_bytes.values()) < 110_000
 
 
-def test_verifications_are_rate_limited(eve: User) -> None:
-    reply = eve.reply()
-    statuses = [eve.post(f"{reply}/verify").status_code for _ in range(31)]
-    assert statuses[0] == 200 and statuses[-1] == 429
+def test_verifications_are_rate_limited(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RateLimit.__init__, "__defaults__", (lambda: 0.0,))  # no time passes, so no use is refilled
+    with serving(tiny_folder, tmp_path, hasher=CHEAP) as page:
+        eve = User.registered(page, "eve")
+        reply = eve.reply()
+        statuses = [eve.post(f"{reply}/verify").status_code for _ in range(31)]
+    assert statuses == [200] * 30 + [429]
