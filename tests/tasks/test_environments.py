@@ -152,7 +152,7 @@ def test_a_template_that_cannot_express_an_answer_is_an_error(tokenizer: Any, te
     tokenizer.chat_template = template
     with pytest.raises(ChatTemplateError, match=message) as error:
         TurnFrame(tokenizer, ENDS)
-    assert "sampling.max_turns = 1" in str(error.value)
+    assert "remove the source's environment" in str(error.value)
 
 
 # --- when a conversation continues -----------------------------------------------------------------------------------
