@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 
+from shoal.coordinator.checkers import Fingerprints
 from shoal.coordinator.credit import BookedStakes, ChainStakes
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.nodes import FORGET_S, MAX_SUSPENSION_S
@@ -51,6 +52,27 @@ def test_an_invite_and_a_name_belong_to_the_first_key() -> None:
     with pytest.raises(PoolError, match="already registered as alice"):
         harness.pool.members.register(ALICE, payload("boss", role="learner", nonce="1" * 32), None)
     assert harness.pool.members.role(ALICE) == "worker", "a key must keep its role"
+
+
+def test_a_report_takes_as_many_queries_for_many_nodes_as_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = open_pool()
+    connection = harness.pool.db.connection
+    queries: list[str] = []
+    for name in ("rows", "row"):
+        query = getattr(connection, name)
+        monkeypatch.setattr(
+            connection, name, lambda sql, *rest, query=query: (queries.append(sql), query(sql, *rest))[1]
+        )
+    counts = []
+    for number in range(3):
+        harness.pool.members.register(f"{number}" * 64, payload(f"w-{number}", nonce=f"{number}" * 32), None)
+        for version in (2, 10):
+            Fingerprints(connection).put(f"{number}" * 64, version, f"{version:02}{number}" + "a" * 61)
+        queries.clear()
+        nodes, _ = harness.status().nodes, harness.metrics()
+        counts.append(len(queries))
+    assert counts == [counts[0]] * 3
+    assert {node.name: node.fingerprint[:3] for node in nodes} == {"w-0": "100", "w-1": "101", "w-2": "102"}
 
 
 def test_keys_and_addresses_of_evicted_nodes_are_not_announced(harness: Harness) -> None:

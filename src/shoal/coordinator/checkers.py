@@ -94,6 +94,10 @@ class Fingerprints:
         rows = self.connection.rows("SELECT version, value FROM fingerprints WHERE key = ? ORDER BY version DESC", key)
         return dict(rows)
 
+    def newest(self) -> dict[str, str]:
+        """Return each node's fingerprint for the newest version that it reported, by key."""
+        return dict(self.connection.rows("SELECT key, value FROM fingerprints ORDER BY version"))  # the last one stays
+
     def put(self, key: str, version: int, value: str) -> None:
         self.connection.change(
             "INSERT INTO fingerprints VALUES (?, ?, ?) ON CONFLICT (key, version) DO UPDATE SET value = excluded.value",

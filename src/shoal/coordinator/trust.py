@@ -75,6 +75,11 @@ class EvidenceTable:
         row = self.connection.row("SELECT observations, money FROM evidence WHERE worker = ?", worker)
         return Process() if row is None else Process(row[0], json.loads(row[1]))
 
+    def all(self) -> dict[str, Process]:
+        """Return the evidence against each worker that has some, by key."""
+        rows = self.connection.rows("SELECT worker, observations, money FROM evidence")
+        return {worker: Process(observations, json.loads(money)) for worker, observations, money in rows}
+
     def put(self, worker: str, process: Process) -> None:
         self.connection.change(
             "INSERT INTO evidence (worker, observations, money) VALUES (?, ?, ?)"

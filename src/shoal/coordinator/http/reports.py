@@ -26,6 +26,7 @@ from shoal.coordinator.credit import Escrow
 from shoal.coordinator.database import Database
 from shoal.coordinator.submissions import State
 from shoal.coordinator.trust import EvidenceTable, max_unchecked
+from shoal.evidence import Process
 from shoal.protocol.history import Exactness, Grading, NodeStatus, Status
 from shoal.protocol.messages import VERSION, Capability, Outcomes, RunOffer, Stats
 
@@ -105,7 +106,7 @@ def _grading(db: Database, groups: int) -> Grading:
 
 def _nodes(db: Database, config: Config) -> list[NodeStatus]:
     credit = Escrow(db, config).tokens_by_credit()
-    evidence, fingerprints = EvidenceTable(db.connection), Fingerprints(db.connection)
+    evidence, fingerprints = EvidenceTable(db.connection).all(), Fingerprints(db.connection).newest()
     now_s = db.clock()
     counts, missed = db.submissions.count_by_worker_and_state(), db.submissions.count_missed()
     nodes = db.nodes.all()
@@ -128,10 +129,10 @@ def _nodes(db: Database, config: Config) -> list[NodeStatus]:
             stats=_shown(Stats.model_validate_json(node.stats), servers),
             credited=credit.get((node.key, "credited"), 0),
             pending=credit.get((node.key, "pending"), 0),
-            evidence=evidence.of(node.key).evidence,
+            evidence=evidence.get(node.key, Process()).evidence,
             size=node.size,
             capability=Capability.model_validate_json(node.capability),
-            fingerprint=next(iter(fingerprints.of(node.key).values()), ""),
+            fingerprint=fingerprints.get(node.key, ""),
         )
         for node in nodes
     ]
@@ -239,8 +240,8 @@ def _node_metrics(db: Database) -> Iterator[Metric]:
     suspended = sum(1 for node in every if node.suspended_s(db.clock()))
     yield _gauge("suspended_nodes", "Nodes that are suspended.", suspended)
     yield _gauge("node_silence_seconds", "Time since a node's last heartbeat.", silence_s)
-    evidence = EvidenceTable(db.connection)
-    against = [(labels, evidence.of(node.key).evidence) for labels, node in nodes if node.role == "worker"]
+    evidence = EvidenceTable(db.connection).all()
+    against = [(labels, evidence.get(node.key, Process()).evidence) for labels, node in nodes if node.role == "worker"]
     yield _gauge("worker_evidence", "Evidence against a worker's honesty, in nats, over all its submissions.", against)
     yield _gauge(
         "node_tokens",
