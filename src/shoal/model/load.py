@@ -152,10 +152,10 @@ def _load_adapters_(model: Any, folder: Path) -> None:
 
 
 def check_weights(folder: Path) -> int:
-    """Read only the headers of a model's files of weights. Return the number of parameters in them.
+    """Return the number of parameters in a model's safetensors files. Only their headers are read.
 
-    Raise UnsupportedModelError if there is no file of weights, or if one is cut off or has no valid header. Raise
-    FileNotFoundError if there is no folder.
+    Raise UnsupportedModelError if the folder has no such file, or if a file is damaged. Raise FileNotFoundError if the
+    folder does not exist.
     """
     total, paths = 0, sorted(folder.glob("*.safetensors"))
     if not paths:
