@@ -4,12 +4,14 @@
 """
 
 import errno
+import importlib.util
 import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
+EXTRAS = {"s3": "obstore", "postgres": "psycopg", "evm": "web3", "tensorboard": "tensorboard", "wandb": "wandb"}
 LASTING = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EADDRINUSE, errno.EADDRNOTAVAIL}
 )  # OSErrors that a restart does not fix: a full or read-only disk, no permission, an address in use or not available
@@ -26,6 +28,12 @@ class ShoalError(Exception):
 
 class UserError(ShoalError):
     """An argument is wrong, or it names a wrong file, folder, address or config. The command exits with status 2."""
+
+
+def check_extra(extra: str, what: str) -> None:
+    """Raise UserError if the package of Shoal's extra `extra` is not installed. `what`: the setting that needs it."""
+    if importlib.util.find_spec(package := EXTRAS[extra]) is None:
+        raise UserError(f"{what} needs {package}, which is not installed; pip install 'shoal[{extra}]'")
 
 
 def restart_helps(error: Exception) -> bool:

@@ -172,6 +172,10 @@ def test_an_override_that_treats_a_value_as_a_section_is_refused(tmp_path: Path)
             ["coordinator.prompts_per_step=12", "learner.optimizer_steps_per_step=8"],
             "must be a multiple of learner.optimizer_steps_per_step",
         ),
+        (
+            ["tasks.length_targets=[8, 12]", "sampling.max_tokens=10"],
+            "tasks.length_targets asks for 12 tokens, but sampling.max_tokens = 10",
+        ),
         (["learner.row_tokens=32768"], "learner.row_tokens must exceed sampling.max_tokens"),
         (["learner.loss.delta=1.1"], "learner.loss.delta must exceed 1 + 0.2"),
         (
@@ -426,7 +430,7 @@ def test_a_run_continues_with_other_values_of_fields_that_earlier_work_does_not_
     ("change", "was"),
     [
         *(("model.name=./other", '"bundled:tiny"'), ("run.seed=8", "0"), ("coordinator.prompts_per_step=5", "32")),
-        *(("sampling.temperature=0.8", "1.0"), ("learner.lora.rank=2", "unset"), ("tasks.length_targets=[9]", "[]")),
+        *(("sampling.temperature=0.8", "1.0"), ("learner.lora.rank=2", "unset"), ("tasks.length_targets=[5]", "[]")),
         ("tasks.digest=" + "0" * 64, '""'),
     ],
 )

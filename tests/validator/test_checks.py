@@ -91,7 +91,7 @@ def test_honest_work_is_accepted(worker: Producer, validator: Validator, number:
         {"tasks": {"length_targets": []}},
         {"sampling": {"temperature": 0.6}},
         {"sampling": {"temperature": 1.7}},
-        {"tasks": {"length_targets": [32_003], "length_penalty": 0.7}},  # files store these rewards as float32
+        {"tasks": {"length_penalty": 1000.7}},  # files store these rewards as float32
     ],
     ids=["no targets", "cooler", "hotter", "rewards of thousands"],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
     """Yield each problem that would stop this run here. If there is none, yield estimates of its time, memory and disk."""
-    from shoal.cli.launch.prepare import check_length, check_model, load_tasks
+    from shoal.cli.launch.prepare import check_length, check_model, check_packages, load_tasks
     from shoal.cli.preflight import estimate
     from shoal.cli.preflight.machine import disk_finding, disk_needs, fails, free_bytes, free_memory, ok
     from shoal.model import dtype, sources
@@ -72,10 +73,11 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
         yield training_data(config)
         return
     name, prompt, problems = config.model.name, PROMPT, []
-    try:
-        check_length(config, fetch=True)
-    except UserError as error:
-        problems.append(str(error))
+    for find in (check_packages, partial(check_length, fetch=True)):
+        try:
+            find(config)
+        except UserError as error:
+            problems.append(str(error))
     try:
         loaded = load_tasks(config)
         yield from (ok("tasks", note) for note in loaded.notes)

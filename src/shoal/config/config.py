@@ -114,6 +114,8 @@ class Config(Section):
             yield "coordinator.prompts_per_step must be a multiple of learner.optimizer_steps_per_step"
         if learner.sites and self.coordinator.prompts_per_step < learner.sites:
             yield "coordinator.prompts_per_step is below learner.sites, so a site would have no group"
+        if (longest := max(tasks.length_targets, default=0)) > self.sampling.max_tokens:
+            yield f"tasks.length_targets asks for {longest} tokens, but sampling.max_tokens = {self.sampling.max_tokens}"
         if self.sampling.max_tokens >= learner.row_tokens:
             yield "learner.row_tokens must exceed sampling.max_tokens (a row holds prompt and completion)"
         with_environment = [source.label for source in tasks.sources if source.environment]

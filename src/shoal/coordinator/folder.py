@@ -37,7 +37,7 @@ from shoal.config.sections import CoordinatorSection
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.nodes import Nodes
 from shoal.coordinator.trust import EvidenceTable
-from shoal.errors import UserError
+from shoal.errors import UserError, check_extra
 from shoal.files import lock, write_file
 from shoal.ledger.connection import Connection, open_sqlite
 from shoal.protocol.identity import Identity, IdentityError
@@ -152,6 +152,7 @@ def open_state(folder: Path, section: CoordinatorSection) -> tuple[Connection, N
     tables: Connection
     spent: Connection
     if section.database:
+        check_extra("postgres", "coordinator.database")
         from shoal.ledger.postgres import open_postgres
 
         server = open_postgres(section.database)
@@ -181,6 +182,7 @@ def open_tables(folder: Path) -> Connection:
         return open_sqlite(folder / TABLES)
     for path in (folder / CONFIG, folder.parent / CONFIG):  # the config of a pool; else the config of `shoal run`
         if path.is_file() and (database := config_module.load(path).coordinator.database):
+            check_extra("postgres", "coordinator.database")
             from shoal.ledger.postgres import open_postgres
 
             return open_postgres(database)

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from shoal.errors import check_extra
 from shoal.ledger.chain import Entry, LedgerError
 from shoal.ledger.stakes import UNSTAKE_S, Account, Event
 
@@ -138,12 +139,14 @@ class EvmStakes:
 
 class Web3Chain:
     def __init__(self, url: str, *, private_key: str = "", poll_s: float = 0.1) -> None:
-        """Connect to a node. Without `private_key`, the node's first account sends transactions. Raise ChainLostError."""
+        """Connect to a node. Without `private_key`, the node's first account sends transactions.
+
+        Raise ChainLostError, UserError.
+        """
+        check_extra("evm", "a chain")
         limit = sys.getrecursionlimit()
         try:
             from web3 import Web3
-        except ImportError as error:
-            raise LedgerError("a chain needs web3.py: pip install 'shoal[evm]'") from error
         finally:
             sys.setrecursionlimit(limit)  # a dependency sets 100,000; deeply nested JSON would then crash the process
         self.web3: Any = Web3(Web3.HTTPProvider(url, request_kwargs={"timeout": ANSWER_S}))

@@ -1,7 +1,7 @@
 """Trackers for metrics, chosen in the config: Weights & Biases or TensorBoard.
 
-Invariant: a package is imported only if its tracker is chosen. Opening a tracker succeeds or raises TrackerError,
-which says what to install or set; `record` handles later failures.
+Invariant: a package is imported only if its tracker is chosen. Opening a tracker succeeds or raises an error
+that says what to install or set; `record` handles later failures.
 Trackers get no system metrics or pictures. A restart does not resume the remote run: it creates a new one and sends all
 steps again.
 
@@ -14,10 +14,10 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from shoal.config import Config
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, check_extra
 from shoal.protocol.history import WorkerSample
 
 PROJECT = "shoal"
@@ -44,7 +44,7 @@ class Tracker(Protocol):
 
 class Wandb:
     def __init__(self, name: str, folder: Path, config: Config) -> None:
-        wandb = _package("wandb", "wandb")
+        wandb = importlib.import_module("wandb")
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=name,
@@ -69,9 +69,9 @@ class Wandb:
 
 class TensorBoard:
     def __init__(self, name: str, folder: Path, config: Config) -> None:
-        writer = _package("tensorboard.summary.writer.event_file_writer", "tensorboard")
-        self.event = _package("tensorboard.compat.proto.event_pb2", "tensorboard").Event
-        self.summary = _package("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
+        writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+        self.event = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
+        self.summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
         self.writer = writer.EventFileWriter(str(folder / "tensorboard"))
 
     def log(self, values: Mapping[str, float], version: int) -> None:
@@ -91,24 +91,14 @@ KINDS: dict[str, type[Wandb] | type[TensorBoard]] = {"wandb": Wandb, "tensorboar
 
 
 def open_tracker(name: str, folder: Path, config: Config) -> Tracker | None:
-    """Open the tracker named by `config.run.tracker`, if any, for the run called `name`. Raise TrackerError."""
+    """Open the tracker named by `config.run.tracker`, if any, for the run called `name`. Raise TrackerError, UserError."""
     kind = config.run.tracker
     if kind == "none":
         return None
+    check_extra(kind, f'run.tracker = "{kind}"')
     try:
         return KINDS[kind](name, folder, config)
-    except TrackerError:
-        raise
     except Exception as error:  # noqa: BLE001 - third-party code may raise anything
         raise TrackerError(
             f'run.tracker = "{kind}" does not start: {type(error).__name__}: {error}; set it up, or choose "none"'
-        ) from error
-
-
-def _package(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise TrackerError(
-            f"run.tracker = \"{extra}\" needs a package that is not installed ({error}): pip install 'shoal[{extra}]'"
         ) from error

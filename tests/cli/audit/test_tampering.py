@@ -52,8 +52,8 @@ def restart(run: Recorded, section: str, **update: object) -> None:
 def test_a_restart_with_a_config_that_makes_earlier_work_a_lie_is_named(tmp_path: Path) -> None:
     """Otherwise a coordinator could slash a worker for honest work and then restore the config."""
     run = Recorded(tmp_path / "run")
-    restart(run, "tasks", length_targets=[8])
-    broken(run, r"tasks.length_targets is \[8\], but the work of this run so far was done with \[\]")
+    restart(run, "tasks", length_targets=[5])
+    broken(run, r"tasks.length_targets is \[5\], but the work of this run so far was done with \[\]")
 
 
 def test_other_changes_of_the_config_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

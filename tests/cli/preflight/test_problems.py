@@ -1,17 +1,21 @@
 """Faults of a config that are found before anything is started, each reported in one line."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
-from shoal.cli.launch.prepare import check_length, load_tasks
-from shoal.config import Config, ConfigError, parse
+from shoal.cli.launch.prepare import check_length, check_packages, load_tasks
+from shoal.cli.main import FAILED, main
+from shoal.config import Config, ConfigError, load, parse
+from shoal.coordinator.folder import open_state, open_tables
 from shoal.errors import UserError
 from shoal.model.sources import BUNDLED_POSITIONS, SMOLLM2, read_config, resolve
 
+CONFIGS = Path(__file__).parents[3] / "configs"
 FITTING: dict[str, Any] = {"sampling": {"max_tokens": 64}}
 
 
@@ -67,6 +71,38 @@ def test_a_hub_model_is_fetched_only_by_a_check(tmp_path: Path, monkeypatch: pyt
     check_length(parse({"model": {"name": "org/nowhere"}}))
     with pytest.raises(UserError, match="^model 'org/nowhere' was not found.*$"):
         check(model={"name": "org/nowhere"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "package", "extra"),
+    [
+        ("coordinator.database=postgresql://db/shoal", "psycopg", "postgres"),
+        ("store.url=s3://bucket/run", "obstore", "s3"),
+        (f"ledger.contract=0x{'5' * 40}", "web3", "evm"),
+        ("run.tracker=wandb", "wandb", "wandb"),
+    ],
+)
+def test_a_setting_whose_package_is_not_installed_is_named(
+    setting: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_packages(parse(FITTING))
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    message = (
+        rf"^{setting.partition('=')[0]}.* needs {package}, which is not installed; pip install 'shoal\[{extra}\]'$"
+    )
+    config = load(CONFIGS / "tiny.toml", [setting])
+    with pytest.raises(UserError, match=message):
+        check_packages(config)
+    assert main(["check", str(CONFIGS / "tiny.toml"), "--set", setting]) == FAILED
+    assert f"needs {package}, which is not installed" in capsys.readouterr().out
+
+
+def test_a_database_without_its_package_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    (tmp_path / "config.toml").write_text('[coordinator]\ndatabase = "postgresql://db/shoal"\n')
+    for use in (open_tables, lambda folder: open_state(folder, load(folder / "config.toml").coordinator)):
+        with pytest.raises(UserError, match=r"^coordinator.database needs psycopg, which is not installed"):
+            use(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from pathlib import Path
 from shoal.config import Config, ConfigError, load, parse
 from shoal.config.sections import StoreSection
 from shoal.coordinator.pool import TABLE_NAMES
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, check_extra
 from shoal.ledger.chain import JSON, Entry, Head, LedgerError, check_contains, open_head, read_export, verify_chain
 from shoal.ledger.connection import Connection, open_sqlite, table_digest
 from shoal.ledger.table import Ledger
@@ -154,7 +154,8 @@ def _connect(folder: Path) -> Connection:
         database = settings_of(folder).coordinator.database
     if not database:
         raise BrokenError(str(path), "missing: name the folder of a run or of a coordinator")
-    from shoal.ledger.postgres import open_postgres  # needs the extra `postgres`
+    check_extra("postgres", "coordinator.database")
+    from shoal.ledger.postgres import open_postgres
 
     with checking("database"):
         connection = open_postgres(database)
@@ -163,7 +164,8 @@ def _connect(folder: Path) -> Connection:
 
 
 def _bucket(section: StoreSection) -> FileStore:
-    from shoal.store.bucket import Bucket  # needs the extra `s3`
+    check_extra("s3", "store.url")
+    from shoal.store.bucket import Bucket
 
     with checking("store"):
         return Bucket(section.url, section.endpoint)

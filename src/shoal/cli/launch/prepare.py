@@ -15,6 +15,7 @@ from shoal.cli.arguments import Parser, add_config, add_threads, read_config, sa
 from shoal.cli.main import answer
 from shoal.cli.preflight.estimate import SAMPLE, measure, prompt_lengths
 from shoal.config import Config, ConfigError
+from shoal.errors import check_extra
 from shoal.model import sources
 from shoal.tasks.compiling import build_tasks
 from shoal.tasks.environments import try_out
@@ -27,11 +28,11 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     """Build the task set, and write it to `task_folder` if given. Fetch, convert or train the model. Pick the dtype.
 
     Return the model's folder and number of parameters, the picked dtype, the machine's measurements in that dtype, the
-    speed of each dtype tried, the mean length of prompts, and the task set's digest and notes. Raise ConfigError,
-    DeviceError, ModelNotFoundError, UnsupportedModelError, ChatTemplateError.
+    speed of each dtype tried, the mean length of prompts, and the task set's digest and notes. Raise UserError.
     """
     from shoal.model import dtype
 
+    check_packages(config)
     dtype.check_device(config.model.device)
     picked, gflops = dtype.pick(config.model.dtype, config.model.device)
     if task_folder is not None:
@@ -69,6 +70,20 @@ def main(argv: list[str]) -> int:
         say(json.dumps(prepare(config, arguments.tasks)))
 
     return answer(call, parser.parse_args(argv))
+
+
+def check_packages(config: Config) -> None:
+    """Raise UserError if a setting needs a package that is not installed. vLLM may be in another environment."""
+    tracker = config.run.tracker
+    needed = [
+        ("coordinator.database", config.coordinator.database, "postgres"),
+        ("store.url", config.store.url, "s3"),
+        ("ledger.contract", config.ledger.contract, "evm"),
+        (f'run.tracker = "{tracker}"', tracker != "none", tracker),
+    ]
+    for setting, wanted, extra in needed:
+        if wanted:
+            check_extra(extra, setting)
 
 
 def check_length(config: Config, *, fetch: bool = False) -> None:

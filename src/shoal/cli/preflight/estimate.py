@@ -426,8 +426,8 @@ def prompt_lengths(tokenizer: Any, config: Config, tasks: Iterable[Task]) -> lis
 
 def expected_length(config: Config) -> int:
     """Return the tokens of a completion: the mean length target, or the limit if there are no targets."""
-    targets, limit = config.tasks.length_targets, config.sampling.max_tokens
-    return min(round(statistics.fmean(targets)), limit) if targets else limit
+    targets = config.tasks.length_targets
+    return round(statistics.fmean(targets)) if targets else config.sampling.max_tokens
 
 
 def evaluation(config: Config, work: Work) -> Work:

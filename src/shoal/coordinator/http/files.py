@@ -20,6 +20,7 @@ from aiohttp import web
 from shoal.config import Config
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.pool import Pool
+from shoal.errors import check_extra
 from shoal.protocol.messages import Announced, FileLink, Role, Stored, UploadGrant
 from shoal.protocol.server import Admission, Answer, Request, body_pieces
 from shoal.store.folder import DamagedFileError, Folder, StoreError
@@ -246,7 +247,8 @@ def open_bucket(config: Config) -> BucketFiles | None:
     section = config.store
     if not section.url:
         return None
-    from shoal.store.bucket import Bucket  # needs the extra `s3`
+    check_extra("s3", "store.url")
+    from shoal.store.bucket import Bucket
 
     bucket = Bucket(section.url, section.endpoint)
     return BucketFiles(bucket, config.max_submission_bytes)
