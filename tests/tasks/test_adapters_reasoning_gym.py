@@ -119,6 +119,13 @@ def test_an_endless_computation_is_a_grader_error() -> None:
     assert [(grade.score, grade.outcome) for grade in grades] == [(0.0, "grader_error"), (1.0, "graded")]
 
 
+def test_a_right_answer_with_one_more_character_scores_at_most_1() -> None:
+    """spell_backward adds a fraction for each right letter, and the sum of nine ninths exceeds 1."""
+    nine = [task for task in rows(dataset="spell_backward", size=100) if len(task.answer) == 9]
+    grades = graded("reasoning_gym", nine, [f"<answer>{task.answer}.</answer>" for task in nine])
+    assert {(grade.score, grade.outcome) for grade in grades} == {(1.0, "graded")}
+
+
 def test_rows_depend_on_the_options_and_not_on_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     first = rows(dataset="word_ladder", size=3, seed=5)  # the library iterates over sets of strings

@@ -1,5 +1,6 @@
 """Which reward grades a task, and the reward `number`."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -67,6 +68,20 @@ def test_a_reward_of_weight_0_is_reported_and_changes_nothing() -> None:
     assert combined.parts == {"a": 1.0, "b": 0.0} and "b: it raised" in combined.detail
     failed = combine({"a": right, "b": broken}, {"a": 2.0, "b": 0.5})
     assert (failed.score, failed.outcome) == (0.0, "grader_error")
+
+
+@pytest.mark.parametrize("score", [1.0000000000000002, -0.1, math.nan, math.inf])
+@pytest.mark.parametrize("reward", ["odd", {"odd": 1.0, "whole": 1.0}])
+def test_a_score_outside_of_0_to_1_is_a_grader_error(
+    score: float, reward: str | dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception would let one completion end every validator, and a weighted mean would hide the score."""
+    monkeypatch.setattr(graders, "REWARDS", {"odd": lambda *_: Always(score), "whole": lambda *_: Always(1.0)})
+    source = SourceSection(name="some", path="x.jsonl", reward=reward)
+    with Graders(TaskSection(sources=[source])) as rewards:
+        [grade] = rewards.grade([TASK], ["5"])
+    assert (grade.score, grade.outcome) == (0.0, "grader_error")
+    assert "scores must be within [0, 1]" in grade.detail
 
 
 # --- the reward `number` ----------------------------------------------------------------------------------------------

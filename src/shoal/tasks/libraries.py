@@ -4,7 +4,7 @@ Each library is an extra of the package, and has a file in `inside/` with `rows(
 `score(value)`, which run in child processes.
 Invariants: rows depend only on the options and on the versions of library and environment. Each row's metadata records
 options and versions, so the digest of the task set covers them. A completion is scored in a child process under limits,
-so it cannot hang or kill the caller. Every grade is the library's own score or a grader error.
+so it cannot hang or kill the caller. Every grade is the library's own score, at most 1, or a grader error.
 The library verifiers may run in another Python interpreter, which SHOAL_VERIFIERS_PYTHON names. A machine loads only
 the verifiers environments that SHOAL_VERIFIERS_ENVIRONMENTS lists, so a run's author cannot choose the code.
 """

@@ -27,6 +27,8 @@ EVALUATED = dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string
 EVALUATED |= dict.fromkeys(("countdown", "puzzle24", "polynomial_multiplication"), FORMULA)
 EVALUATED |= dict.fromkeys(("intermediate_integration", "simple_integration"), FORMULA)
 
+ROUNDING = 1e-9  # a score above 1 by less than this is 1: spell_backward adds fractions, and their sum can exceed 1
+
 dataset: Any = None  # the source's data set; `prepare` sets it
 
 
@@ -73,7 +75,8 @@ def score(value: dict[str, Any]) -> dict[str, Any]:
     if allowed and answer != entry["answer"] and not allowed.fullmatch(answer):
         answer, detail = "", f"{detail} is not a plain literal or formula, so it counts as an empty answer"
     try:
-        return {"score": float(dataset.score_answer(answer, entry)), "detail": detail}
+        score = float(dataset.score_answer(answer, entry))
+        return {"score": 1.0 if 1 < score < 1 + ROUNDING else score, "detail": detail}
     except Exception as error:  # noqa: BLE001  the answer or the entry is at fault
         dataset.score_answer(entry["answer"], entry)  # this raises, too, if the entry is at fault
         text = f"{detail} is not readable: {type(error).__name__}: {error}"

@@ -79,16 +79,13 @@ class Graders:
                     )
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """Return one grade per completion. Raise GradeError for a score outside of [0, 1], or if this machine fails."""
+        """Return one grade per completion. Raise GradeError if this machine fails; no completion may cause it."""
         grades: dict[int, Grade] = {}
         for label, default in dict.fromkeys((task.source, task.reward) for task in tasks):
             numbers = [n for n, task in enumerate(tasks) if (task.source, task.reward) == (label, default)]
             source = self.section.source(label)
             graded = self._grade(source, default, [tasks[n] for n in numbers], [completions[n] for n in numbers])
             grades.update(zip(numbers, graded, strict=True))
-        for n, task in enumerate(tasks):
-            if not 0 <= grades[n].score <= 1:  # also refuses NaN
-                raise GradeError(f"the reward gives {grades[n].score} for task {task.id}; scores must be within [0, 1]")
         return [grades[n] for n in range(len(tasks))]
 
     def _grade(
@@ -103,11 +100,11 @@ class Graders:
     def _grade_with(self, reward: Reward, name: str, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         """Grade. Retry once, because a failure of this machine must not become a score of 0, which looks like a lie."""
         try:
-            return reward.grade(tasks, completions)
+            return [in_range(grade) for grade in reward.grade(tasks, completions)]
         except SandboxError:  # try again, because the sandbox has replaced its servers
             pass
         try:
-            return reward.grade(tasks, completions)
+            return [in_range(grade) for grade in reward.grade(tasks, completions)]
         except SandboxError as error:
             raise CannotGradeError(
                 f"reward {name}: the sandbox fails on this machine, so it cannot grade: {error}; check its memory, "
@@ -136,6 +133,13 @@ class Graders:
         except SandboxError as error:
             reason = "; ".join(str(error).splitlines())
             raise GradeError(f"reward {name} needs a sandbox: {reason}") from error
+
+
+def in_range(grade: Grade) -> Grade:
+    """Return the grade, or a `grader_error` if its score is outside of [0, 1] or NaN."""
+    if 0 <= grade.score <= 1:
+        return grade
+    return Grade(0.0, "grader_error", f"the reward gives {grade.score}; scores must be within [0, 1]", repeatable=False)
 
 
 def combine(grades: Mapping[str, Grade], weights: Mapping[str, float]) -> Grade:
