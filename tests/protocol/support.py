@@ -37,6 +37,8 @@ def answered(
         digest = sha256(response.content).digest()
         headers = sign_answer(
             signer,
+            request.method,
+            request.url.raw_path.decode(),
             request.headers,
             status=response.status_code,
             body_sha256=digest,

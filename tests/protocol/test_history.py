@@ -149,7 +149,9 @@ def offer(**changed: Any) -> RunOffer:
 
 def signed(request: httpx.Request, body: bytes, signer: Identity = OWNER) -> httpx.Response:
     answer = {"status": 200, "body_sha256": sha256(body).digest(), "created_s": 1}
-    return httpx.Response(200, content=body, headers=sign_answer(signer, request.headers, **answer))
+    target = request.url.raw_path.decode()
+    headers = sign_answer(signer, request.method, target, request.headers, **answer)
+    return httpx.Response(200, content=body, headers=headers)
 
 
 def offered(*, signer: Identity = OWNER, trusted: str = "", **changed: Any) -> RunOffer:

@@ -20,7 +20,7 @@ from typing import TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from shoal.errors import ShoalError, first_problem
+from shoal.errors import ShoalError, first_problem, printable
 from shoal.protocol.invite import Invite
 from shoal.protocol.signing import UnsignedAnswerError, check_answer
 
@@ -198,12 +198,13 @@ class Caller:
                     "ask the coordinator's operator which server runs at this address",
                     restart_helps=False,
                 ) from error
-        headers, status, digest = response.request.headers, response.status_code, sha256(body).digest()
-        try:
-            check_answer(self.invite.key, headers, response.headers, status=status, body_sha256=digest)
-        except UnsignedAnswerError as error:
-            raise UnsignedAnswerError(f"an answer with status {status}, but {error}") from error
+        status, digest = response.status_code, sha256(body).digest()
         answer = httpx.Response(status, content=body, request=response.request)
+        try:
+            check_answer(self.invite.key, response.request, response.headers, status=status, body_sha256=digest)
+        except UnsignedAnswerError as error:
+            says = f"; it says {printable(_reason(answer))[:200]}" if status >= 400 else ""  # such as: check the clock
+            raise UnsignedAnswerError(f"an answer with status {status}, but {error}{says}") from error
         answer.elapsed = timedelta(seconds=time.monotonic() - start_s)
         return answer
 

@@ -207,8 +207,8 @@ def find_run(url: str, client: httpx.Client, key: str = "") -> RunOffer:
     response = _request_offer(url, client)
     try:
         offer = RunOffer.model_validate_json(response.content)
-        digest, headers = sha256(response.content).digest(), response.request.headers
-        check_answer(key or offer.key, headers, response.headers, status=response.status_code, body_sha256=digest)
+        status, digest = response.status_code, sha256(response.content).digest()
+        check_answer(key or offer.key, response.request, response.headers, status=status, body_sha256=digest)
         RequirementsSection.model_validate(offer.requirements)
     except UnsignedAnswerError as error:
         raise ShoalError(f"the offer of the run at {url} cannot be trusted: {error}") from error

@@ -41,6 +41,9 @@ BACKLOG = 128  # connections that wait to be accepted; asyncio accepts this numb
 READ_BUFFER_BYTES = 64 << 10  # per connection; a connection may hold up to twice as much
 
 MEMBER = web.RequestKey("member", str)  # the key of the member that signed the request
+COVERED = web.RequestKey(
+    "covered", bool
+)  # the answer depends only on what the request's signature covers, so it is signed
 SLOT = web.RequestKey("slot", contextlib.ExitStack)  # resources of a request, released once its answer is sent
 IDENTITY = web.AppKey("identity", Identity)  # signs the answers of an application
 
@@ -67,6 +70,10 @@ class Request:
 Handler = Callable[[Request], Awaitable[Answer]]
 
 
+class UncoveredError(Refusal):
+    """A refusal because of a part of the request that its signature does not cover. It is not signed."""
+
+
 class Front:
     def __init__(self, strangers: Strangers | None = None, unread: Unread | None = None) -> None:
         self.strangers = strangers or Strangers()
@@ -84,6 +91,7 @@ class Front:
             try:
                 response = await handler(request)
             except web.HTTPException as error:  # no such path or method
+                request[COVERED] = error.status in (404, 405)
                 response = refusal(error.status, error.reason)
             key, address, size = request.get(MEMBER), network(request.remote or ""), _size_bytes(response)
             try:
@@ -114,7 +122,7 @@ class Front:
         """Return a route that needs no signature."""
 
         async def respond(request: web.Request) -> web.StreamResponse:
-            address = network(request.remote or "")
+            address, request[COVERED] = network(request.remote or ""), True
             try:
                 self.strangers.reader(address)
             except Refusal as error:
@@ -155,6 +163,7 @@ class Admission:
         413, 415 or 429.
         """
         head = verify_head(request.method, request.raw_path, request.headers, audience=self.run, now_s=self.clock())
+        request[COVERED] = True
         role = self.role_of(head.key)
         if role is not None:
             request[MEMBER] = head.key
@@ -163,9 +172,11 @@ class Admission:
         if roles is not None and role not in roles:
             raise Refusal(f"only {' or '.join(roles)} may ask for {request.path}", 403)
         if "Content-Encoding" in request.headers:
-            raise Refusal("the body must come without content-encoding", 415)
+            raise UncoveredError("the body must come without content-encoding", 415)
         if (request.content_length or 0) > limit_bytes:
-            raise Refusal(f"a body of {request.content_length} bytes; at most {limit_bytes} are allowed here", 413)
+            raise UncoveredError(
+                f"a body of {request.content_length} bytes; at most {limit_bytes} are allowed here", 413
+            )
         if roles is not None:
             head.spend(self.nonces)
         request[SLOT].enter_context(self.pace.in_progress(head.key, large=large))
@@ -203,11 +214,16 @@ class Admission:
             try:
                 return _response(await respond(request))
             except (web.RequestPayloadError, ConnectionResetError) as error:  # bad encoding, or the client has left
+                request[COVERED] = False
                 return refusal(400, str(error))
             except SignatureError as error:
+                request[COVERED] = False
                 return refusal(TOO_EARLY if error.reason in ("replayed", "too old") else 401, str(error))
             except ValidationError as error:
                 return refusal(400, first_problem(error))
+            except UncoveredError as error:
+                request[COVERED] = False
+                return refusal(error.status, str(error))
             except Refusal as error:
                 return refusal(error.status, str(error))
             except tuple(self.statuses) as error:
@@ -225,7 +241,7 @@ async def read_body(read: Read, head: SignedHead, limit_bytes: int, timeout_s: f
                 [piece async for piece in body_pieces(read, head, limit_bytes, timeout_s or BODY_TIMEOUT_S)]
             )
     except TimeoutError as error:
-        raise Refusal(f"the body did not arrive within {timeout_s:g} s; send the request again", 408) from error
+        raise UncoveredError(f"the body did not arrive within {timeout_s:g} s; send the request again", 408) from error
 
 
 async def body_pieces(
@@ -238,12 +254,13 @@ async def body_pieces(
             async with asyncio.timeout(timeout_s):
                 piece = await read()
         except TimeoutError as error:
-            raise Refusal(f"nothing of the body arrived for {timeout_s:g} s; send the request again", 408) from error
+            why = f"nothing of the body arrived for {timeout_s:g} s; send the request again"
+            raise UncoveredError(why, 408) from error
         if not piece:
             break
         size_bytes += len(piece)
         if size_bytes > limit_bytes:
-            raise Refusal(f"a body of more than {limit_bytes} bytes", 413)
+            raise UncoveredError(f"a body of more than {limit_bytes} bytes", 413)
         digest.update(piece)
         yield piece
     head.check_body(digest.digest(), size_bytes)
@@ -293,8 +310,12 @@ def _size_bytes(response: web.StreamResponse) -> int:
 
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
-    """Sign an answer with the innermost application's key. Leave an answer unsigned if its body is not known yet."""
-    if "signature" not in request.headers:
+    """Sign an answer with the innermost application's key.
+
+    Leave it unsigned if it depends on more than the request's signature covers, because somebody may have changed that on
+    the way, or if its body is not known yet.
+    """
+    if "signature" not in request.headers or not request.get(COVERED):
         return
     if isinstance(response, web.FileResponse):  # task data, whose name is its digest
         digest = bytes.fromhex(request.match_info["sha256"])
@@ -308,6 +329,12 @@ async def _sign(request: web.Request, response: web.StreamResponse) -> None:
         return
     identity = next(app[IDENTITY] for app in reversed(request.match_info.apps) if IDENTITY in app)
     headers = sign_answer(
-        identity, request.headers, status=response.status, body_sha256=digest, created_s=int(time.time())
+        identity,
+        request.method,
+        request.raw_path,
+        request.headers,
+        status=response.status,
+        body_sha256=digest,
+        created_s=int(time.time()),
     )
     response.headers.update(headers)

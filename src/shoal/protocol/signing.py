@@ -2,8 +2,9 @@
 
 Invariants: a request is accepted only if the key that it names signed it, for this audience, with this method, path,
 query and body, within a minute of the server's clock. Each request is accepted once. An accepted answer has the status
-and body of the coordinator's answer to this very request, because the answer's signature covers the request's
-signature. So nobody in between can change an answer, or use it for another request or at another time.
+and body of the coordinator's answer to this very request, because the answer's signature covers the request's method,
+path, query and signature, and because the server signs no answer that depends on anything else in the request. So nobody
+in between can change an answer, or use it for another request or at another time.
 
 A server verifies in three steps. `verify_head` needs the headers only, so a stranger is refused before the body is read.
 `SignedHead.spend` refuses a head that was already served. `SignedHead.check_body` compares the body's hash with the signed
@@ -34,7 +35,7 @@ from cryptography.exceptions import InvalidSignature
 from shoal.protocol.identity import Identity, IdentityError, public_key
 
 COVERED = '("@method" "@path" "@query" "content-digest" "shoal-audience")'
-ANSWER_COVERED = '("@status" "content-digest" "signature";req;key="shoal")'
+ANSWER_COVERED = '("@status" "content-digest" "@method";req "@path";req "@query";req "signature";req;key="shoal")'
 MAX_AGE_S = 60
 
 METHOD = re.compile("[A-Z]{1,16}")
@@ -265,15 +266,25 @@ class UnsignedAnswerError(ValueError):
 
 
 def sign_answer(
-    identity: Identity, request_headers: Mapping[str, str], *, status: int, body_sha256: bytes, created_s: int
+    identity: Identity,
+    method: str,
+    target: str,
+    request_headers: Mapping[str, str],
+    *,
+    status: int,
+    body_sha256: bytes,
+    created_s: int,
 ) -> dict[str, str]:
-    """Return the headers that sign an answer; none if the request has no signature in our form."""
+    """Return the headers that sign an answer; none if the request has no signature in our form.
+
+    `target` is the request target as received. The answer must depend only on method, target and what the request signs.
+    """
     request_signature = request_headers.get("signature", "")
     if not SIGNATURE.fullmatch(request_signature):
         return {}
     digest = digest_header(body_sha256)
     parameters = f'{ANSWER_COVERED};created={created_s};keyid="{identity.public}";alg="ed25519"'
-    signature = identity.private_key.sign(_answer_base(status, digest, request_signature, parameters))
+    signature = identity.private_key.sign(_answer_base(status, digest, method, target, request_signature, parameters))
     return {
         "content-digest": digest,
         "signature-input": f"shoal={parameters}",
@@ -282,7 +293,7 @@ def sign_answer(
 
 
 def check_answer(
-    key: str, request_headers: Mapping[str, str], headers: Mapping[str, str], *, status: int, body_sha256: bytes
+    key: str, request: httpx.Request, headers: Mapping[str, str], *, status: int, body_sha256: bytes
 ) -> None:
     """Raise UnsignedAnswerError unless `key` signed this answer to this request."""
     claim = ANSWER_INPUT.fullmatch(headers.get("signature-input", ""))
@@ -294,18 +305,23 @@ def check_answer(
         raise UnsignedAnswerError(f"it is signed by {claim[2]}")
     if digest != digest_header(body_sha256):
         raise UnsignedAnswerError("its body is not the one that was signed")
-    base = _answer_base(status, digest, request_headers["signature"], claim[1])
+    target = request.url.raw_path.decode("ascii")
+    base = _answer_base(status, digest, request.method, target, request.headers["signature"], claim[1])
     try:
         public_key(key).verify(b64decode(signature[1]), base)
     except InvalidSignature as error:
         raise UnsignedAnswerError("its signature does not cover this answer to this request") from error
 
 
-def _answer_base(status: int, digest: str, request_signature: str, parameters: str) -> bytes:
+def _answer_base(status: int, digest: str, method: str, target: str, request_signature: str, parameters: str) -> bytes:
     """Return the bytes that are signed (RFC 9421, sections 2.4 and 2.5)."""
+    path, query = split_target(target)
     lines = (
         f'"@status": {status}',
         f'"content-digest": {digest}',
+        f'"@method";req: {method}',
+        f'"@path";req: {path}',
+        f'"@query";req: ?{query}',
         f'"signature";req;key="shoal": {request_signature.removeprefix("shoal=")}',
         f'"@signature-params": {parameters}',
     )

@@ -98,13 +98,44 @@ def test_an_answer_to_another_request_with_the_same_nonce_is_rejected(site: Site
         check_signature_for(site, victim, answer)
 
 
+@pytest.mark.parametrize(
+    ("path", "changed", "status"),
+    [
+        ("/healthz", {}, 200),
+        ("/v1/submissions/y", {}, 401),
+        ("/v1/submissions/x?y", {}, 401),
+        ("/v1/nowhere", {}, 404),
+        ("/v1/submissions/x", {"shoal-audience": "other"}, 401),
+        ("/v1/submissions/x", {"content-digest": "none"}, 401),
+        ("/v1/submissions/x", {"content-encoding": "gzip"}, 415),
+        ("/v1/submissions/x", {"content": "a body"}, 401),
+        ("/v1/submissions/x", {"content": "a longer body" * 1000}, 413),
+    ],
+)
+def test_a_changed_request_gets_no_answer_that_its_signer_accepts(
+    site: Site, path: str, changed: dict[str, str], status: int
+) -> None:
+    """Otherwise somebody on the path could choose what a node is told, by sending its signature with their request."""
+    auth = SignedAuth(site.identities["validator"], RUN)
+    victim = next(auth.auth_flow(httpx.Request("GET", f"{site.url}/v1/submissions/x")))
+    headers = {name: text for name, text in changed.items() if name != "content"}
+    forged = httpx.Request(
+        "GET", site.url + path, headers={**victim.headers, **headers}, content=changed.get("content", "").encode()
+    )
+    with httpx.Client(timeout=60, verify=False) as client:
+        answer = client.send(forged)
+    assert answer.status_code == status, answer.text
+    with pytest.raises(UnsignedAnswerError):
+        check_signature_for(site, victim, answer)
+
+
 def check_signature(site: Site, answer: httpx.Response, **changed: Any) -> None:
     check_signature_for(site, answer.request, answer, **changed)
 
 
 def check_signature_for(site: Site, request: httpx.Request, answer: httpx.Response, **changed: Any) -> None:
     claimed: dict[str, Any] = {"status": answer.status_code, "body_sha256": sha256(answer.content).digest()} | changed
-    check_answer(site.identity.public, request.headers, answer.headers, **claimed)
+    check_answer(site.identity.public, request, answer.headers, **claimed)
 
 
 # --- allowances of bytes ---------------------------------------------------------------------------------------------
