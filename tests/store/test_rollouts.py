@@ -1,6 +1,7 @@
 """Reading a rollout file returns what was written; a file that was tampered with is refused with the right error."""
 
 import json
+import random
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,9 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from shoal.config import parse
 from shoal.store.columns import PROOF_BYTES, SUBMISSION, BadSignatureError, RolloutFileError
+from shoal.store.decode import OVERHEAD_BYTES
 from shoal.store.rollouts import (
     SCHEMA_VERSION,
+    Rollout,
     accepted_columns,
     read_accepted,
     read_submission,
@@ -312,6 +316,37 @@ def test_a_footer_longer_than_the_file_or_a_megabyte_is_refused() -> None:
         read(DATA[:-8] + (2**31 - 1).to_bytes(4, "little") + b"PAR1")
     with pytest.raises(RolloutFileError, match="a footer of more than 1048576 bytes"):
         read(bytes(1 << 21) + (1 << 21).to_bytes(4, "little") + b"PAR1")
+
+
+def test_a_file_much_larger_than_its_rows_is_refused() -> None:
+    """Its content would be valid, and the pool would keep its other bytes for ever."""
+    footer_at = len(DATA) - 8 - int.from_bytes(DATA[-8:-4], "little")
+    with pytest.raises(RolloutFileError, match="bytes for rows of"):
+        read(DATA[:footer_at] + bytes(2 * OVERHEAD_BYTES) + DATA[footer_at:])
+
+
+@pytest.mark.parametrize(("groups", "max_tokens"), [(1, 2), (1, 64), (16, 64), (1, 2_048)])
+def test_an_honest_file_fits_into_its_tasks_limit(groups: int, max_tokens: int) -> None:
+    """Even one whose rows are as long as possible and cannot be compressed."""
+    config = parse({"sampling": {"max_tokens": max_tokens}, "tasks": {"length_targets": []}})
+    draw = random.Random(0)
+    rows = [
+        Rollout(
+            group=i // config.sampling.group_size,
+            task=f"{'source' * 20}/{draw.randbytes(8).hex()}",
+            target_length=draw.getrandbits(31),
+            seed=draw.getrandbits(63),
+            tokens=[draw.getrandbits(31) for _ in range(max_tokens)],
+            logprobs=[-draw.random() for _ in range(max_tokens)],
+            reward=draw.random(),
+            proofs=[draw.randbytes(PROOF_BYTES) for _ in range(-(-max_tokens // 32))],
+            turns=[1, 1] * min(draw.randrange(8), (max_tokens - 1) // 2),
+        )
+        for i in range(groups * config.sampling.group_size)
+    ]
+    data = write_submission(HEADER.model_copy(update={"graded_with": draw.randbytes(500).hex()}), rows, ME)
+    assert len(data) <= config.submission_bytes(groups)
+    assert [row.tokens for row in read(data, len(rows), max_tokens)] == [row.tokens for row in rows]
 
 
 # --- damage ------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SUBMISSION_BYTES = 64 << 20  # lower bound of `max_submission_bytes`
 TOKEN_BYTES = 18  # per token of a rollout file: id, logprob and 1/32 of a proof
 ROLLOUT_BYTES = 512  # per row, for everything else
+FILE_BYTES = 64 << 10  # per submission, for its header and footer, which take about 2 KiB
 
 
 class Config(Section):
@@ -69,6 +70,10 @@ class Config(Section):
     def max_submission_bytes(self) -> int:
         """The maximum size of a rollout file: enough for any submission of `workers.groups_per_submission`."""
         return max(SUBMISSION_BYTES, self.workers.groups_per_submission * self.group_bytes)
+
+    def submission_bytes(self, groups: int) -> int:
+        """Return the maximum size of a submission of this many groups."""
+        return min(FILE_BYTES + groups * self.group_bytes, self.max_submission_bytes)
 
     @model_validator(mode="after")
     def _derive(self) -> "Config":

@@ -181,6 +181,12 @@ def pack(columns: Columns) -> bytes:
     return b"".join(array.tobytes() for pair in parts for array in pair if array is not None)
 
 
+def packed_bytes(columns: Columns) -> int:
+    """Return the size of what `pack` returns."""
+    parts = [(column.lengths, column.values) for column in columns.values()]
+    return sum(array.nbytes for pair in parts for array in pair if array is not None)
+
+
 def unpack(data: bytes, rows: int, schema: pa.Schema, limits: FileLimits) -> Columns:
     """Return the columns that untrusted bytes hold. Raise RolloutFileError if `pack` cannot have made these bytes."""
     if not 0 < rows <= limits.max_rows:

@@ -6,7 +6,8 @@ readers trust the headers. A page of 100 compressed bytes may claim gigabytes, s
 
 Invariant: nothing is decompressed before the footer and all page headers have been checked. The pages of a chunk fill
 it exactly, hold as many values as the footer says, use the allowed encodings, and decompress to no more bytes than
-these values need. Signatures are not checked here.
+these values need. A file has at most twice as many bytes as its rows, plus OVERHEAD_BYTES, so it carries little else: a
+file is kept for ever, and its worker is paid for its rows only. Signatures are not checked here.
 
 A damaged file may still crash or stall pyarrow or exhaust memory, so `quarantine` runs this module as a child process. The
 child writes one line of JSON when it is ready. Then it reads files from stdin. Before each file come its size and the
@@ -39,11 +40,13 @@ from shoal.store.columns import (
     RolloutFileError,
     from_table,
     pack,
+    packed_bytes,
     width,
 )
 
 MAX_HEADER_BYTES = 4_096
 MAX_FOOTER_BYTES = 1 << 20
+OVERHEAD_BYTES = 64 << 10  # of a file; our writer's header and footer take about 2 KiB
 ENCODINGS = {"PLAIN", "RLE"}  # dictionaries are not allowed: in them, a few bytes can stand for billions of values
 HEADER, SIGNATURE = b"shoal.header", b"shoal.signature"
 DATA_PAGE, DATA_PAGE_V2 = 0, 3  # of parquet.thrift's enum PageType
@@ -88,7 +91,10 @@ def decode(data: bytes, schema: pa.Schema, limits: FileLimits) -> Decoded:
         _check_columns(data, file, schema, limits)
         table = file.read(use_threads=False)
         table.validate(full=True)  # also checks that text is UTF-8
-        return Decoded(metadata[HEADER].decode(), metadata[SIGNATURE].decode(), from_table(table))
+        columns = from_table(table)
+        if len(data) > 2 * (rows_bytes := packed_bytes(columns)) + OVERHEAD_BYTES:
+            raise RolloutFileError(f"a file of {len(data)} bytes for rows of {rows_bytes} bytes")
+        return Decoded(metadata[HEADER].decode(), metadata[SIGNATURE].decode(), columns)
     except (pa.ArrowException, OSError, ValueError, IndexError) as error:
         raise RolloutFileError(f"not a readable rollout file: {first_line(error)[:200]}") from error
 

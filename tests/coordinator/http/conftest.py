@@ -19,6 +19,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Coordinator:
-    coordinator = Coordinator(config(prompts_per_step=1_000), "r", Identity.generate(), tmp_path)
+    coordinator = Coordinator(config(prompts_per_step=10_000, groups=64), "r", Identity.generate(), tmp_path)
     coordinator.pool.learning.published(PolicyVersion(version=0, digest="d" * 64, size_bytes=1))
     return coordinator

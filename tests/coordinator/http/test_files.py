@@ -17,11 +17,12 @@ from shoal.coordinator.http.routes import Coordinator
 from shoal.ledger.connection import DatabaseFullError
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Announced, Finished, Heartbeat, PolicyVersion, Stored
+from shoal.protocol.pace import Refusal
 from shoal.protocol.signing import SignatureError
 from shoal.store.folder import IncomingFile, StoreError
 
 from ..support import config
-from .support import ANYONE, PIECE, Site, pieces, refused, served, task_of, upload, worker_with_task
+from .support import ANYONE, CONFIG, PIECE, Site, pieces, refused, sending, served, task_of, upload, worker_with_task
 
 
 @pytest.fixture
@@ -160,6 +161,23 @@ def test_a_task_has_at_most_two_unfinished_files(coordinator: Any) -> None:
     assert len(list((coordinator.store.root / "submissions").iterdir())) == 1
 
 
+def test_a_file_larger_than_its_task_needs_is_refused(coordinator: Any) -> None:
+    """Files are kept for ever. A worker paid for one small task must not make the pool keep 64 MiB."""
+    worker, task = worker_with_task(coordinator)
+    limit_bytes = coordinator.config.submission_bytes(task.groups)
+    assert coordinator.config.submission_bytes(1) < limit_bytes < coordinator.config.max_submission_bytes
+    with pytest.raises(Refusal, match=f"more than {limit_bytes} bytes"):
+        asyncio.run(upload(coordinator, worker, task, bytes(limit_bytes + 1), pieces(bytes(limit_bytes), b"x")))
+    assert list((coordinator.store.root / "submissions").iterdir()) == []
+    asyncio.run(upload(coordinator, worker, task, bytes(limit_bytes), pieces(bytes(limit_bytes))))
+
+
+def test_a_file_that_announces_more_than_its_task_needs_is_refused_before_any_of_it_is_read(site: Site) -> None:
+    path = task_of(site.clients["worker"])["upload_path"]
+    with sending(site, "worker", "PUT", path, size_bytes=CONFIG.max_submission_bytes) as connection:
+        assert b" 413 " in connection.recv(100)
+
+
 def test_an_interrupted_upload_is_counted_and_not_kept(coordinator: Any) -> None:
     worker, task = worker_with_task(coordinator)
     wasted: list[int] = []
@@ -214,7 +232,7 @@ class FakeBucket:
 def test_in_a_bucket_only_the_announced_file_gets_a_name(coordinator: Any) -> None:
     coordinator.pool.learning.published(PolicyVersion(version=0, digest="d" * 64, size_bytes=1))
     bucket = FakeBucket()
-    transfers, kind = BucketFiles(bucket, 1 << 20), coordinator.files.submissions  # type: ignore[arg-type]
+    transfers, kind = BucketFiles(bucket), coordinator.files.submissions  # type: ignore[arg-type]
     worker, task = worker_with_task(coordinator)
     announced = Finished(submission=task.id, hash=blake3(b"rollouts").hexdigest())
     coordinator.pool.members.heartbeat(worker.public, Heartbeat(policy_version=0, finished=announced))
@@ -232,6 +250,16 @@ def test_in_a_bucket_only_the_announced_file_gets_a_name(coordinator: Any) -> No
         send(b"rollouts")
     node = coordinator.pool.db.nodes.get(worker.public)
     assert node.missed_in_a_row == 1
+
+
+def test_in_a_bucket_a_file_larger_than_its_task_needs_gets_no_url(coordinator: Any) -> None:
+    transfers, kind = BucketFiles(FakeBucket()), coordinator.files.submissions  # type: ignore[arg-type]
+    worker, task = worker_with_task(coordinator)
+    limit_bytes = coordinator.config.submission_bytes(task.groups)
+    transfers.grant(worker.public, kind, task.id, Announced(size_bytes=limit_bytes, sha256="0" * 64))
+    with pytest.raises(PoolError, match="at most") as caught:
+        transfers.grant(worker.public, kind, task.id, Announced(size_bytes=limit_bytes + 1, sha256="1" * 64))
+    assert caught.value.status == 413
 
 
 # --- streaming ---------------------------------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
     announce (size, SHA-256) -> grant -> the node's PUT to the bucket -> stored: checked, named, recorded
 
-Invariants: only the worker with the task, or the validator with the claim, may upload (up to the size limit) or get a
-URL for an upload to the bucket. A file gets its name only once the pool accepts it. So at most one file of each kind
-per submission is kept, and a refused upload leaves nothing. A node may announce at most MAX_FILES different files per
-task, so a worker's files in the bucket are bounded. The bytes of a failed upload count against its sender's rate. No
-credential leaves this process.
+Invariants: only the worker with the task, or the validator with the claim, may upload or get a URL for an upload to the
+bucket. A submission is no larger than its task's groups can need, and no file is larger than the config allows. A file
+gets its name only once the pool accepts it. So at most one file of each kind per submission is kept, and a refused
+upload leaves nothing. A node may announce at most MAX_FILES different files per task, so a worker's files in the bucket
+are bounded. The bytes of a failed upload count against its sender's rate. No credential leaves this process.
 """
 
 import asyncio
@@ -39,7 +39,9 @@ class FileKind:
     name: Literal["submissions", "accepted"]
     sender: Role
     reader: Role
-    may_store: Callable[[str, str, str], object]  # (key, submission, hash or "" if unknown); raises PoolError
+    may_store: Callable[
+        [str, str, str], int
+    ]  # (key, submission, hash or "" if unknown) -> most bytes; raises PoolError
     stored: Callable[[str, str, str], None]  # same arguments; records the file
     hash_of: Callable[[str], str]  # (submission) -> its file's hash, "" if it has none
     is_used: Callable[[str], bool]  # (hash) -> whether a submission has this file
@@ -59,16 +61,13 @@ class FileKind:
 class BucketFiles:
     """Files that nodes upload to the pool's bucket and fetch from it directly, by signed URLs."""
 
-    def __init__(self, bucket: "Bucket", max_bytes: int) -> None:
+    def __init__(self, bucket: "Bucket") -> None:
         self.bucket = bucket
-        self.max_bytes = max_bytes
         self._announced: dict[tuple[str, str], set[str]] = {}  # SHA-256s by kind and submission, until a file is stored
         self._storing = asyncio.Lock()
 
     def grant(self, key: str, kind: FileKind, id: str, file: Announced) -> UploadGrant:
-        kind.may_store(key, id, "")
-        if file.size_bytes > self.max_bytes:
-            raise PoolError(f"the file has {file.size_bytes} bytes; at most {self.max_bytes} are allowed here", 413)
+        _check_size(file.size_bytes, kind.may_store(key, id, ""))
         announced = self._announced.setdefault((kind.name, id), set())
         if len(announced | {file.sha256}) > MAX_FILES:
             raise PoolError(f"{MAX_FILES} other files were announced for {id}; take a new task")
@@ -119,11 +118,19 @@ class FileRoutes:
         self._uploads: dict[tuple[str, str], list[asyncio.Event]] = {}
         self._storing = asyncio.Lock()  # one upload at a time gets its name and its place in the database
         assigned, judged = pool.assignments, pool.judgement
+
+        def may_store_submission(key: str, id: str, content_hash: str) -> int:
+            return config.submission_bytes(assigned.may_upload(key, id, content_hash).groups)
+
+        def may_store_accepted(key: str, id: str, content_hash: str) -> int:
+            judged.may_store_accepted(key, id, content_hash)
+            return config.max_submission_bytes
+
         self.submissions = FileKind(
             "submissions",
             sender="worker",
             reader="validator",
-            may_store=assigned.may_upload,
+            may_store=may_store_submission,
             stored=assigned.uploaded,
             hash_of=lambda id: judged.hashes(id)[0],
             is_used=lambda content_hash: pool.db.submissions.has_file("submissions", content_hash),
@@ -133,7 +140,7 @@ class FileRoutes:
             "accepted",
             sender="validator",
             reader="learner",
-            may_store=judged.may_store_accepted,
+            may_store=may_store_accepted,
             stored=judged.accepted_stored,
             hash_of=lambda id: judged.hashes(id)[1],
             is_used=lambda content_hash: pool.db.submissions.has_file("accepted", content_hash),
@@ -148,9 +155,10 @@ class FileRoutes:
 
     async def receive(self, request: web.Request, kind: FileKind) -> Answer:
         """Stream an upload into the store, only while its sender may store the file, and only up to the size limit."""
-        limit_bytes, id = self.config.max_submission_bytes, request.match_info["id"]
-        head = self.admission.admit(request, [kind.sender], limit_bytes)
-        kind.may_store(head.key, id, "")
+        id = request.match_info["id"]
+        head = self.admission.admit(request, [kind.sender], self.config.max_submission_bytes)
+        limit_bytes = kind.may_store(head.key, id, "")
+        _check_size(request.content_length or 0, limit_bytes)
         with (
             self._upload(kind, id) as check_newest,
             self._counted(head.key) as received,
@@ -242,6 +250,11 @@ class FileRoutes:
         ]
 
 
+def _check_size(size_bytes: int, limit_bytes: int) -> None:
+    if size_bytes > limit_bytes:
+        raise PoolError(f"the file has {size_bytes} bytes; at most {limit_bytes} are allowed here", 413)
+
+
 def open_bucket(config: Config) -> BucketFiles | None:
     """Return the configured bucket; None if the store is a folder. Raise StoreError if there are no credentials."""
     section = config.store
@@ -250,5 +263,4 @@ def open_bucket(config: Config) -> BucketFiles | None:
     check_extra("s3", "store.url")
     from shoal.store.bucket import Bucket
 
-    bucket = Bucket(section.url, section.endpoint)
-    return BucketFiles(bucket, config.max_submission_bytes)
+    return BucketFiles(Bucket(section.url, section.endpoint))
