@@ -30,7 +30,17 @@ from shoal.protocol.pace import (
     Strangers,
     Unread,
 )
-from shoal.protocol.server import IDENTITY, SLOT, Admission, Answer, Request, Route, read_body
+from shoal.protocol.server import (
+    IDENTITY,
+    PIECE_BYTES,
+    SLOT,
+    Admission,
+    Answer,
+    Request,
+    Route,
+    body_pieces,
+    read_body,
+)
 from shoal.protocol.signing import SignatureError, SignedHead, content_digest, sign_request
 
 
@@ -64,6 +74,34 @@ def test_a_body_is_read_up_to_its_limit_and_no_further() -> None:
     with pytest.raises(Refusal, match="more than 95 bytes") as caught:
         asyncio.run(read_body(endless, head_of(b""), 95))
     assert (caught.value.status, read) == (413, 100)
+
+
+def test_a_body_in_tiny_segments_is_yielded_in_large_pieces() -> None:
+    """A caller does much more work for a piece than it takes to read a byte."""
+    body = bytes(range(256)) * 1_000
+    left = [bytes([value]) for value in reversed(body)]
+
+    async def read() -> bytes:
+        return left.pop() if left else b""
+
+    async def sizes() -> list[int]:
+        return [len(piece) async for piece in body_pieces(read, head_of(body), len(body))]
+
+    assert asyncio.run(sizes()) == [PIECE_BYTES] * 3 + [len(body) - 3 * PIECE_BYTES]
+
+
+def test_a_file_that_arrives_too_slowly_is_refused() -> None:
+    async def dripping() -> bytes:
+        await asyncio.sleep(0.01)
+        return b"x"
+
+    async def read_all() -> None:
+        async for _ in body_pieces(dripping, head_of(b""), 100, timeout_s=0.1):
+            pass
+
+    with pytest.raises(Refusal, match="bytes of the body arrived in 0.1 s") as caught:
+        asyncio.run(read_all())
+    assert caught.value.status == 408
 
 
 def test_reading_a_body_without_end_times_out() -> None:

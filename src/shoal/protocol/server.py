@@ -32,6 +32,7 @@ from shoal.shardcast.connections import LOG, PATIENCE, Listener, keep_open, netw
 
 MAX_SMALL_BYTES = 4 << 10  # enough for a few fields, as in a registration, claim, version or evaluation
 BODY_TIMEOUT_S = 30.0  # for a whole message, and for the next piece of a file
+PIECE_BYTES = 64 << 10  # of a file, except its last piece, which may be smaller
 STRANGER_S = 10.0  # for a stranger's whole body
 THREAD_BYTES = 1 << 20  # a larger answer is hashed in a thread
 LINGER_S = 30.0  # how long the rest of a refused body is read
@@ -247,16 +248,22 @@ async def read_body(read: Read, head: SignedHead, limit_bytes: int, timeout_s: f
 async def body_pieces(
     read: Read, head: SignedHead, limit_bytes: int, timeout_s: float = BODY_TIMEOUT_S
 ) -> AsyncIterator[bytes]:
-    """Yield the body in pieces; they are verified when the iteration ends. Raise as `read_body` does."""
+    """Yield the body in pieces; they are verified when the iteration ends. Raise as `read_body` does.
+
+    PIECE_BYTES, or the body's end, must arrive within `timeout_s`. So a sender that drips its body is refused, and one
+    that cuts it into tiny segments does not make the caller handle each of them.
+    """
     size_bytes, digest = 0, sha256()
     while True:
+        collected, most_bytes = bytearray(), min(PIECE_BYTES, limit_bytes + 1 - size_bytes)
         try:
             async with asyncio.timeout(timeout_s):
-                piece = await read()
+                while len(collected) < most_bytes and (arrived := await read()):
+                    collected += arrived
         except TimeoutError as error:
-            why = f"nothing of the body arrived for {timeout_s:g} s; send the request again"
+            why = f"only {len(collected)} bytes of the body arrived in {timeout_s:g} s; send the request again"
             raise UncoveredError(why, 408) from error
-        if not piece:
+        if not (piece := bytes(collected)):
             break
         size_bytes += len(piece)
         if size_bytes > limit_bytes:

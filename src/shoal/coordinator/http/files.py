@@ -22,7 +22,7 @@ from shoal.coordinator.database import PoolError
 from shoal.coordinator.pool import Pool
 from shoal.errors import check_extra
 from shoal.protocol.messages import Announced, FileLink, Role, Stored, UploadGrant
-from shoal.protocol.server import Admission, Answer, Request, body_pieces
+from shoal.protocol.server import Admission, Answer, Read, Request, body_pieces
 from shoal.store.folder import DamagedFileError, Folder, StoreError
 
 if TYPE_CHECKING:
@@ -161,20 +161,21 @@ class FileRoutes:
         _check_size(request.content_length or 0, limit_bytes)
         with (
             self._upload(kind, id) as check_newest,
-            self._counted(head.key) as received,
+            self._counted(head.key, request.content.readany) as read,
             self.store.receive(kind.name) as file,
         ):
-            async for piece in body_pieces(request.content.readany, head, limit_bytes):
+            size_bytes = 0
+            async for piece in body_pieces(read, head, limit_bytes):
                 check_newest()  # a client that lost its connection may have started a new upload
                 kind.may_store(head.key, id, "")  # ends a slow upload once its sender may no longer store it
-                received.append(len(piece))
+                size_bytes += len(piece)
                 await asyncio.to_thread(file.write, piece)
             async with self._storing:  # otherwise uploads that end at the same time would all be kept
                 check_newest()
                 kind.may_store(head.key, id, file.content_hash)  # before naming, so that a refused file leaves nothing
                 content_hash = await asyncio.to_thread(file.commit)
                 await kind.record(head.key, id, content_hash, self.store.remove)
-        return Stored(size_bytes=sum(received), hash=content_hash)
+        return Stored(size_bytes=size_bytes, hash=content_hash)
 
     @contextmanager
     def _upload(self, kind: FileKind, id: str) -> Iterator[Callable[[], None]]:
@@ -202,13 +203,20 @@ class FileRoutes:
                 del self._uploads[kind.name, id]
 
     @contextmanager
-    def _counted(self, key: str) -> Iterator[list[int]]:
-        """Yield a list for the sizes of an upload's pieces. If the upload fails, they count against its sender's rate."""
-        received: list[int] = []
+    def _counted(self, key: str, read: Read) -> Iterator[Read]:
+        """Yield a function that reads an upload. If the upload fails, what it read counts against its sender's rate."""
+        read_bytes = 0
+
+        async def read_counted() -> bytes:
+            nonlocal read_bytes
+            arrived = await read()
+            read_bytes += len(arrived)
+            return arrived
+
         try:
-            yield received
+            yield read_counted
         except BaseException:
-            self.admission.pace.moved(key, sum(received))
+            self.admission.pace.moved(key, read_bytes)
             raise
 
     def _file_routes(self, kind: FileKind) -> list[web.RouteDef]:
