@@ -22,13 +22,14 @@ from shoal.coordinator.database import PoolError
 from shoal.coordinator.pool import Pool
 from shoal.errors import check_extra
 from shoal.protocol.messages import Announced, FileLink, Role, Stored, UploadGrant
-from shoal.protocol.server import Admission, Answer, Read, Request, body_pieces
+from shoal.protocol.server import Admission, Answer, Read, Request, UncoveredError, body_pieces
 from shoal.store.folder import DamagedFileError, Folder, StoreError
 
 if TYPE_CHECKING:
     from shoal.store.bucket import Bucket
 
 UPLOADS = 2  # at a time per submission: the newest, and an older one whose client lost its connection
+TOO_LARGE = "the file has {} bytes; at most {} are allowed here"
 MAX_FILES = 4  # different files per task; more than one, because a restarted worker may generate its file again
 
 
@@ -39,9 +40,7 @@ class FileKind:
     name: Literal["submissions", "accepted"]
     sender: Role
     reader: Role
-    may_store: Callable[
-        [str, str, str], int
-    ]  # (key, submission, hash or "" if unknown) -> most bytes; raises PoolError
+    may_store: Callable[[str, str, str], int]  # (key, submission, hash or "") -> most bytes; raises PoolError
     stored: Callable[[str, str, str], None]  # same arguments; records the file
     hash_of: Callable[[str], str]  # (submission) -> its file's hash, "" if it has none
     is_used: Callable[[str], bool]  # (hash) -> whether a submission has this file
@@ -67,7 +66,8 @@ class BucketFiles:
         self._storing = asyncio.Lock()
 
     def grant(self, key: str, kind: FileKind, id: str, file: Announced) -> UploadGrant:
-        _check_size(file.size_bytes, kind.may_store(key, id, ""))
+        if file.size_bytes > (limit_bytes := kind.may_store(key, id, "")):
+            raise PoolError(TOO_LARGE.format(file.size_bytes, limit_bytes), 413)
         announced = self._announced.setdefault((kind.name, id), set())
         if len(announced | {file.sha256}) > MAX_FILES:
             raise PoolError(f"{MAX_FILES} other files were announced for {id}; take a new task")
@@ -158,7 +158,8 @@ class FileRoutes:
         id = request.match_info["id"]
         head = self.admission.admit(request, [kind.sender], self.config.max_submission_bytes)
         limit_bytes = kind.may_store(head.key, id, "")
-        _check_size(request.content_length or 0, limit_bytes)
+        if (size_bytes := request.content_length or 0) > limit_bytes:
+            raise UncoveredError(TOO_LARGE.format(size_bytes, limit_bytes), 413)
         with (
             self._upload(kind, id) as check_newest,
             self._counted(head.key, request.content.readany) as read,
@@ -256,11 +257,6 @@ class FileRoutes:
             web.post(f"{path}/stored", self._signed(stored, [kind.sender])),
             web.get(f"{path}/link", self._signed(link, [kind.reader])),
         ]
-
-
-def _check_size(size_bytes: int, limit_bytes: int) -> None:
-    if size_bytes > limit_bytes:
-        raise PoolError(f"the file has {size_bytes} bytes; at most {limit_bytes} are allowed here", 413)
 
 
 def open_bucket(config: Config) -> BucketFiles | None:
