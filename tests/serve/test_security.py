@@ -158,6 +158,26 @@ def test_unknown_names_and_wrong_passwords_give_the_same_error(tmp_path: Path) -
     assert len(set(asyncio.run(main()))) == 1
 
 
+def test_nobody_can_register_the_user_of_an_open_server(tmp_path: Path) -> None:
+    accounts = Accounts(connect(tmp_path / "db"), hasher=CHEAP)
+    for name in ("local", "Local"):
+        with pytest.raises(HttpError, match="reserved"):
+            asyncio.run(accounts.register(name, PASSWORD, "here"))
+    assert accounts.local().session.name == "local"
+
+
+def test_an_open_server_refuses_a_database_in_which_somebody_has_its_users_name(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    db = connect(tmp_path / "chat.sqlite")
+    db.execute("INSERT INTO user(name, password, created_s) VALUES('Local', ?, 0)", (CHEAP.hash(PASSWORD),))
+    with (
+        pytest.raises(UserError, match=r"'Local' in .*chat\.sqlite .* --dir"),
+        serving(tiny_folder, tmp_path, ready=False, open=True, hasher=CHEAP),
+    ):
+        pass
+
+
 def test_a_session_ends_by_age_or_by_idling(tmp_path: Path) -> None:
     now_s = 1000.0
     accounts = Accounts(connect(tmp_path / "db"), clock=lambda: now_s, hasher=CHEAP)

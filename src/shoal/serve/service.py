@@ -190,6 +190,8 @@ class Service:
         db = connect(path)
         conversations, reader = Conversations(db), ConversationReader(connect(path))
         accounts = Accounts(db, hasher=settings.hasher)
+        if settings.open:
+            accounts.local_user()  # fail now if the name is taken
         self.replies = Replies(self.versions, self.scheduler, conversations, reader, self.source.config, self.threads)
         chat = Chat(
             accounts,

@@ -21,7 +21,7 @@ from pathlib import Path
 from argon2 import PasswordHasher
 from argon2.exceptions import InvalidHashError, VerificationError
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UserError
 from shoal.serve.threads import FairThreadPool
 from shoal.watch.page.guard import HttpError, RateLimit
 
@@ -65,9 +65,14 @@ def connect(path: Path) -> sqlite3.Connection:
     return db
 
 
+def _file(db: sqlite3.Connection) -> str:
+    """Return the path of the database; "" if it is in memory."""
+    return str(db.execute("PRAGMA database_list").fetchone()["file"])
+
+
 def check_disk_space(db: sqlite3.Connection) -> None:
     """Raise HttpError if the disk is nearly full."""
-    path = db.execute("PRAGMA database_list").fetchone()["file"]
+    path = _file(db)
     if path and shutil.disk_usage(Path(path).parent).free < RESERVE_BYTES:
         raise HttpError(507, "this server's disk is full; ask its operator to free space")
 
@@ -77,7 +82,7 @@ MIN_PASSWORD, MAX_PASSWORD = 10, 256  # characters
 SESSION_S, IDLE_S = 14 * 86_400.0, 3 * 86_400.0
 SEEN_EVERY_S = 60.0
 MAX_BROWSERS = 50  # sessions per user, and device tokens per user
-LOCAL = "local"  # the user of `--open`, who has no password
+LOCAL = "local"  # the user of `--open`, who has no password; nobody can register this name
 WRONG = "name or password is wrong"
 
 
@@ -122,6 +127,8 @@ class Accounts:
             raise HttpError(400, "a name has 2 to 64 characters: letters, digits and . _ - + @")
         if not MIN_PASSWORD <= len(password) <= MAX_PASSWORD:
             raise HttpError(400, f"a password has {MIN_PASSWORD} to {MAX_PASSWORD} characters")
+        if name.casefold() == LOCAL:
+            raise HttpError(409, "this name is reserved; choose another one")
         check_disk_space(self.db)
         self._registrations.take(address, "new accounts from this address")
         hashed = await self.hashing.run(address, lambda: self.hasher.hash(password))
@@ -184,11 +191,19 @@ class Accounts:
         return self.db.execute("SELECT 1 FROM user WHERE name != ? LIMIT 1", (LOCAL,)).fetchone() is None
 
     def local(self) -> NewSession:
-        """Open a session for the user of `--open`."""
+        """Open a session for the user of `--open`. Raise UserError."""
+        return self._new_session(self.local_user(), LOCAL)
+
+    def local_user(self) -> int:
+        """Return the id of the user of `--open`. Raise UserError if an older version let somebody register its name."""
         self.db.execute("INSERT OR IGNORE INTO user(name, password, created_s) VALUES(?, '', ?)", (LOCAL, self.clock()))
-        return self._new_session(
-            self.db.execute("SELECT id FROM user WHERE name = ?", (LOCAL,)).fetchone()["id"], LOCAL
-        )
+        row = self.db.execute("SELECT id, name, password FROM user WHERE name = ?", (LOCAL,)).fetchone()
+        if row["password"]:
+            raise UserError(
+                f"somebody registered the name {row['name']!r} in {_file(self.db)} and could read the chats of --open; "
+                "choose another folder with --dir"
+            )
+        return int(row["id"])
 
     def _new_session(self, user: int, name: str) -> NewSession:
         token, device, csrf = (secrets.token_urlsafe(32) for _ in range(3))
