@@ -54,7 +54,8 @@ def dashboard(arguments: argparse.Namespace) -> None:
     from shoal.cli.launch import process
 
     stop = process.begin("dashboard", threads=1)
-    from shoal.watch.page.server import LOOPBACK, Dashboard
+    from shoal.shardcast.connections import PATIENCE, Listener
+    from shoal.watch.page.server import CONNECTIONS, LOOPBACK, PER_ADDRESS, Dashboard
     from shoal.watch.page.server import serve as serve_page
     from shoal.watch.run import open_run
 
@@ -62,7 +63,9 @@ def dashboard(arguments: argparse.Namespace) -> None:
     for other in others:
         other.refresh()
     page = Dashboard(open_run(arguments.run), others)
-    listener = process.listen(arguments.host, arguments.port, "the dashboard")
+    process.listen(arguments.host, arguments.port, "the dashboard").close()  # names the options if the port is taken
+    listener = Listener(arguments.host, arguments.port, PATIENCE, per_address=PER_ADDRESS, total=CONNECTIONS)
+    listener.listen()  # clients that read the next line can connect
     host, bound = listener.getsockname()[:2]
     say(f"dashboard: http://{host}:{bound}/ (Ctrl-C ends it)")
     hosts = () if arguments.public else (*LOOPBACK, arguments.host)

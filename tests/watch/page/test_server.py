@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from shoal.protocol.history import Status
+from shoal.shardcast.connections import Listener, Patience
 from shoal.watch.page import server
 from shoal.watch.run import FolderRun
 
@@ -23,7 +24,7 @@ PATHS = [
     "/api/curves",
     "/api/flow",
     "/api/nodes",
-    "/api/timeline?last=100000",
+    "/api/timeline?last=3600",
     "/api/validation",
     "/api/about",
 ]
@@ -47,7 +48,7 @@ def test_every_path_responds(finished: Path, serving: Serving) -> None:
 
 
 def test_the_timeline_has_a_lane_for_each_node_and_its_downloads(finished: Path, serving: Serving) -> None:
-    timeline = get_all(serving(finished))["/api/timeline?last=100000"].json()
+    timeline = get_all(serving(finished))["/api/timeline?last=3600"].json()
     lanes = {lane["name"]: (lane["role"], {bar["kind"] for bar in lane["bars"]}) for lane in timeline["lanes"]}
     assert lanes["learner"] == ("learner", {"wait", "train"})
     assert lanes["alice"] == ("worker", {"generate", "receive"}) and lanes["mallory"] == ("worker", {"generate"})
@@ -115,9 +116,9 @@ def test_no_path_reaches_a_file_outside_the_page(finished: Path, serving: Servin
     assert response.split()[1] in (b"404", b"400", b"403")
 
 
-@pytest.mark.parametrize("path", ["/api/timeline?last=nan", "/api/timeline?to=x", "/api/timeline?to=1e999"])
-def test_invalid_queries_are_refused(finished: Path, serving: Serving, path: str) -> None:
-    response = httpx.get(serving(finished) + path)
+@pytest.mark.parametrize("query", ["last=nan", "last=31", "last=100000", "to=x", "to=1e999"])
+def test_invalid_queries_are_refused(finished: Path, serving: Serving, query: str) -> None:
+    response = httpx.get(f"{serving(finished)}/api/timeline?{query}")
     assert response.status_code == 400 and response.json()["error"]
 
 
@@ -162,6 +163,73 @@ def test_an_expensive_response_is_cached_for_longer(
     url = serving(finished)
     assert [httpx.get(f"{url}/api/flow").status_code for _ in range(2)] == [200, 200]
     assert len(calls) == computed
+
+
+def test_unknown_parameters_and_nearly_equal_times_cause_no_new_computation(
+    finished: Path, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, compute = list[float](), server.timeline
+    monkeypatch.setattr(server, "FRESH_S", 1e9)
+    monkeypatch.setattr(server, "timeline", lambda run, from_s, to_s: calls.append(to_s) or compute(run, from_s, to_s))
+    url = serving(finished)
+    queries = ["last=30", "last=30&x=1", "last=30.0&x=2", "last=30&to=1000", "last=30&to=1001.5", "to=1000&last=30&x=1"]
+    assert [httpx.get(f"{url}/api/timeline?{query}").status_code for query in queries] == [200] * 6
+    assert len(calls) == 2 and calls[1] == 997.5
+
+
+def test_many_earlier_parts_of_the_timeline_wait_for_each_other_and_do_not_delay_its_newest_part(
+    finished: Path, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "SHARE", 1e-9)  # the second computation has to wait for weeks
+    url = serving(finished)
+
+    async def main() -> None:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def get(query: str) -> int:
+                async with session.get(f"{url}/api/timeline?{query}") as response:
+                    return response.status
+
+            assert await get("to=0") == 200
+            requests = [asyncio.create_task(get(f"to={60 * n}")) for n in range(1, server.MAX_WAITING + 2)]
+            answered, waiting = await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
+            assert [request.result() for request in answered] == [503] and len(waiting) == server.MAX_WAITING
+            assert await get("last=30") == 200
+            for request in waiting:
+                request.cancel()
+
+    asyncio.run(main())
+
+
+def test_the_spans_of_the_page_are_accepted() -> None:
+    [spans] = re.findall(r"SPANS_S = \[(.*)\];", (server.STATIC / "timeline.js").read_text())
+    assert tuple(map(int, spans.split(","))) == server.SPANS_S
+
+
+def test_a_connection_without_a_request_is_closed(finished: Path) -> None:
+    async def request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"GET /api/about HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        await reader.readexactly(int(re.search(rb"Content-Length: (\d+)", head)[1]))  # type: ignore[index]
+
+    async def main() -> None:
+        listener = Listener("127.0.0.1", 0, Patience(headers_s=0.5), per_address=9, total=9)
+        listener.listen()
+        ended = asyncio.Event()
+        dashboard = server.Dashboard(FolderRun(finished))
+        serve = asyncio.create_task(server.serve(dashboard, listener, server.LOOPBACK, ended.is_set))
+        async with asyncio.timeout(60):
+            used = await asyncio.open_connection(*listener.getsockname()[:2])
+            await request(*used)
+            silent = await asyncio.open_connection(*listener.getsockname()[:2])
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+                await silent[0].readexactly(1)
+            await request(*used)
+            ended.set()
+            await serve
+
+    asyncio.run(main())
 
 
 def test_an_unchanged_response_is_not_sent_again(finished: Path, serving: Serving) -> None:

@@ -2,14 +2,14 @@
 
 Invariant: the server answers only GET and changes nothing. No response contains a key, invite, signature or address.
 Responses are computed on request, in the one thread that reads the run. All clients share them. A response is cached
-for FRESH_S. A response that is slow to compute is cached for longer, so that it uses at most SHARE of one core. A
-client that already has the current response gets a 304.
+for FRESH_S, or longer if it is slow to compute. The responses of a path use at most SHARE of one core, whatever the
+parameters of the requests are. Earlier parts of the timeline have a SHARE of their own, so that requests for many of
+them do not delay its newest part. A client that already has the current response gets a 304.
 """
 
 import asyncio
 import json
 import math
-import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +20,7 @@ from aiohttp import web
 
 from shoal.errors import ShoalError
 from shoal.protocol.history import Status
+from shoal.shardcast.connections import LOG, Listener, keep_open, started
 from shoal.watch.page.files import SHARED, File, Files, secure
 from shoal.watch.page.guard import HttpError
 from shoal.watch.page.overview import about, accuracy, broadcast, curves, display_name, node_table, overview
@@ -30,13 +31,59 @@ STATIC = Path(__file__).parent / "static"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 REFRESH_S = 1.0  # minimum time between two reads of the run
 FRESH_S = 2.0  # time for which a response is cached, if it is quick to compute
-SHARE = 0.02  # maximum share of one core per kind of response
-CACHE_SIZE = 64  # largest number of cached responses
-MAX_WAITING = 64  # largest number of requests that wait for the run's thread
-MAX_TIMELINE_S = 86_400.0
+SHARE = 0.02  # maximum share of one core for one path, and for the earlier parts of the timeline
+CACHE_SIZE = 16  # largest number of cached responses that share a SHARE
+MAX_WAITING = 16  # largest number of different responses that wait for such a share
+PER_ADDRESS, CONNECTIONS = 256, 2000
+TIMELINE = "/api/timeline"
+SPANS_S = (30, 60, 120, 300, 900, 3600)  # the spans of timeline.js
 NEEDS_FOLDER = "this view needs the folder of a run: shoal dashboard FOLDER"
 Body = dict[str, Any]
-Query = Mapping[str, str]
+Query = Mapping[str, float]  # the checked parameters of a request
+
+
+class Responses:
+    """Cached responses, by their parameters. Together they use at most SHARE of one core, in the run's thread."""
+
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self._thread = thread
+        self._cache: dict[str, tuple[float, File]] = {}  # when a response expires, and the response
+        self._pending: dict[str, asyncio.Task[File]] = {}
+        self._turn = asyncio.Lock()
+        self._free_s = 0.0  # when the next computation may begin
+
+    async def get(self, name: str, compute: Callable[[], Body]) -> File:
+        """Return a response. Concurrent requests for it share one computation. Raise HttpError or ShoalError."""
+        until_s, file = self._cache.get(name, (0.0, None))
+        if file is not None and time.monotonic() < until_s:
+            return file
+        if name not in self._pending:
+            if len(self._pending) >= MAX_WAITING:
+                raise HttpError(503, "too many requests are waiting; try again in a moment", retry_s=2)
+            self._pending[name] = asyncio.create_task(self._compute(name, compute))
+            self._pending[name].add_done_callback(lambda _: self._pending.pop(name))
+        return await asyncio.shield(self._pending[name])
+
+    async def _compute(self, name: str, compute: Callable[[], Body]) -> File:
+        def make() -> File:
+            started_s = time.thread_time()  # excludes waiting for the network
+            try:
+                return File.of(json.dumps(compute(), allow_nan=False).encode(), ".json")
+            finally:
+                self._free_s = time.monotonic() + (time.thread_time() - started_s) / SHARE
+
+        async with self._turn:
+            await asyncio.sleep(self._free_s - time.monotonic())
+            file = await asyncio.get_running_loop().run_in_executor(self._thread, make)
+        self._cache.pop(name, None)
+        while len(self._cache) >= CACHE_SIZE:
+            del self._cache[next(iter(self._cache))]
+        self._cache[name] = (max(time.monotonic() + FRESH_S, self._free_s), file)
+        return file
+
+    def close(self) -> None:
+        for task in self._pending.values():
+            task.cancel()
 
 
 class Dashboard:
@@ -48,17 +95,17 @@ class Dashboard:
         self._status: Status | None = None
         self._refreshed_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="run")
-        self._cache: dict[str, tuple[float, File]] = {}  # when a response expires, and the response
-        self._pending: dict[str, asyncio.Task[File]] = {}
+        self._responses: list[Responses] = []
 
     def app(self, hosts: tuple[str, ...] = LOOPBACK) -> web.Application:
         """Build the application. It accepts only the Host headers in `hosts`, or any if `hosts` is empty."""
         application = web.Application(client_max_size=1024)
         secure(application, hosts)
+        application.middlewares.append(_keep_open)
         application.router.add_get("/", self._page)
         application.router.add_get("/assets/{name}", self._asset)
         for path, compute in self.routes().items():
-            application.router.add_get(path, self._handler(compute))
+            application.router.add_get(path, self._handler(path, compute))
         application.on_shutdown.append(self._closed)
         return application
 
@@ -69,6 +116,8 @@ class Dashboard:
         return self.files.respond(request, request.match_info["name"])
 
     async def _closed(self, _: web.Application) -> None:
+        for responses in self._responses:
+            responses.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # --- responses, computed in the run's thread ------------------------------------------------------------------------
@@ -80,7 +129,7 @@ class Dashboard:
             "/api/curves": lambda _: self.curves(),
             "/api/flow": lambda _: flow(self._details().work()),
             "/api/nodes": lambda _: self.nodes(),
-            "/api/timeline": self.timeline,
+            TIMELINE: self.timeline,
             "/api/validation": lambda _: validation(self._details()),
             "/api/about": lambda _: about(self._details()),
         }
@@ -124,11 +173,13 @@ class Dashboard:
         return {"nodes": rows, "broadcast": broadcast(status)}
 
     def timeline(self, query: Query) -> Body:
-        """Return the timeline of the `last` seconds before `to`."""
+        """Return the timeline of the `last` seconds before `to`, or before now."""
         run, status = self._details(), self.status()
-        to_s = _parse_float(query, "to", status.now_s)
-        from_s = to_s - min(max(_parse_float(query, "last", 120.0), 1.0), MAX_TIMELINE_S)
-        return timeline(run, from_s, to_s) | {"started_s": status.started_s, "now_s": status.now_s}
+        to_s = query.get("to", status.now_s)
+        return timeline(run, to_s - query.get("last", 120.0), to_s) | {
+            "started_s": status.started_s,
+            "now_s": status.now_s,
+        }
 
     def _details(self) -> Run:
         if self.run.folder is None:
@@ -138,15 +189,18 @@ class Dashboard:
 
     # --- HTTP ----------------------------------------------------------------------------------------------------------
 
-    def _handler(self, compute: Callable[[Query], Body]) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """Return a route that computes in the run's thread. Concurrent requests of one path share one computation."""
+    def _handler(
+        self, path: str, compute: Callable[[Query], Body]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Return a route that computes in the run's thread. Parameters that the path does not have are ignored."""
+        newest, earlier = Responses(self._thread), Responses(self._thread)
+        self._responses += [newest, earlier]
 
         async def respond(request: web.Request) -> web.Response:
-            name = request.path_qs
-            until_s, file = self._cache.get(name, (0.0, None))
             try:
-                if file is None or time.monotonic() >= until_s:
-                    file = await self._once(name, lambda: compute(request.query))
+                query = _window(request.query) if path == TIMELINE else {}
+                responses = earlier if "to" in query else newest
+                file = await responses.get(str(query), lambda: compute(query))
             except HttpError as error:
                 headers = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
                 return web.json_response({"error": str(error)}, status=error.status, headers=headers)
@@ -156,46 +210,39 @@ class Dashboard:
 
         return respond
 
-    async def _once(self, name: str, compute: Callable[[], Body]) -> File:
-        if name not in self._pending:
-            if len(self._pending) >= MAX_WAITING:
-                raise HttpError(503, "too many requests are waiting; try again in a moment", retry_s=2)
-            self._pending[name] = asyncio.create_task(self._compute(name, compute))
-            self._pending[name].add_done_callback(lambda _: self._pending.pop(name))
-        return await asyncio.shield(self._pending[name])
 
-    async def _compute(self, name: str, compute: Callable[[], Body]) -> File:
-        def make() -> tuple[File, float]:
-            used_s = time.thread_time()  # excludes waiting for the network
-            file = File.of(json.dumps(compute(), allow_nan=False).encode(), ".json")
-            return file, time.thread_time() - used_s
-
-        file, used_s = await asyncio.get_running_loop().run_in_executor(self._thread, make)
-        self._cache.pop(name, None)
-        while len(self._cache) >= CACHE_SIZE:
-            del self._cache[next(iter(self._cache))]
-        self._cache[name] = (time.monotonic() + max(FRESH_S, used_s / SHARE), file)
-        return file
+@web.middleware
+async def _keep_open(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    keep_open(request)
+    return await handler(request)
 
 
-async def serve(
-    dashboard: Dashboard, listener: socket.socket, hosts: tuple[str, ...], stop: Callable[[], bool]
-) -> None:
+async def serve(dashboard: Dashboard, listener: Listener, hosts: tuple[str, ...], stop: Callable[[], bool]) -> None:
     """Serve on a bound socket until `stop()`."""
-    runner = web.AppRunner(dashboard.app(hosts), access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
-    await runner.setup()
+    runner = await started(dashboard.app(hosts), listener, shutdown_s=0.5, logger=LOG, handler_cancellation=True)
     try:
-        await web.SockSite(runner, listener).start()
         while not stop():
             await asyncio.sleep(0.2)
     finally:
         await runner.cleanup()
 
 
-def _parse_float(query: Query, name: str, default: float) -> float:
-    text = query.get(name, "")
+def _window(query: Mapping[str, str]) -> Query:
+    """Return the timeline's parameters; `to` is rounded down to a quarter of the span. Raise HttpError."""
+    last_s = _parse_float(query.get("last", "120"), "last")
+    if last_s not in SPANS_S:
+        raise HttpError(400, f"`last` is one of {', '.join(map(str, SPANS_S))}")
+    if "to" not in query:
+        return {"last": last_s}
+    return {"last": last_s, "to": _parse_float(query["to"], "to") // (last_s / 4) * (last_s / 4)}
+
+
+def _parse_float(text: str, name: str) -> float:
+    """Raise HttpError."""
     try:
-        value = float(text) if text else default
+        value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
