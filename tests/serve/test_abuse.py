@@ -1,5 +1,6 @@
 """No client can block the others: clients take turns, slow work runs in threads, and all sizes are bounded."""
 
+import gzip
 import json
 import os
 import signal
@@ -290,6 +291,17 @@ def test_a_user_of_the_page_has_a_smaller_share_than_a_key(tiny_folder: Path, tm
         refused = user.post(f"conversations/{user.begin()}/replies", body)
         assert refused.status_code == 429 and "at most 1 completions" in refused.json()["error"]
         assert running.chat(MESSAGES, n=2, max_tokens=4).status_code == 200
+
+
+def test_a_compressed_body_is_refused(page: Running, ada: User) -> None:
+    """It would become a large body without a slot."""
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    data = gzip.compress(json.dumps({"model": page.model, "prompt": "one" + " " * guard.STRINGS}).encode())
+    with page.api() as client:
+        response = client.post("/v1/completions", content=data, headers=headers)
+    assert response.status_code == 415 and "Content-Encoding" in response.json()["error"]["message"]
+    reply = f"/chat/conversations/{ada.begin()}/replies"
+    assert ada.http.post(reply, content=data, headers=headers | {"X-CSRF-Token": ada.csrf}).status_code == 415
 
 
 def test_a_body_without_a_content_length_releases_its_slot(tiny_folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Which connections a server accepts, closes and resets, and how many it can hold."""
 
 import asyncio
+import gzip
 import resource
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from contextlib import closing, suppress
 import aiohttp
 import psutil
 import pytest
+from aiohttp import web
 from yarl import URL
 
 from shoal.files import temporary
@@ -281,6 +283,23 @@ async def test_a_request_body_is_not_read(tmp_path):
             for _ in range(1024):
                 writer.write(bytes(1 << 16))
                 await writer.drain()
+
+
+async def test_a_compressed_body_is_not_expanded():
+    async def echo(request: web.Request) -> web.Response:
+        return web.Response(body=await request.read())
+
+    application, sent = web.Application(), gzip.compress(bytes(100_000))
+    application.router.add_post("/", echo)
+    listener = Listener("127.0.0.1", 0, PATIENCE, per_address=9, total=9)
+    runner = await connections.started(application, listener)
+    try:
+        async with aiohttp.ClientSession() as session:
+            url, headers = f"http://127.0.0.1:{listener.getsockname()[1]}/", {"Content-Encoding": "gzip"}
+            async with session.post(url, data=sent, headers=headers) as response:
+                assert await response.read() == sent
+    finally:
+        await runner.cleanup()
 
 
 @pytest.mark.parametrize(

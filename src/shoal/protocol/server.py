@@ -297,7 +297,6 @@ async def listen(
         logger=LOG,
         lingering_time=0,  # `Front` reads the rest of a refused body
         read_bufsize=READ_BUFFER_BYTES,
-        auto_decompress=False,
     )
     return runner, int(listener.getsockname()[1])
 

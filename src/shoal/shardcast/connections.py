@@ -258,7 +258,12 @@ async def started(
     application[LISTENER] = listener
     application.cleanup_ctx.append(listener.watching)
     runner = web.AppRunner(
-        application, access_log=None, shutdown_timeout=shutdown_s, keepalive_timeout=listener.patience.idle_s, **more
+        application,
+        access_log=None,
+        shutdown_timeout=shutdown_s,
+        keepalive_timeout=listener.patience.idle_s,
+        auto_decompress=False,  # a small body could become a large one
+        **more,
     )
     await runner.setup()
     await web.SockSite(runner, listener, backlog=backlog).start()

@@ -43,6 +43,8 @@ async def json_body(request: web.Request, max_bytes: int) -> bytes:
     """
     if request.content_type != "application/json":
         raise HttpError(415, "send JSON with Content-Type: application/json")
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise HttpError(415, "send the body without Content-Encoding")
     if (request.content_length or 0) > max_bytes:
         raise HttpError(413, f"the body is larger than {max_bytes} bytes")
     body = bytearray()
