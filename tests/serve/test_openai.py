@@ -1,5 +1,6 @@
 """The API as clients see it. The clients are plain HTTP requests and, if it is installed, OpenAI's Python client."""
 
+import copy
 import threading
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,22 @@ def test_a_message_part_that_is_not_text_is_named(api: Running) -> None:
     error = api.chat([{"role": "user", "content": content}]).json()["error"]
     assert error["message"].startswith("messages.0.content: a part of type 'image_url'")
     assert api.chat([{"role": "user", "content": content[:1]}]).status_code == 200
+
+
+def test_only_the_request_with_a_token_that_the_model_lacks_fails(
+    api: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, ids = copy.deepcopy(api.newest.tokenizer), api.newest.engine.model.config.vocab_size
+    tokenizer.add_tokens([f"<more-{n}>" for n in range(len(tokenizer), ids + 1)])
+    monkeypatch.setattr(api.newest, "tokenizer", tokenizer)
+    for refused in (
+        api.chat([{"role": "user", "content": f"<more-{ids}>"}]),
+        api.complete(prompt=f"<more-{ids}>"),
+        api.complete(prompt=[1, ids]),
+        api.complete(prompt=[-1]),
+    ):
+        assert refused.status_code == 400 and f"0 to {ids - 1}" in refused.json()["error"]["message"]
+    assert api.chat(MESSAGES).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def encode(loaded: LoadedModel, messages: Sequence[Message]) -> tuple[int, ...]:
         raise PromptError(f"the model's chat template refuses these messages: {str(error)[:200]}") from error
     if not (tokens := tuple(rendered["input_ids"])):
         raise PromptError("the model's chat template renders these messages to nothing")
+    check_tokens(loaded, tokens)
     return tokens
 
 
@@ -42,6 +43,14 @@ def check_length(loaded: LoadedModel, count: int) -> None:
             f"{loaded.max_characters} is the maximum that could fit.",
             code="context_length_exceeded",
         )
+
+
+def check_tokens(loaded: LoadedModel, tokens: Sequence[int]) -> None:
+    """Raise PromptError if the model has no embedding for a token. A tokenizer may have more tokens than its model."""
+    vocabulary = loaded.engine.model.config.vocab_size
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token < vocabulary:
+            raise PromptError(f"the prompt has token id {token}; this model's ids are 0 to {vocabulary - 1}")
 
 
 def as_trained(config: Config, messages: Sequence[Message], target: int) -> list[Message]:

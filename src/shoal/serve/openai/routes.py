@@ -26,7 +26,7 @@ from shoal.serve.errors import RequestError, UnknownVersionError
 from shoal.serve.generation import Generation, ServeRequest
 from shoal.serve.openai.requests import ChatRequest, CommonParams, CompletionRequest, Kind, parse_request
 from shoal.serve.openai.responses import ApiResponse
-from shoal.serve.prompt import as_trained, check_length, encode
+from shoal.serve.prompt import as_trained, check_length, check_tokens, encode
 from shoal.serve.scheduler import ServeScheduler
 from shoal.serve.threads import SMALL_BYTES, FairSemaphore, FairThreadPool, read_body
 from shoal.serve.versions import LoadedModel, Versions
@@ -259,13 +259,13 @@ def _prompts(params: CompletionRequest, loaded: LoadedModel) -> list[tuple[int, 
     """Tokenize every prompt. Raise RequestError or PromptError."""
     prompt = params.prompt
     prompts: Sequence[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
-    vocabulary = loaded.engine.model.config.vocab_size
     tokenized = []
     for prompt in prompts:
         check_length(loaded, len(prompt))
         tokens = tuple(loaded.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else tuple(prompt)
-        if not tokens or not all(0 <= token < vocabulary for token in tokens):
-            raise RequestError("prompt: it is empty, or has a token id outside the vocabulary", param="prompt")
+        if not tokens:
+            raise RequestError("prompt: it is empty", param="prompt")
+        check_tokens(loaded, tokens)
         tokenized.append(tokens)
     if not tokenized:
         raise RequestError("prompt: it is empty", param="prompt")
