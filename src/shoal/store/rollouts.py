@@ -58,10 +58,10 @@ class Header(BaseModel):
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")  # the assignment's nonce
     groups: int = Field(default=0, ge=0)  # number of groups in the assignment
     signer: str = Hex64
-    # The next three fields are for submissions only. `engine` is ENGINE/DEVICE and selects the limits that apply; if it
+    # `prompts` and `engine` are for submissions only. `engine` is ENGINE/DEVICE and selects the limits that apply; if it
     # is empty, the run's limits apply.
     prompts: Annotated[str, Hex64] = "0" * 64  # digest of the prompts
-    graded_with: str = Field(default="", max_length=1000)  # versions of the graders
+    graded_with: str = Field(default="", max_length=1000)  # versions of the signer's graders
     engine: str = Field(default="", max_length=40, pattern=r"^([a-z0-9]+/[a-z0-9]+)?$")
     prefilled: bool = True  # in accepted files only; if false, most logprobs are the worker's and unchecked
     content: Annotated[str, Hex64] = "0" * 64  # digest of the rows, proofs included

@@ -270,6 +270,7 @@ class Judge:
             nonce=case.assignment.nonce,
             groups=case.assignment.groups,
             signer=identity.public,
+            graded_with=tasks.versions(),
             prefilled=case.prefill is not None,
         )
         return write_accepted(header, rows, identity)

@@ -104,7 +104,7 @@ def _recompute(run: AuditedRun, state: AuditState, steps: int, proofs: int, rand
                 say(f"step {step + 1}: trained again, but not compared, {why}")
             of_version = [submission for submission in state.accepted.values() if submission.version == step]
             sample = random.sample(of_version, min(proofs, len(of_version)))
-            judge_again(run, sample, result.before, result.learner.dtype)
+            judge_again(run, state, sample, result.before, result.learner.dtype)
             say(f"proofs: {len(sample)} of {len(of_version)} submissions of version {step} judged again, all accepted")
     if not possible:
         say(

@@ -1,28 +1,31 @@
 """Recompute parts of a run: judge submissions with a validator's code, and train a step with the learner's code.
 
-    submissions   a sample of the accepted ones, and every hard rejection, if the folder still has the version's weights
+    submissions   a sample of the accepted ones, and every hard rejection, if the folder still has the version's weights.
+                  What the learner reads of an accepted one is compared with the results
     a step        from a checkpoint that the learner signed, or from the run's first model. The weights before and after
                   the step must have the digests in the learner's record
 
 Invariants: a submission is judged whole, by a validator's code and limits, with weights whose digest is in the ledger. A
 hard rejection stands if a validator on this machine would also slash for that file, for any hard reason. Weights are
 compared only on a machine that computes the same bits as the learner's (`record.computed`).
-Left out: exactness classes, so files are judged by the wider limits in [validator]; learners with several ranks or
-sites, because their checkpoints do not hold the whole state.
+Left out: exactness classes, so files are judged by the wider limits in [validator]; rewards that another machine may give
+differently, and those of groups in no batch; learners with several ranks or sites, because their checkpoints do not
+hold the whole state.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 
 from shoal import tasks
 from shoal.cli.audit.pay import Accepted, AuditState
 from shoal.cli.audit.run import AuditedRun, BrokenError, checking
-from shoal.cli.audit.walk import gather_step
+from shoal.cli.audit.walk import gather_step, read_accepted_file
 from shoal.config import Config
 from shoal.files import file_digest
 from shoal.learner.loop import Learner
@@ -35,8 +38,10 @@ from shoal.model.load import WEIGHTS
 from shoal.model.sources import resolve
 from shoal.protocol.messages import HARD, Computed, Reason
 from shoal.shardcast.manifest import version_name
+from shoal.tasks import versions
 from shoal.validator.by_hand import find_weights, offline_assignment
-from shoal.validator.case import Finding
+from shoal.validator.case import Case, Finding
+from shoal.validator.checks import logprobs
 from shoal.validator.judge import Judge
 
 CHECKPOINT = "step-{:06d}"
@@ -105,8 +110,12 @@ def _compare(result: Rerun, version: int, digest: str) -> None:
 # --- submissions judged again ----------------------------------------------------------------------------------------
 
 
-def judge_again(run: AuditedRun, sample: list[Accepted], weights: Path, dtype: DtypeName) -> None:
-    """Judge accepted submissions of one version with its weights. Raise BrokenError for one that is rejected."""
+def judge_again(run: AuditedRun, state: AuditState, sample: list[Accepted], weights: Path, dtype: DtypeName) -> None:
+    """Judge accepted submissions of one version with its weights, and compare the validators' files with the results.
+
+    Raise BrokenError for a submission that is rejected, and for a false accepted file. Count rewards that cannot be
+    compared in `state.unproven`.
+    """
     if not sample:
         return
     with _judging(run, run.config, dtype) as judge:
@@ -114,9 +123,45 @@ def judge_again(run: AuditedRun, sample: list[Accepted], weights: Path, dtype: D
         for submission in sample:
             link = f"proofs of {submission.id}"
             with checking(link):
-                finding = _judge(judge, run, submission.id, submission.worker, submission.file)
-            if finding is not None:
-                raise BrokenError(link, f"a validator would reject the file ({finding.reason}): {finding.detail}")
+                judged = _judge(judge, run, submission.id, submission.worker, submission.file)
+            if isinstance(judged, Finding):
+                raise BrokenError(link, f"a validator would reject the file ({judged.reason}): {judged.detail}")
+            link = f"accepted file of {submission.id}"
+            with checking(link):
+                fault = _false_figures(run, state, submission, judge, judged)
+            if fault:
+                raise BrokenError(link, f"the validator {state.names[submission.validator]} signed {fault}")
+
+
+def _false_figures(run: AuditedRun, state: AuditState, submission: Accepted, judge: Judge, case: Case) -> str:
+    """Compare a validator's file with this machine's results for the same rollouts. Describe a difference, or return "".
+
+    Rewards must be equal if every machine gives the same (`Grade.certain`) and the group is in a batch: others may come
+    from a grader that failed. Logprobs must be within the limits, or the worker's own if the file says so.
+    """
+    file = read_accepted_file(run, judge.config, submission.accepted)
+    pairs = list(zip(case.rows, file.rows, strict=True))
+    if any(row.prompt != case.prompts[row.group] for row in file.rows):
+        return "prompts that are not those of the tasks"
+    if any(len(own.logprobs) != len(row.logprobs) for own, row in pairs):
+        return "a wrong number of logprobs"
+    if file.header.prefilled:
+        signed = replace(case, rows=[replace(own, logprobs=row.logprobs) for own, row in pairs])
+        if finding := logprobs(judge.rules, signed).finding:
+            return f"false logprobs: {finding.detail}"
+    elif any(own.logprobs != row.logprobs for own, row in pairs):
+        return "logprobs that are not the worker's, in a file that was not prefilled whole"
+    results = zip(file.rows, case.rewards, case.grades, strict=True)
+    trained = [each for each in results if (submission.id, each[0].group) in state.batched]
+    if file.header.graded_with != versions():
+        state.unproven["rewards: the validator's graders have other versions than those here"] += len(trained)
+        return ""
+    for row, reward, grade in trained:
+        if not grade.certain:
+            state.unproven["rewards: another machine may give others"] += 1
+        elif row.reward != float(np.float32(reward)):  # files hold rewards as float32
+            return f"a reward of {row.reward:g} in group {row.group}, but the grader gives {reward:g}"
+    return ""
 
 
 def judge_rejections(run: AuditedRun, state: AuditState, *, limit: int) -> str:
@@ -138,7 +183,8 @@ def judge_rejections(run: AuditedRun, state: AuditState, *, limit: int) -> str:
         dtype = state.records[min(version, len(state.records) - 1)].computed.dtype
         with _judging(run, rejected.config, dtype) as judge, checking(link):
             judge.load(weights[version])
-            finding = _judge(judge, run, id, rejected.worker, rejected.body["file"])
+            judged_again = _judge(judge, run, id, rejected.worker, rejected.body["file"])
+        finding = judged_again if isinstance(judged_again, Finding) else None
         if finding is None or finding.reason not in HARD:
             instead = "accept the file" if finding is None else f"reject the file softly ({finding.reason})"
             who, reason = rejected.worker[:16], rejected.reason
@@ -162,13 +208,16 @@ def _verified_weights(run: AuditedRun, state: AuditState) -> dict[int, Path]:
     return folders
 
 
-def _judge(judge: Judge, run: AuditedRun, id: str, worker: str, file: str) -> Finding | None:
-    """Return a validator's finding about a submission of the loaded version; None if the validator accepts it."""
+def _judge(judge: Judge, run: AuditedRun, id: str, worker: str, file: str) -> Case | Finding:
+    """Judge a submission of the loaded version. Return the case with its results, or why a validator rejects it."""
     data = run.store.get("submissions", file)
     header = judge.quarantine.read(data).header  # the walk has compared it with the ledger
     assignment = offline_assignment(judge.config, worker, int(id[-6:]), header=header)
     case = judge.open(assignment, worker, data)
-    return case if isinstance(case, Finding) else judge.examine([case])[0].finding
+    if isinstance(case, Finding):
+        return case
+    examined = judge.examine([case])[0]
+    return examined.finding or examined.case
 
 
 @contextmanager

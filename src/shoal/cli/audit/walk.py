@@ -21,7 +21,7 @@ from typing import Any
 
 from shoal.cli.audit.pay import Accepted, AuditState, Pay, Rejected
 from shoal.cli.audit.run import AuditedRun, BrokenError, checking, read_config
-from shoal.config import check_resumed
+from shoal.config import Config, check_resumed
 from shoal.coordinator.trust import max_unchecked
 from shoal.learner.groups import Fetched, Gathering
 from shoal.learner.report import DOMAIN
@@ -107,8 +107,10 @@ class Walk:
     def accepted(self, body: dict[str, Any]) -> None:
         id = self._new_id(body)
         self._require_role(body["validator"], "validator")
-        submission = self._file("submissions", body["file"], id, self._reader().read)
-        accepted = self._file("accepted", body["accepted"], id, self._accepted)
+        with checking(f"submission file of {id}"):
+            submission = self._reader().read(self.run.store.get("submissions", body["file"]))
+        with checking(f"accepted file of {id}"):
+            accepted = read_accepted_file(self.run, self.state.config, body["accepted"])
         expected = body | {"groups": submission.header.groups}  # the entry's `groups` counts only accepted groups
         self._check_header(id, submission.header, expected, signer=body["worker"])
         self._check_header(id, accepted.header, expected, signer=body["validator"])
@@ -246,25 +248,20 @@ class Walk:
                     f"a file of {id} says {name} {getattr(header, name)!s:.40}, but the ledger says {value!s:.40}"
                 )
 
-    def _file(self, kind: str, hash: str, id: str, read: Callable[[bytes], Any]) -> Any:
-        with checking(f"{'submission' if kind == 'submissions' else kind} file of {id}"):
-            return read(self.run.store.get(kind, hash))
-
-    def _limits(self) -> FileLimits:
-        return FileLimits(max_rollouts(self.state.config), max(self.state.config.sampling.max_tokens, MAX_TOKENS))
-
     def _reader(self) -> Quarantine:
         """Return the reader of workers' files, which is a child process."""
-        limits = self._limits()
+        limits = _limits(self.state.config)
         if self._quarantine is None or self._quarantine.limits != limits:
             if self._quarantine is not None:
                 self._quarantine.close()
             self._quarantine = Quarantine(limits.max_rows, limits.max_tokens)
         return self._quarantine
 
-    def _accepted(self, data: bytes) -> RolloutFile[AcceptedRollout]:
-        limits = self._limits()
-        return read_accepted(data, max_rows=limits.max_rows, max_tokens=limits.max_tokens)
+
+def read_accepted_file(run: AuditedRun, config: Config, hash: str) -> RolloutFile[AcceptedRollout]:
+    """Return a validator's file from the store. `config`: in force when it was accepted. Raise ShoalError."""
+    limits = _limits(config)
+    return read_accepted(run.store.get("accepted", hash), max_rows=limits.max_rows, max_tokens=limits.max_tokens)
 
 
 def gather_step(run: AuditedRun, state: AuditState, step: int) -> Fetched:
@@ -279,6 +276,10 @@ def gather_step(run: AuditedRun, state: AuditState, step: int) -> Fetched:
         validators = run.keys.get("validator", set())
         gathering = Gathering(read, run=run.run, config=state.configs[step], quarantine=Path(scratch))
         return gathering.gather(batch, validators)
+
+
+def _limits(config: Config) -> FileLimits:
+    return FileLimits(max_rollouts(config), max(config.sampling.max_tokens, MAX_TOKENS))
 
 
 def _copied(row: Rollout | AcceptedRollout) -> tuple[object, ...]:
