@@ -23,7 +23,7 @@ def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SUBMISSION = Accepted(
     id="", number=0, worker=ALICE, validator=VALIDATOR, step=0, version=0, nonce="", full=True, tokens=10, useful=[True],
-    group_tokens=[10], file="", accepted="", content="",
+    group_tokens=[10], file="", accepted="", content="", config=Config(),
 )  # fmt: skip
 
 

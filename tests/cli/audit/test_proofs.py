@@ -113,7 +113,7 @@ def accepted(tiny_folder: Path, honest: bytes, one_thread: None) -> bytes:
     return file
 
 
-def judge(run: Any, submission: bytes, accepted: bytes, edit: Edit, **changed: Any) -> AuditState:
+def judge(run: Any, submission: bytes, accepted: bytes, edit: Edit) -> AuditState:
     """Let a validator sign an edited accepted file, whose groups are all in a batch. Judge it again. Return the state."""
     file = read_accepted(accepted, max_rows=64, max_tokens=1000)
     header, rows = edit(file.header, list(file.rows))
@@ -122,7 +122,7 @@ def judge(run: Any, submission: bytes, accepted: bytes, edit: Edit, **changed: A
     state.batched = {(ASSIGNMENT.id, group) for group in range(GROUPS)}
     facts: dict[str, Any] = {"worker": ALICE.public, "validator": VALIDATOR.public, "full": True, "nonce": header.nonce}
     facts |= {"step": 3, "version": VERSION, "tokens": 0, "useful": [], "group_tokens": [], "content": ""}
-    facts |= {"file": run.store.put("submissions", submission)} | changed
+    facts |= {"file": run.store.put("submissions", submission), "config": SETTINGS}
     stored = run.store.put("accepted", write_accepted(header, rows, VALIDATOR))
     weights = run.folder / "learner" / "versions" / version_name(VERSION)
     judge_again(run, state, [Accepted(id=ASSIGNMENT.id, number=0, accepted=stored, **facts)], weights, "float32")
@@ -149,6 +149,12 @@ def as_partly_prefilled(edit: Edit) -> Edit:
 
 def test_the_file_of_an_honest_validator_passes(run: Any, honest: bytes, accepted: bytes) -> None:
     assert not judge(run, honest, accepted, unchanged).unproven
+
+
+def test_a_later_config_with_other_limits_does_not_judge_earlier_work(run: Any, honest: bytes, accepted: bytes) -> None:
+    stricter = SETTINGS.validator.model_copy(update={"proof_exponent_mean": -1.0})
+    run.config = SETTINGS.model_copy(update={"validator": stricter})
+    judge(run, honest, accepted, unchanged)
 
 
 @pytest.mark.parametrize(

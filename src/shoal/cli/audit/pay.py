@@ -52,6 +52,7 @@ class Accepted:
     file: str  # hash in the store
     accepted: str  # hash in the store
     content: str  # digest of its rows
+    config: Config  # in force at its entry
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ hold the whole state.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -113,24 +114,24 @@ def _compare(result: Rerun, version: int, digest: str) -> None:
 def judge_again(run: AuditedRun, state: AuditState, sample: list[Accepted], weights: Path, dtype: DtypeName) -> None:
     """Judge accepted submissions of one version with its weights, and compare the validators' files with the results.
 
+    Each is judged by the config that was in force when it was accepted, because a restart may change [validator].
     Raise BrokenError for a submission that is rejected, and for a false accepted file. Count rewards that cannot be
     compared in `state.unproven`.
     """
-    if not sample:
-        return
-    with _judging(run, run.config, dtype) as judge:
-        judge.load(weights)
-        for submission in sample:
-            link = f"proofs of {submission.id}"
-            with checking(link):
-                judged = _judge(judge, run, submission.id, submission.worker, submission.file)
-            if isinstance(judged, Finding):
-                raise BrokenError(link, f"a validator would reject the file ({judged.reason}): {judged.detail}")
-            link = f"accepted file of {submission.id}"
-            with checking(link):
-                fault = _false_figures(run, state, submission, judge, judged)
-            if fault:
-                raise BrokenError(link, f"the validator {state.names[submission.validator]} signed {fault}")
+    for config, submissions in groupby(sample, key=lambda each: each.config):
+        with _judging(run, config, dtype) as judge:
+            judge.load(weights)
+            for submission in submissions:
+                link = f"proofs of {submission.id}"
+                with checking(link):
+                    judged = _judge(judge, run, submission.id, submission.worker, submission.file)
+                if isinstance(judged, Finding):
+                    raise BrokenError(link, f"a validator would reject the file ({judged.reason}): {judged.detail}")
+                link = f"accepted file of {submission.id}"
+                with checking(link):
+                    fault = _false_figures(run, state, submission, judge, judged)
+                if fault:
+                    raise BrokenError(link, f"the validator {state.names[submission.validator]} signed {fault}")
 
 
 def _false_figures(run: AuditedRun, state: AuditState, submission: Accepted, judge: Judge, case: Case) -> str:
@@ -139,7 +140,7 @@ def _false_figures(run: AuditedRun, state: AuditState, submission: Accepted, jud
     Rewards must be equal if every machine gives the same (`Grade.certain`) and the group is in a batch: others may come
     from a grader that failed. Logprobs must be within the limits, or the worker's own if the file says so.
     """
-    file = read_accepted_file(run, judge.config, submission.accepted)
+    file = read_accepted_file(run, submission.config, submission.accepted)
     pairs = list(zip(case.rows, file.rows, strict=True))
     if any(row.prompt != case.prompts[row.group] for row in file.rows):
         return "prompts that are not those of the tasks"

@@ -132,6 +132,7 @@ class Walk:
             useful=[rewards_differ([row.reward for row in rows]) for rows in groups],
             group_tokens=counted,
             content=submission.header.content,
+            config=self.state.config,
         )
         self.pay.accepted(self.state.accepted[id])
 
