@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors import safe_open
 from torch.distributed.checkpoint import hf_storage
 
@@ -175,6 +176,16 @@ def test_a_checkpoint_with_a_flipped_bit_is_refused(tiny_folder, tmp_path):
         Checkpoints(tmp_path, fresh(tiny_folder)).restore()
     shutil.rmtree(newest)
     assert Checkpoints(tmp_path, fresh(tiny_folder)).restore().step == 1
+
+
+def test_a_checkpoint_without_the_whole_state_is_refused(tiny_folder, tmp_path):
+    save(fresh(tiny_folder), 1, tmp_path)
+    progress, files = tmp_path / "step-000001" / "progress.json", tmp_path / "step-000001" / "files.json"
+    progress.write_text(json.dumps(json.loads(progress.read_text()) | {"updates": 1}))
+    digest = {progress.name: blake3(progress.read_bytes()).hexdigest()}
+    files.write_text(json.dumps(json.loads(files.read_text()) | digest))
+    with pytest.raises(ShoalError, match="step-000001 does not hold this policy's state"):
+        Checkpoints(tmp_path, fresh(tiny_folder)).restore()
 
 
 def test_only_the_newest_checkpoints_are_kept(tiny_folder, tmp_path):

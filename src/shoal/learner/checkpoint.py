@@ -140,7 +140,8 @@ class Checkpoints:
     def restore(self) -> LearnerProgress:
         """Load the newest complete checkpoint into the policy and return its progress.
 
-        Without a checkpoint, return a new progress. Raise ShoalError on every rank if the checkpoint is damaged.
+        Without a checkpoint, return a new progress. Raise ShoalError on every rank if the checkpoint is damaged or
+        another policy's.
         """
         complete = self._complete()
         if self.ranks.leads:
@@ -154,12 +155,16 @@ class Checkpoints:
         progress = LearnerProgress(**json.loads((newest / PROGRESS).read_text()))
         self.policy.updates = progress.updates
         tensors = self._tensors()
-        load(
-            tensors,
-            storage_reader=HuggingFaceStorageReader(str(newest)),
-            process_group=self.ranks.checkpoint_group,
-            no_dist=self.ranks.size == 1,
-        )
+        try:
+            load(
+                tensors,
+                storage_reader=HuggingFaceStorageReader(str(newest)),
+                process_group=self.ranks.checkpoint_group,
+                no_dist=self.ranks.size == 1,
+            )
+        except CheckpointException as error:  # it is no Exception
+            why = "; ".join(str(failure) for failure, _ in error.failures.values())
+            raise ShoalError(f"{newest} does not hold this policy's state: {why}") from error
         if STEPS in tensors:
             states = (self.policy.optimizer.state[master] for master in self.policy.masters.values())
             for state, step in zip(states, tensors[STEPS], strict=True):

@@ -266,7 +266,7 @@ class Computed(Message):
     """Properties of a learner's computation. Two computations give equal bits only if all of these are equal."""
 
     dtype: Literal["float32", "bfloat16"]
-    threads: Count
+    threads: int = Field(ge=1, le=1024)  # an audit starts as many
     ranks: Count
     torch: str = Field(max_length=60)
     machine: str = Field(max_length=200)  # architecture, instruction set, model of the CPU or GPU

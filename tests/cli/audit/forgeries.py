@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.coordinator.pool import TABLE_NAMES
+from shoal.learner.report import DOMAIN
 from shoal.ledger.chain import Entry, Head, canonical_json, next_entry, open_head, sign_head
 from shoal.ledger.connection import SqliteConnection, table_digest
 from shoal.protocol.identity import Identity, Signed
 from shoal.store.folder import Folder
 from shoal.store.rollouts import read_submission, write_submission
 
-from .recorded import ALICE, BOB, COORDINATOR, MALLORY, RUN, VALIDATOR
+from .recorded import ALICE, BOB, COORDINATOR, LEARNER, MALLORY, RUN, VALIDATOR
 
 Body = dict[str, Any]
 
@@ -32,6 +33,7 @@ class Ledger:
     folder: Path
     database: sqlite3.Connection
     entries: list[tuple[str, Body]] = field(default_factory=list)
+    texts: dict[int, str] = field(default_factory=dict)  # malformed bodies, by index
 
     def find(self, kind: str, **wanted: object) -> Body:
         bodies = [body for each, body in self.entries if each == kind]
@@ -47,6 +49,10 @@ class Ledger:
     def add(self, kind: str, body: Body, after: Body | None = None) -> None:
         """Insert an entry after another one; by default just before the seal."""
         self.entries.insert(len(self.entries) - 1 if after is None else self.index(after) + 1, (kind, body))
+
+    def write(self, text: str, body: Body) -> None:
+        """Replace a body by a text, which need not be an object."""
+        self.texts[self.index(body)] = text
 
     def change_kind(self, kind: str, body: Body) -> None:
         self.entries[self.index(body)] = kind, body
@@ -78,7 +84,7 @@ def forging(folder: Path) -> Iterator[Ledger]:
     database.execute("DELETE FROM ledger")
     chain: list[Entry] = []
     heads: list[Signed] = []
-    for kind, body in ledger.entries:
+    for number, (kind, body) in enumerate(ledger.entries):
         if kind == "witnessed":
             head = open_head(Signed.model_validate_json(body["head"]), VALIDATOR.public)
             known = chain[min(head.seq, len(chain)) - 1]
@@ -87,7 +93,8 @@ def forging(folder: Path) -> Iterator[Ledger]:
         if kind == "sealed":
             body["tables"] = {name: table_digest(SqliteConnection(database), name) for name in TABLE_NAMES}
         time_s = rows[min(len(chain), len(rows) - 1)][2]
-        chain.append(next_entry(chain[-1] if chain else None, kind, canonical_json(body), time_s, COORDINATOR))
+        text = ledger.texts.get(number) or canonical_json(body)
+        chain.append(next_entry(chain[-1] if chain else None, kind, text, time_s, COORDINATOR))
         row = chain[-1].model_dump()
         database.execute(f"INSERT INTO ledger ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", [*row.values()])
     (folder / "validator" / "head.json").write_text(heads[-1].model_dump_json())
@@ -180,6 +187,14 @@ def judge_before_joining(ledger: Ledger) -> None:
 def batch_with(ledger: Ledger, submission: str, group: int = 0) -> None:
     """Put another group first in the last batch."""
     ledger.find("batch", step=2)["groups"][0] = [submission, group]
+
+
+def train_with(ledger: Ledger, **computed: object) -> None:
+    """Let the learner sign a record of step 1 with other properties of its computation."""
+    body = ledger.find("trained", step=0)
+    record = json.loads(Signed.model_validate_json(body["record"]).open(LEARNER.public, domain=DOMAIN))
+    record["computed"] |= computed
+    body["record"] = Signed.make(LEARNER, json.dumps(record), domain=DOMAIN).model_dump_json()
 
 
 def all_credited(ledger: Ledger, key: Identity | None = None) -> list[Body]:
@@ -296,6 +311,24 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
         lambda run: run.add("policy", {"version": 3, "digest": "ab" * 32}, after=run.find("policy", version=0)),
         "before the batch that it was trained on is full",
     ),
+    "a body that no parser can read": (
+        lambda run: run.write("[" * 100_000 + "]" * 100_000, run.find("started")),
+        "ledger entry 1: ",
+    ),
+    "a body that is no object": (lambda run: run.write("7", run.find("batch", step=1)), "is not a JSON object"),
+    "a config that no parser can read": (
+        lambda run: run.find("started").update(config="a = " + "[" * 100_000),
+        "ledger entry 1: ",
+    ),
+    "a start without a run": (lambda run: run.find("started").pop("run"), "ledger entry 1: 'run'"),
+    "a member without a role": (lambda run: run.find("registered").pop("role"), "'role'"),
+    "a name that is a number": (lambda run: run.find("registered").update(name=5), "its name is 5"),
+    "a version that is no integer": (
+        lambda run: run.add("policy", {"version": 2.5, "digest": "ab" * 32}),
+        "its version is 2.5",
+    ),
+    "no threads": (lambda run: train_with(run, threads=0), "computed.threads"),
+    "more threads than a machine can start": (lambda run: train_with(run, threads=10**6), "computed.threads"),
     "a new kind": (
         lambda run: run.add("pardoned", {"worker": MALLORY.public}),
         "has an unknown kind, pardoned",

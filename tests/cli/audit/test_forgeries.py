@@ -64,3 +64,12 @@ def test_hard_rejections_that_were_not_judged_again_are_counted(finished: Path) 
     lines = check(finished)
     assert "hard rejections: 0 of 1 judged again" in lines
     assert "not checked: 1 hard rejections: not requested (--proofs 0)" in lines
+
+
+def test_a_table_that_no_parser_can_read_is_a_broken_link(finished: Path, tmp_path: Path) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    with forging(folder) as ledger:
+        ledger.database.execute("UPDATE history SET body = ? WHERE kind = 'step'", ["[" * 100_000])
+    with pytest.raises(BrokenError) as broken:
+        check(folder)
+    assert broken.value.link == "files"

@@ -64,7 +64,8 @@ def audit(
     walk = Walk(run)
     state = walk.walk()
     if sealed and run.connection is not None:
-        check_members(run, state, walk.pay, run.connection)
+        with checking("tables"):  # their rows are the coordinator's, so they may hold anything
+            check_members(run, state, walk.pay, run.connection)
     elif walk.pay.dismissals:
         why = "dismissals: their evidence is in the tables, which are not compared"
         state.unproven[why] += len(walk.pay.dismissals)
@@ -75,7 +76,9 @@ def audit(
     say(f"steps: {len(state.records)} trained, each on exactly the groups of its batch")
     if line := check_settled(run, rpc):
         say(line)
-    for line in check_files(run, state):
+    with checking("files"):
+        lines = check_files(run, state)
+    for line in lines:
         say(line)
     _recompute(run, state, rerun, proofs, random, say)
     for what, count in state.unproven.items():
@@ -174,7 +177,8 @@ def check_settled(run: AuditedRun, rpc: str) -> str:
     section = run.config.ledger
     if not section.contract:
         return ""
-    rpc = rpc or settings_of(run.folder).ledger.rpc
+    with checking("config.toml"):
+        rpc = rpc or settings_of(run.folder).ledger.rpc
     if not rpc:
         return f"chain: the contract {section.contract} is not compared; name a node of its chain with --rpc"
     from shoal.ledger.evm import open_contract

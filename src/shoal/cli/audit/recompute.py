@@ -85,7 +85,7 @@ def rerun(run: AuditedRun, state: AuditState, step: int, scratch: Path) -> Itera
         kept = scratch / "checkpoints" / CHECKPOINT.format(step)
         kept.parent.mkdir(parents=True)
         kept.symlink_to((run.folder / "learner" / "checkpoints" / kept.name).resolve(), target_is_directory=True)
-    with use_threads(record.computed.threads), checking(f"step {step + 1}"):
+    with checking(f"step {step + 1}"), use_threads(record.computed.threads):
         torch.manual_seed(config.run.seed)
         picked = numerics.pick(config.model.numerics, dtype, config.model.device)
         folder, temperature = resolve(config.model.name), config.sampling.temperature

@@ -10,12 +10,12 @@ that is in progress or was killed (`unsealed`).
 """
 
 import json
-import sqlite3
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shoal.config import Config, ConfigError, load, parse
 from shoal.config.sections import StoreSection
@@ -31,6 +31,13 @@ from shoal.store.folder import FileStore, Folder
 
 DATABASE = "pool.sqlite"
 HEADS = "*/head.json"  # in validators' folders
+# The types of an entry's fields, except those that differ between kinds of entries.
+TYPES: dict[str, type] = {
+    **dict.fromkeys(("run", "config", "key", "name", "role", "worker", "validator", "submission", "reason"), str),
+    **dict.fromkeys(("nonce", "digest", "file", "accepted", "record", "head"), str),
+    **dict.fromkeys(("version", "step", "tokens", "amount"), int),
+    **{"full": bool, "evidence": float, "submissions": list, "tables": dict},
+}
 
 
 class BrokenError(ShoalError):
@@ -79,33 +86,47 @@ def open_run(folder: Path, *, key: str = "", export: Path | None = None) -> Audi
         else:
             connection = _connect(folder)
             chain = list(Ledger(connection).every_row())
-    first = json.loads(chain[0].body) if chain else {}
     if not chain or chain[0].kind != "started":
         raise BrokenError(
             "ledger entry 1", "missing, or not the start of a run (or an earlier version of Shoal wrote it)"
         )
-    key = key or str(first.get("key", ""))
-    with checking("ledger"):
+    with checking("ledger entry 1"):
+        first = _parsed(chain[0])
+        key = key or first["key"]
         verify_chain(chain, key)
-    bodies: list[dict[str, JSON]] = [json.loads(entry.body) for entry in chain]
-    if run_id(str(first["run"]), key) != first["run"]:
-        raise BrokenError("ledger entry 1", f"the run {first['run']} was not started by {key}")
-    last = [body for entry, body in zip(chain, bodies, strict=True) if entry.kind == "started"][-1]
-    keys: dict[Role, set[str]] = {}
-    for entry, body in zip(chain, bodies, strict=True):
-        if entry.kind == "registered":
-            keys.setdefault(body["role"], set()).add(str(body["key"]))  # type: ignore[arg-type]
+        if run_id(first["run"], key) != first["run"]:
+            raise BrokenError("ledger entry 1", f"the run {first['run']} was not started by {key}")
+    bodies, keys = [], dict[Role, set[str]]()
+    for entry in chain:
+        with checking(link := f"ledger entry {entry.seq}"):
+            bodies.append(body := _parsed(entry))
+            if entry.kind == "started":
+                config = read_config(body["config"], link)
+            if entry.kind == "registered":
+                keys.setdefault(body["role"], set()).add(body["key"])
     return AuditedRun(
         folder=folder,
         chain=chain,
         bodies=bodies,
         key=key,
-        run=str(first["run"]),
-        config=(config := read_config(str(last["config"]), "ledger entry 1")),
+        run=first["run"],
+        config=config,
         store=_bucket(config.store) if config.store.url else Folder(coordinator / "store"),
         connection=connection,
         keys=keys,
     )
+
+
+def _parsed(entry: Entry) -> dict[str, Any]:
+    """Return an entry's body. Raise ValueError if a field has a wrong type."""
+    body = json.loads(entry.body)
+    if not isinstance(body, dict):
+        raise ValueError("its body is not a JSON object")
+    types = TYPES | ({"submissions": int} if entry.kind == "dismissed" else {})
+    for name, value in body.items():
+        if name in types and type(value) is not types[name]:  # a bool is also an int
+            raise ValueError(f"its {name} is {value!r:.40}, not of the type {types[name].__name__}")
+    return body
 
 
 def settings_of(folder: Path) -> Config:
@@ -132,7 +153,7 @@ def checking(link: str) -> Iterator[None]:
         raise
     except LedgerError as error:  # its `seq` may name the entry
         raise BrokenError(f"ledger entry {error.seq}" if error.seq else link, error) from error
-    except (ShoalError, ValueError, LookupError, TypeError, OSError, sqlite3.Error) as error:
+    except Exception as error:  # a hostile folder can cause any kind, such as RecursionError or the database's own
         raise BrokenError(link, f"{error}" or type(error).__name__) from error
 
 
