@@ -331,7 +331,7 @@ def test_a_bad_url_that_the_user_types_is_refused_at_once(tmp_path, make):
 
 
 def trickle(store: Path, how: str) -> Talk:
-    """Serve genuine listings and manifests, but no complete shard."""
+    """Serve genuine listings and manifests, but no complete response with a shard."""
 
     async def talk(path, writer):
         file = store / path.lstrip("/").partition("?")[0]
@@ -360,6 +360,12 @@ def trickle(store: Path, how: str) -> Talk:
         elif how == "all but the last byte, each time":
             writer.write(plain(data[:-1], len(data)))
             await writer.drain()
+        elif how == "all bytes of a longer body":
+            writer.write(plain(data, len(data) + 1))
+            await asyncio.sleep(3_600)
+        elif how == "all bytes of an endless body":
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(data), data))
+            await asyncio.sleep(3_600)
         writer.close()
         raise ConnectionResetError
 
@@ -414,6 +420,15 @@ async def test_a_relay_gives_up_a_version_that_never_arrives(tmp_path, how):
     ):
         ends = ("made no progress", "every server was tried")
         await until(lambda: any(end in (mirror.status.last_error or "") for end in ends), timeout_s=30)
+
+
+@pytest.mark.parametrize("how", ["all bytes of a longer body", "all bytes of an endless body"])
+async def test_a_shard_is_complete_with_its_last_byte_although_the_response_never_ends(tmp_path, how):
+    published(tmp_path, 7)
+    async with talking(trickle(tmp_path / "origin", how)) as rogue:
+        reader = client(tmp_path, rogue, limits=QUICK)
+        assert contents((await asyncio.to_thread(reader.fetch))[0]) == contents(tmp_path / "model7")
+        assert not reader.progress.complaints
 
 
 @pytest.mark.parametrize("requested", [None, 7])
