@@ -319,6 +319,14 @@ def test_a_client_that_exceeds_its_burst_waits_and_idle_time_is_not_credited() -
     assert rates.wait_s("ann", 1_000.0) == 10
 
 
+def test_a_clock_that_is_set_back_makes_no_client_wait() -> None:
+    rates = Rates(4.0)
+    rates.charge("ann", 1, 1_000.0)
+    assert rates.wait_s("ann", 900.0) == 0
+    rates.charge("ann", 1, 900.0)
+    assert rates.wait_s("ann", 900.0) == 0
+
+
 def test_the_least_recently_active_clients_are_forgotten() -> None:
     rates = Rates(1.0, clients=3)
     for client in ("ann", "bob", "cy", "ann", "dee"):

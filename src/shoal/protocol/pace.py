@@ -67,7 +67,7 @@ class Rates:
 
     def _ahead_of(self, client: str, now_s: float) -> float:
         ahead, then_s = self._ahead.get(client, (0.0, now_s))
-        return max(0.0, ahead - self.per_s * (now_s - then_s))
+        return max(0.0, ahead - self.per_s * max(0.0, now_s - then_s))  # the clock may have been set back
 
 
 class Pace:
