@@ -2,13 +2,15 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from blake3 import blake3
 
 from shoal.config import Config
 from shoal.errors import restart_helps
@@ -16,10 +18,10 @@ from shoal.protocol import node as node_module
 from shoal.protocol.calling import NodeError, RefusedError, StoppedError
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import open_payload
-from shoal.protocol.messages import MAX_SENDERS, VERSION
+from shoal.protocol.messages import MAX_SENDERS, VERSION, FileLink
 from shoal.shardcast import Arrival
 
-from .support import COORDINATOR, OTHER, RUN, FakeCoordinator, join, signer_of
+from .support import COORDINATOR, OTHER, RUN, FakeCoordinator, NoPauses, join, signer_of
 
 # --- joining ---------------------------------------------------------------------------------------------------------
 
@@ -150,6 +152,38 @@ def test_heartbeats_are_sent_in_the_background_and_continue_after_refusals(
     time.sleep(0.1)
     assert len(coordinator.beats()) == after, "heartbeats were sent after the block ended"
     assert not any(beat.wants_task for beat in coordinator.beats()), "background heartbeats must not ask for tasks"
+
+
+# --- files in the pool's bucket --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [((404, b""), "is not in the pool's bucket"), ((200, b"changed"), "in the pool's bucket has another hash")],
+)
+def test_a_file_that_the_bucket_lost_is_damaged_after_three_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: tuple[int, bytes], why: str
+) -> None:
+    answers: list[tuple[int, bytes]] = []
+
+    @contextmanager
+    def stream(method: str, url: str, **options: Any) -> Iterator[httpx.Response]:
+        status, body = answers.pop(0)
+        yield httpx.Response(status, content=body, request=httpx.Request(method, url))
+
+    monkeypatch.setattr(node_module.httpx, "stream", stream)
+    coordinator = FakeCoordinator()
+    path = "/v1/submissions/s-1"
+    link = FileLink(url="http://bucket/file", hash=blake3(b"rollouts").hexdigest())
+    coordinator.answers[f"{path}/link"] = link.model_dump_json()
+    node = join(coordinator, tmp_path, patience_s=60.0, stop=NoPauses())
+    node.direct = True
+    answers[:] = [answer, answer, (200, b"rollouts")]
+    assert node.fetch_file(path, max_bytes=100) == b"rollouts"
+    answers[:] = [answer, (503, b""), answer, answer, answer]
+    with pytest.raises(RefusedError, match=f"{path}: the file {why}") as caught:
+        node.fetch_file(path, max_bytes=100)
+    assert caught.value.status == 410 and len(answers) == 1, "a busy bucket says nothing about the file"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -65,6 +65,8 @@ UNREADABLE = 400  # HTTP status
 KEY, PAYER = "identity.pem", "payer"  # in a node's folder
 EXISTS = 412  # HTTP status: the bucket already has this file
 TOO_EARLY = 425  # HTTP status: the file has not arrived yet
+NOT_THERE, DAMAGED = 404, 410  # HTTP statuses: the bucket has no such file; a stored file is missing or was changed
+DAMAGED_AFTER = 3  # answers of the bucket without the right file; a second answer may be right
 BUCKET_S = 30.0  # timeout of each read from and write to a bucket
 BUCKET_HINT = "is store.endpoint reachable from here, and is this machine's clock right?"
 
@@ -215,13 +217,24 @@ class Node(Caller):
         return self.retry(send, "the pool's bucket", f"PUT {path}", BUCKET_HINT)
 
     def fetch_file(self, path: str, *, max_bytes: int) -> bytes:
-        """Return the verified content of the file at `path`. Raise RefusedError, NodeError."""
+        """Return the verified content of the file at `path`.
+
+        Raise RefusedError, with status 410 if the stored file is missing or was changed; NodeError.
+        """
         if not self.direct:
             return self.get_bytes(path, max_bytes=max_bytes)
+        wrong = 0  # answers of the bucket without the right file
+
+        def wrong_file(why: str) -> Exception:
+            nonlocal wrong
+            wrong += 1
+            return RefusedError(f"GET {path}: {why}", DAMAGED) if wrong >= DAMAGED_AFTER else AgainError(why)
 
         def fetch() -> bytes:
             link = self.get(f"{path}/link", FileLink)
             with httpx.stream("GET", link.url, headers=PLAIN, timeout=BUCKET_S) as answer:
+                if answer.status_code == NOT_THERE:
+                    raise wrong_file("the file is not in the pool's bucket")
                 if answer.status_code != 200:
                     raise AgainError(f"it answered with status {answer.status_code}")
                 try:
@@ -229,7 +242,7 @@ class Node(Caller):
                 except BodyError as error:
                     raise AgainError(str(error)) from error
             if blake3(data).hexdigest() != link.hash:
-                raise AgainError("the file there has another hash")
+                raise wrong_file("the file in the pool's bucket has another hash")
             return data
 
         return self.retry(fetch, "the pool's bucket", f"GET {path}", BUCKET_HINT)
