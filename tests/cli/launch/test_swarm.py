@@ -188,6 +188,26 @@ def test_a_resume_with_a_wrong_config_keeps_the_old_one(tmp_path: Path, monkeypa
     assert (tmp_path / "config.toml").read_text() == "[run]\nsteps = 3\n"
 
 
+@pytest.mark.parametrize("url", ["", "http://127.0.0.1:9"], ids=["new", "resumed"])
+def test_tasks_of_a_failed_preparation_are_built_again_but_not_those_of_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    tasks, present = tmp_path / "run" / "coordinator" / "tasks", []
+
+    def refuse(name: str, command: list[str], module: str) -> str:
+        present.append(tasks.exists())
+        tasks.mkdir(parents=True, exist_ok=True)
+        raise ShoalError("the reward fails")
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    for _ in range(2):
+        swarm = Swarm(parse({}), "run", tmp_path / "run", url)
+        monkeypatch.setattr(swarm.children, "run", refuse)
+        with pytest.raises(ShoalError, match="the reward fails"):
+            swarm.run()
+    assert present == [False, bool(url)]
+
+
 def test_a_taken_dashboard_port_is_reported_before_anything_is_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,9 +36,9 @@ from shoal.cli.preflight.machine import (
     used_bytes,
 )
 from shoal.config import Config
-from shoal.coordinator.folder import INVITE_DAYS, INVITES, TABLES, create_invite
+from shoal.coordinator.folder import INVITE_DAYS, INVITES, TABLES, TASKS, create_invite
 from shoal.errors import ShoalError, UserError
-from shoal.files import copy_tree, read_json, write_file
+from shoal.files import copy_tree, discard, read_json, write_file
 from shoal.protocol.history import PoolWatch, Status
 from shoal.protocol.invite import Address, open_payload, read_invite
 from shoal.protocol.messages import Role
@@ -158,7 +158,9 @@ class Swarm:
         requested = self.out / "requested.toml"  # config.toml is replaced only by a config that passes `prepare`
         write_file(requested, config_module.dumps(self.config).encode())
         self._note(f"preparing {self.config.model.name} (the first time takes a minute)")
-        kept = ["--tasks", str(self.coordinator / "tasks")]
+        if not self.resume:
+            discard(self.coordinator / TASKS)  # of a preparation that failed: the files it read may have changed
+        kept = ["--tasks", str(self.coordinator / TASKS)]
         try:
             output = self.children.run("prepare", [str(requested), "--threads", str(self.cores), *kept], PREPARE)
         finally:
