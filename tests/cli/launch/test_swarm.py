@@ -21,11 +21,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal.cli import main
+from shoal.cli.launch.members import LOCK
 from shoal.cli.launch.swarm import Swarm
 from shoal.config import load, parse
 from shoal.errors import ShoalError
 from shoal.model import numerics
 from shoal.model.sources import resolve
+from shoal.protocol.invite import Address
 
 from ..support import sets, wait_until
 from .runs import CONFIGS, DEADLINE_S, MIN_GAIN, children, command, gain, refused, start, summary_of, trained_steps
@@ -206,6 +208,19 @@ def test_tasks_of_a_failed_preparation_are_built_again_but_not_those_of_a_resume
         with pytest.raises(ShoalError, match="the reward fails"):
             swarm.run()
     assert present == [False, bool(url)]
+
+
+def test_a_begun_run_is_not_continued_without_resume_even_if_its_tables_are_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    (tmp_path / LOCK).touch()
+    (tmp_path / "coordinator").mkdir()
+    Address(url="http://127.0.0.1:9", run="run-0").write(tmp_path / "coordinator")
+    swarm = Swarm(parse({"coordinator": {"database": "postgresql://db/shoal"}}), "run", tmp_path)
+    monkeypatch.setattr(swarm, "_prepare", lambda: pytest.fail("the run was prepared"))
+    with pytest.raises(ShoalError, match="is not empty"):
+        swarm.run()
 
 
 def test_a_taken_dashboard_port_is_reported_before_anything_is_prepared(

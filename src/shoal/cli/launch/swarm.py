@@ -36,7 +36,7 @@ from shoal.cli.preflight.machine import (
     used_bytes,
 )
 from shoal.config import Config
-from shoal.coordinator.folder import INVITE_DAYS, INVITES, TABLES, TASKS, create_invite
+from shoal.coordinator.folder import INVITE_DAYS, INVITES, TASKS, create_invite
 from shoal.errors import ShoalError, UserError
 from shoal.files import copy_tree, discard, read_json, write_file
 from shoal.protocol.history import PoolWatch, Status
@@ -142,16 +142,19 @@ class Swarm:
     def _make_folder(self) -> None:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            began = (self.coordinator / TABLES).exists() or not (
-                self.out / LOCK
-            ).exists()  # or it is not a run's folder
-            if not self.resume and began and any(self.out.iterdir()):
+            is_empty = not any(self.out.iterdir())
+            was_prepared = (self.out / LOCK).exists() and not self._has_begun()
+            if not (self.resume or is_empty or was_prepared):
                 why = f"{self.out} is not empty; choose another folder with --out, or resume its run with --resume"
                 raise ShoalError(why)
             (self.out / "logs").mkdir(exist_ok=True)
         except OSError as error:
             why = f"cannot write to {self.out}: {error.strerror}; choose another folder with --out"
             raise ShoalError(why) from error
+
+    def _has_begun(self) -> bool:
+        """Return whether the run's coordinator has listened: only then can the run be resumed."""
+        return (self.coordinator / "coordinator.json").exists()
 
     def _prepare(self) -> None:
         """Build the tasks, fetch the model, choose the dtype, check disk space; save the resolved config with the run."""
@@ -288,7 +291,7 @@ class Swarm:
         return next((self.out / name / MODEL for name in names if self.children.has_ended(name)), None)
 
     def _how_to_resume(self) -> str:
-        return f"; resume with: {self._resuming()}" if (self.coordinator / "coordinator.json").exists() else ""
+        return f"; resume with: {self._resuming()}" if self._has_begun() else ""
 
     def _resuming(self) -> str:
         """Return the shell command that resumes the run."""
