@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from blake3 import blake3
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -172,6 +173,17 @@ class Checkpoints:
         self.policy.round()
         torch.set_rng_state(tensors[RNG])
         return progress
+
+    def difference(self, folder: Path) -> str:
+        """Compare the checkpoint in `folder` with the policy. Return the name of the first value that differs, or ""."""
+        if json.loads((folder / PROGRESS).read_text())["updates"] != self.policy.updates:
+            return "updates"
+        live = self._tensors()
+        for path in sorted(folder.glob("*.safetensors")):
+            for name, kept in load_file(path).items():
+                if name not in live or not torch.equal(live.pop(name).cpu(), kept):
+                    return name
+        return next(iter(live), "")
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return masters and optimizer state by name. All tensors are live, except for RNG and STEPS."""

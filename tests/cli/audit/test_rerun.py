@@ -1,16 +1,22 @@
 """The audit trains a step again from a checkpoint, with the learner's code, and gets the same weights to the last bit."""
 
+import re
 import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from shoal.cli.audit import recompute
-from shoal.cli.audit.recompute import rerun, rerunnable_steps
+from shoal.cli.audit.audit import _recompute
+from shoal.cli.audit.recompute import Rerun, rerun, rerunnable_steps
 from shoal.cli.audit.run import BrokenError
 from shoal.learner.groups import gathering, validators
 from shoal.learner.loop import Learner
@@ -79,7 +85,7 @@ def test_steps_of_several_ranks_or_sites_are_not_trained_again(audited: Any) -> 
 @pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.slow) for step in (0, 1)), 2])
 def test_a_step_trained_again_gives_the_same_weights(audited: Any, tmp_path: Path, step: int) -> None:
     with rerun(audited.run, audited, step, tmp_path) as result:
-        assert result.compared and result.before.is_dir()
+        assert result.compared and result.state_compared and result.before.is_dir()
     kept = audited.run.folder / "learner" / "versions"
     for version in (step, step + 1):
         name = f"v{version:06d}/model.safetensors"
@@ -110,6 +116,34 @@ def test_a_different_state_before_the_step_gives_different_weights(audited: Any,
     assert broken.value.link == "step 3"
 
 
+def test_a_false_state_of_the_optimizer_after_the_step_is_named(audited: Any, tmp_path: Path) -> None:
+    """From it, the learner could train the next step to weights of its choice."""
+    other = SimpleNamespace(folder=shutil.copytree(audited.run.folder, tmp_path / "run"))
+    [path] = (other.folder / "learner" / "checkpoints" / "step-000003").glob("*.safetensors")
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.startswith("exp_avg."))
+    save_file(tensors | {name: tensors[name] + 1}, path)
+    with pytest.raises(BrokenError, match=f"the checkpoint step-000003: {re.escape(name)} differs"):  # noqa: SIM117
+        with rerun(other, audited, 2, tmp_path / "scratch"):  # type: ignore[arg-type]
+            pass
+
+
+def test_the_report_names_a_state_that_only_the_learner_vouches_for(
+    audited: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def trained_again(run: Any, state: Any, step: int, scratch: Path) -> Iterator[Any]:
+        learner = audited.records[step].computed
+        yield Rerun(step, scratch, here=learner, learner=learner, state_compared=step > 0)
+
+    monkeypatch.setattr(recompute, "rerun", trained_again)
+    state: Any = SimpleNamespace(records=audited.records, configs=audited.configs, rejected={}, accepted={})
+    lines: list[str] = []
+    _recompute(audited.run, state, STEPS, 0, Random(0), lines.append)
+    claims = [line for line in lines if "claim" in line]
+    assert claims == ["step 2: the optimizer's state before it is the learner's claim"]
+
+
 @pytest.mark.slow
 def test_nothing_is_compared_on_a_machine_with_different_numerics(audited: Any, tmp_path: Path) -> None:
     other = audited.records[1].computed.model_copy(update={"machine": "another"})
@@ -117,4 +151,4 @@ def test_nothing_is_compared_on_a_machine_with_different_numerics(audited: Any, 
     records[1] = records[1].model_copy(update={"computed": other, "after": "0" * 64})
     elsewhere = SimpleNamespace(records=records, configs=audited.configs)
     with rerun(audited.run, elsewhere, 1, tmp_path) as result:  # type: ignore[arg-type]
-        assert not result.compared
+        assert not result.compared and not result.state_compared

@@ -96,15 +96,20 @@ def _recompute(run: AuditedRun, state: AuditState, steps: int, proofs: int, rand
         say(line)
     if not steps:
         return
-    possible = rerunnable_steps(run, state)
+    possible, reached = rerunnable_steps(run, state), {0}  # `reached`: steps whose state a step trained again gives
     for step in sorted(random.sample(possible, min(steps, len(possible)))):
         with tempfile.TemporaryDirectory() as scratch, rerun(run, state, step, Path(scratch)) as result:
             if result.compared:
-                say(f"step {step + 1}: trained again; version {step + 1} is the same to the last bit")
+                same = "and the optimizer's state are" if result.state_compared else "is"
+                say(f"step {step + 1}: trained again; version {step + 1} {same} the same to the last bit")
             else:
                 differs = [name for name, value in result.here if value != getattr(result.learner, name)]
                 why = f"because here these differ from the learner's: {', '.join(differs)}"
                 say(f"step {step + 1}: trained again, but not compared, {why}")
+            if step not in reached:
+                say(f"step {step + 1}: the optimizer's state before it is the learner's claim")
+            if result.state_compared:
+                reached.add(step + 1)
             of_version = [submission for submission in state.accepted.values() if submission.version == step]
             sample = random.sample(of_version, min(proofs, len(of_version)))
             judge_again(run, state, sample, result.before, result.learner.dtype)

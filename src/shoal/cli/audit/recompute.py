@@ -3,7 +3,8 @@
     submissions   a sample of the accepted ones, and every hard rejection, if the folder still has the version's weights.
                   What the learner reads of an accepted one is compared with the results
     a step        from a checkpoint that the learner signed, or from the run's first model. The weights before and after
-                  the step must have the digests in the learner's record
+                  the step must have the digests in the learner's record. If the checkpoint after the step is kept
+                  and a CPU trained, it must hold the same state
 
 Invariants: a submission is judged whole, by a validator's code and limits, with weights whose digest is in the ledger. A
 hard rejection stands if a validator on this machine would also slash for that file, for any hard reason. Weights are
@@ -56,6 +57,7 @@ class Rerun:
     versions: Path  # holds the folders of the versions before and after the step
     here: Computed
     learner: Computed
+    state_compared: bool = False  # also the optimizer's state after the step
 
     @property
     def compared(self) -> bool:
@@ -99,6 +101,12 @@ def rerun(run: AuditedRun, state: AuditState, step: int, scratch: Path) -> Itera
         progress.advance([])
         learner.publish(progress)
         _compare(result, step + 1, record.after)
+        after = run.folder / "learner" / "checkpoints" / CHECKPOINT.format(step + 1)
+        if result.compared and after.is_dir() and policy.device.type == "cpu":  # on a GPU, fp32 gradients may vary
+            if name := learner.checkpoints.difference(after):
+                why = f"training it again does not give the state in the checkpoint {after.name}: {name} differs"
+                raise BrokenError(f"step {step + 1}", why)
+            result = replace(result, state_compared=True)
     yield result
 
 
