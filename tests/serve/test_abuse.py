@@ -268,19 +268,22 @@ def test_the_logprobs_and_completions_of_a_response_are_bounded(api: Running) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_completion_counts_until_its_answer_is_sent(
+def test_a_completion_counts_until_its_answer_is_sent_but_its_version_is_free_before(
     api: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    scheduler, counts = api.service.scheduler, list[int]()
+    scheduler, counts, users = api.service.scheduler, list[int](), list[int]()
     write_eof = web.StreamResponse.write_eof
 
     async def counted(response: web.StreamResponse, data: bytes = b"") -> None:
         counts.append(scheduler._callers.total())
+        users.append(api.newest.users)
         await write_eof(response, data)
 
     monkeypatch.setattr(web.StreamResponse, "write_eof", counted)
+    until(lambda: not api.newest.users)
     assert api.chat(MESSAGES, n=2, max_tokens=4, stream=stream).status_code == 200
     assert counts[0] == 2
+    assert users[0] == 0  # a slow reader does not keep the version in memory
     until(lambda: not scheduler._callers)
 
 

@@ -14,6 +14,7 @@ from shoal.files import copy_tree, discard
 from shoal.model import load as model_load
 from shoal.serve.errors import NoSlotError, UnknownVersionError
 from shoal.serve.versions import LoadedModel, ModelSource, Offer, Versions, digest, label_of, load, source_of
+from shoal.watch.page.guard import HttpError, RateLimit
 
 from .support import engine
 
@@ -105,6 +106,38 @@ def test_callers_load_older_versions_in_turn(
 
     asyncio.run(main())
     assert loaded == ["run@1", "run@2", "run@5", "run@3", "run@4"]
+
+
+def test_users_of_the_page_load_a_limited_number_of_older_versions(
+    source: ModelSource, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RateLimit.__init__, "__defaults__", (lambda: 0.0,))  # no time passes, so no use is refilled
+    monkeypatch.setattr("shoal.serve.versions.USER_LOADS", 2)
+    monkeypatch.setattr("shoal.serve.versions.PAGE_LOADS", 3)
+    for version in range(3, 8):
+        publish(source, version, tiny_folder)
+
+    async def main() -> None:
+        versions = Versions(source, engine, max_loaded=3)
+        await versions.poll()
+
+        async def ask(version: int, caller: str, *, page: bool = True) -> None:
+            async with versions.borrow(f"run@{version}", caller, page=page):
+                pass
+
+        for version in (1, 2, 1):  # the third request loads nothing
+            await ask(version, "eve")
+        with pytest.raises(HttpError, match="for you; try again in"):
+            await ask(3, "eve")
+        await ask(3, "ada")
+        with pytest.raises(HttpError, match="for this page"):
+            await ask(4, "ada")
+        await ask(7, "eve")
+        for version in (4, 5, 6):
+            await ask(version, "key", page=False)
+        versions.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("while_it_loads", [False, True])

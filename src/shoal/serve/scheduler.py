@@ -83,7 +83,8 @@ class ServeScheduler:
     def submit(self, generations: Sequence[Generation], share: float = 1.0) -> None:
         """Queue all completions or none. Their caller may use `share` of a caller's quota and of the cache.
 
-        Call `release` when their response ends. Raise BusyError or RequestError.
+        Each uses its version until its last piece is delivered. Call `release` when their response ends. Raise BusyError
+        or RequestError.
         """
         for generation in generations:
             self._check_size(generation)
@@ -100,6 +101,8 @@ class ServeScheduler:
             self._callers[caller] += len(generations)
             self._submitted.extend(generations)
             self._unfinished |= {id(generation): generation for generation in generations}
+            for generation in generations:
+                generation.loaded.users += 1  # until `_deliver`: a slow client may read the response for hours
             self._changed.notify()
 
     def release(self, generations: Sequence[Generation]) -> None:
@@ -201,3 +204,5 @@ class ServeScheduler:
 def _deliver(pieces: Sequence[tuple[Generation, Piece]]) -> None:
     for generation, piece in pieces:
         generation.queue.put_nowait((generation, piece))
+        if piece.finish:
+            generation.loaded.users -= 1

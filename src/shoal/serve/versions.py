@@ -12,7 +12,8 @@ Invariant: a version in use is never evicted or overwritten. When an offer is li
 a live run may remove the folder later. One version is loaded at a time, and at most `max_loaded` (three or more) are in
 memory. Requests may use `max_loaded` - 2 of the older ones at the same time, so a slot is left for the next version. Two
 versions that were in use when a newer one came block the next one until the replies on one of them end. If a version is
-removed before it is loaded, only the request for it fails.
+removed before it is loaded, only the request for it fails. Users of the page, who may be strangers, may load few older
+versions, because each load reads and hashes all its weights.
 """
 
 import asyncio
@@ -36,6 +37,7 @@ from shoal.model.sources import ModelNotFoundError, positions, read_config
 from shoal.serve.errors import NoSlotError, UnknownVersionError
 from shoal.serve.threads import FairSemaphore
 from shoal.shardcast.manifest import parse_version
+from shoal.watch.page.guard import RateLimit
 
 CONFIG = "config.toml"
 MODEL_SUFFIXES = (".json", ".jinja", ".safetensors", ".txt", ".model")  # files that `digest` covers
@@ -124,6 +126,7 @@ def digest(folder: Path) -> str:
 
 POLL_S = 1.0
 MAX_LOADED = 4  # versions in memory: the newest, the next one, and two older ones to compare
+USER_LOADS, PAGE_LOADS, LOADS_S = 20, 60, 600.0  # older versions per LOADS_S, for one user of the page and for all
 DEFAULT_POSITIONS = 4096  # context length of a model whose config does not state one
 
 
@@ -167,6 +170,8 @@ class Versions:
     _offers: list[Offer] = field(default_factory=list)
     _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
     _turns: FairSemaphore = field(default_factory=lambda: FairSemaphore(1))  # to load an older version
+    _user_loads: RateLimit = field(default_factory=lambda: RateLimit(USER_LOADS, LOADS_S))
+    _page_loads: RateLimit = field(default_factory=lambda: RateLimit(PAGE_LOADS, LOADS_S))
     _clock: int = 0
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "loader"))
 
@@ -199,12 +204,13 @@ class Versions:
             self.failure = str(error)  # the folder was removed before it was read; the next poll tries again
 
     @asynccontextmanager
-    async def borrow(self, id: str, caller: str) -> AsyncIterator[LoadedModel]:
+    async def borrow(self, id: str, caller: str, *, page: bool = False) -> AsyncIterator[LoadedModel]:
         """Borrow version `id`, and load it first if needed. It is not evicted while it is borrowed.
 
-        If `id` is the source's name, borrow the newest version. Raise UnknownVersionError, NoSlotError or BusyError.
+        If `id` is the source's name, borrow the newest version. `page`: the caller is a user of the page, whose loads
+        are limited. Raise UnknownVersionError, NoSlotError, BusyError, or HttpError if the limit is reached.
         """
-        loaded = await self._find(id, caller)
+        loaded = await self._find(id, caller, page)
         if loaded is not self.newest:
             self._check_older(loaded.id)
         loaded.users += 1
@@ -215,7 +221,7 @@ class Versions:
         finally:
             loaded.users -= 1
 
-    async def _find(self, id: str, caller: str) -> LoadedModel:
+    async def _find(self, id: str, caller: str, page: bool) -> LoadedModel:
         if id == self.source.name and self.newest:
             return self.newest
         if id in self._loaded:
@@ -229,7 +235,12 @@ class Versions:
         try:
             async with self._loading:
                 self._check_older(id)
-                return self._loaded.get(id) or await self._load(offer)
+                if id in self._loaded:
+                    return self._loaded[id]
+                if page:
+                    self._user_loads.take(caller, "older versions loaded for you")
+                    self._page_loads.take("all", "older versions loaded for this page")
+                return await self._load(offer)
         finally:
             self._turns.release(caller)
 

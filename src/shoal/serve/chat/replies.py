@@ -85,7 +85,7 @@ class Replies:
         async with AsyncExitStack() as stack:
             replies = []
             for lane, model in enumerate(form.models):
-                loaded = await stack.enter_async_context(self.versions.borrow(model, f"user {user}"))
+                loaded = await stack.enter_async_context(self.versions.borrow(model, f"user {user}", page=True))
                 prompt = await self.threads.run(f"user {user}", partial(encode, loaded, messages), loaded)
                 generation = self._generation(user, loaded, prompt, form)
                 replies.append(ReplyInProgress(lane, generation, messages, events, pair))

@@ -269,7 +269,7 @@ class Chat:
         try:
             async with asyncio.timeout(VERIFY_S):
                 reply = await self.verifying.run(caller, lambda: proof.Reply.read(data))
-                async with self.versions.borrow(reply.model, caller) as loaded:
+                async with self.versions.borrow(reply.model, caller, page=True) as loaded:
                     config = self.versions.source.config
                     verdict = await self.verifying.run(
                         caller, lambda: proof.verify(reply, loaded, config, client_left.is_set), loaded

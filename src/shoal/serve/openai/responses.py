@@ -129,14 +129,17 @@ class ApiResponse:
         prefix = "chatcmpl" if self.chat else "cmpl"
         self.envelope = Envelope(f"{prefix}-{secrets.token_hex(12)}", self.loaded.id, self.chat)
 
-    async def send(
-        self, request: web.Request, scheduler: ServeScheduler, threads: FairThreadPool
-    ) -> web.StreamResponse:
-        """Decode the completions and send them. Raise BusyError or RequestError only before anything is sent."""
+    def submit(self, scheduler: ServeScheduler) -> None:
+        """Submit the completions, which `send` releases. Raise BusyError or RequestError."""
         if self.params.stream:
             for generation in self.generations:
                 generation.queue = self.generations[0].queue
         scheduler.submit(self.generations)
+
+    async def send(
+        self, request: web.Request, scheduler: ServeScheduler, threads: FairThreadPool
+    ) -> web.StreamResponse:
+        """Send the submitted completions."""
         try:
             if self.params.stream:
                 return await self._stream(request, threads)

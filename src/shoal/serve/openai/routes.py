@@ -180,7 +180,8 @@ class OpenAI:
                 request, loaded, params, [prompt], params.top, params.max_reply_tokens, proof=params.proof
             )
             response = ApiResponse(params, loaded, generations, chat=True, messages=messages)
-            return await response.send(request, self.scheduler, self.threads)
+            response.submit(self.scheduler)
+        return await response.send(request, self.scheduler, self.threads)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         async with AsyncExitStack() as stack:
@@ -192,7 +193,8 @@ class OpenAI:
                 request, loaded, params, prompts, params.logprobs, params.max_tokens, echo=bool(params.echo)
             )
             response = ApiResponse(params, loaded, generations, chat=False)
-            return await response.send(request, self.scheduler, self.threads)
+            response.submit(self.scheduler)
+        return await response.send(request, self.scheduler, self.threads)
 
     async def _read(self, request: web.Request, kind: type[Kind], data: bytes) -> Kind:
         if len(data) <= SMALL_BYTES:
