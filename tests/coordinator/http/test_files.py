@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -250,6 +251,39 @@ def test_in_a_bucket_only_the_announced_file_gets_a_name(coordinator: Any) -> No
         send(b"rollouts")
     node = coordinator.pool.db.nodes.get(worker.public)
     assert node.missed_in_a_row == 1
+
+
+def test_in_a_bucket_a_file_that_takes_long_to_check_delays_only_its_sender(
+    coordinator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a worker that asks again and again for a file that it never uploads would make all others wait."""
+    bucket, checks, honest_stored = FakeBucket(), list[str](), threading.Event()
+    transfers, kind = BucketFiles(bucket), coordinator.files.submissions  # type: ignore[arg-type]
+    (liar, never_sent), (honest, sent) = (worker_with_task(coordinator, name) for name in ("liar", "honest"))
+    file = Announced(size_bytes=8, sha256=sha256(b"rollouts").hexdigest())
+
+    def check(kind: str, id: str, size_bytes: int, digest: str) -> str:
+        checks.append(id)
+        if id == never_sent.id:
+            assert honest_stored.wait(60), "the honest worker's file waited for another worker's"
+        return FakeBucket.check(bucket, kind, id, size_bytes, digest)
+
+    async def both() -> list[Any]:
+        lies = [asyncio.create_task(transfers.stored(liar.public, kind, never_sent.id, file)) for _ in range(3)]
+        while not checks:
+            await asyncio.sleep(0.01)
+        bucket.incoming[file.sha256] = b"rollouts"
+        stored = await transfers.stored(honest.public, kind, sent.id, file)
+        assert checks == [never_sent.id, sent.id], "a worker's files must be checked one at a time"
+        honest_stored.set()
+        return [stored, *await asyncio.gather(*lies, return_exceptions=True)]
+
+    monkeypatch.setattr(bucket, "check", check)
+    for worker, task in ((liar, never_sent), (honest, sent)):
+        transfers.grant(worker.public, kind, task.id, file)
+    stored, *refusals = asyncio.run(both())
+    assert stored.size_bytes == 8 and len(bucket.kept) == 1
+    assert [refusal.status for refusal in refusals] == [425] * 3
 
 
 def test_in_a_bucket_a_file_larger_than_its_task_needs_gets_no_url(coordinator: Any) -> None:

@@ -12,7 +12,7 @@ are bounded. The bytes of a failed upload count against its sender's rate. No cr
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from aiohttp import web
@@ -57,18 +57,26 @@ class FileKind:
                 await asyncio.to_thread(remove, self.name, unused)
 
 
+@dataclass
+class AnnouncedFiles:
+    """The files that a node announced for one submission, and a lock to check one of them at a time."""
+
+    sha256s: set[str] = field(default_factory=set)
+    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
 class BucketFiles:
     """Files that nodes upload to the pool's bucket and fetch from it directly, by signed URLs."""
 
     def __init__(self, bucket: "Bucket") -> None:
         self.bucket = bucket
-        self._announced: dict[tuple[str, str], set[str]] = {}  # SHA-256s by kind and submission, until a file is stored
-        self._storing = asyncio.Lock()
+        self._announced: dict[tuple[str, str], AnnouncedFiles] = {}  # by kind and submission, until a file is stored
+        self._storing = asyncio.Lock()  # one checked file at a time gets its name and its place in the database
 
     def grant(self, key: str, kind: FileKind, id: str, file: Announced) -> UploadGrant:
         if file.size_bytes > (limit_bytes := kind.may_store(key, id, "")):
             raise PoolError(TOO_LARGE.format(file.size_bytes, limit_bytes), 413)
-        announced = self._announced.setdefault((kind.name, id), set())
+        announced = self._announced.setdefault((kind.name, id), AnnouncedFiles()).sha256s
         if len(announced | {file.sha256}) > MAX_FILES:
             raise PoolError(f"{MAX_FILES} other files were announced for {id}; take a new task")
         announced.add(file.sha256)
@@ -76,16 +84,17 @@ class BucketFiles:
 
     async def stored(self, key: str, kind: FileKind, id: str, file: Announced) -> Stored:
         kind.may_store(key, id, "")
-        if file.sha256 not in self._announced.get((kind.name, id), set()):
+        announced = self._announced.get((kind.name, id))
+        if announced is None or file.sha256 not in announced.sha256s:
             raise PoolError(f"the file of {id} was not announced; announce it first", 425)  # the node then starts over
-        async with self._storing:  # one at a time, because `check` reads the whole file
+        async with announced.checking:  # `check` may read a whole file; files of other submissions do not wait for it
             kind.may_store(key, id, "")
-            try:
+            with _starting_over():
                 content_hash = await asyncio.to_thread(self.bucket.check, kind.name, id, file.size_bytes, file.sha256)
-                await self._name(key, kind, id, file, content_hash)
-            except StoreError as error:
-                raise PoolError(str(error), 425) from error
-            await kind.record(key, id, content_hash, self.bucket.remove)
+            async with self._storing:
+                with _starting_over():
+                    await self._name(key, kind, id, file, content_hash)
+                await kind.record(key, id, content_hash, self.bucket.remove)
             self._announced.pop((kind.name, id), None)
         return Stored(size_bytes=file.size_bytes, hash=content_hash)
 
@@ -257,6 +266,15 @@ class FileRoutes:
             web.post(f"{path}/stored", self._signed(stored, [kind.sender])),
             web.get(f"{path}/link", self._signed(link, [kind.reader])),
         ]
+
+
+@contextmanager
+def _starting_over() -> Iterator[None]:
+    """Turn a StoreError into an answer after which the node announces and uploads its file again."""
+    try:
+        yield
+    except StoreError as error:
+        raise PoolError(str(error), 425) from error
 
 
 def open_bucket(config: Config) -> BucketFiles | None:
