@@ -65,3 +65,5 @@ def test_a_published_invite_is_open_and_in_the_pools_folder(tmp_path: Path) -> N
         assert main([*invite, "--open"]) == DONE
     made = read_invite(str(tmp_path / OPEN_INVITE))
     assert open_payload(made.signed.model_dump_json(), made.key, "r").open
+    assert main([*invite, "--open", "--name", "A_typo"]) == USAGE
+    assert read_invite(str(tmp_path / OPEN_INVITE)) == made, "a refused invite must not remove the published one"

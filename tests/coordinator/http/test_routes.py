@@ -57,7 +57,9 @@ def test_a_run_offers_itself_to_machines_that_look_for_one(site: Site) -> None:
         find_run(site.url, ANYONE, Identity.generate().public)
 
 
-def test_only_a_published_invite_that_is_open_and_valid_is_offered(tmp_path: Path) -> None:
+def test_only_a_published_invite_that_is_open_and_valid_is_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     identity = Identity.load_or_create(tmp_path / "identity.pem")
     Address(url="http://h:1", run=RUN).write(tmp_path)
     coordinator, path = Coordinator(CONFIG, RUN, identity, tmp_path), tmp_path / OPEN_INVITE
@@ -66,6 +68,10 @@ def test_only_a_published_invite_that_is_open_and_valid_is_offered(tmp_path: Pat
         invite = create_invite(tmp_path, "worker", "guest", None, days, open=True)
         invite.save(path)
         assert coordinator.published_invite() == (invite.encode() if offered else "")
+    path.unlink()
+    with monkeypatch.context() as patch:  # as if the operator removed it between a check and the read
+        patch.setattr(Path, "exists", lambda path: True)
+        assert coordinator.published_invite() == ""
     create_invite(tmp_path, "worker", "one", None, 1).save(path)
     with pytest.raises(InviteError, match="is not an open invite"):  # a private invite must not be published
         ServedRun(CONFIG, RUN, tmp_path)

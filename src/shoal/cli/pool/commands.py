@@ -192,9 +192,8 @@ def invite(arguments: argparse.Namespace) -> None:
     if arguments.publish:
         if not arguments.open or arguments.out or arguments.url:
             raise UserError("--publish needs --open, and cannot be combined with --out or --url")
-        arguments.out = arguments.dir / OPEN_INVITE
-        arguments.out.unlink(missing_ok=True)  # the new invite replaces the old one
-    if arguments.out and arguments.out.exists():
+        arguments.out = arguments.dir / OPEN_INVITE  # the new invite replaces the old one
+    elif arguments.out and arguments.out.exists():
         raise UserError(f"{arguments.out} exists and may hold an invite; choose another file")
     name, url, days = arguments.name, arguments.url, arguments.days
     made = create_invite(arguments.dir, arguments.role, name, url, days, open=arguments.open)

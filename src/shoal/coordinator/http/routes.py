@@ -82,9 +82,11 @@ class Coordinator:
     def published_invite(self) -> str:
         """Return the open invite that the operator published; "" if there is none or it has expired. Raise InviteError."""
         path = self.folder / OPEN_INVITE
-        if not path.exists():
+        try:
+            text = path.read_text()
+        except FileNotFoundError:
             return ""
-        invite = Invite.decode(path.read_text())
+        invite = Invite.decode(text)
         payload = open_payload(invite.signed.model_dump_json(), self.identity.public, self.run)
         if not payload.open:
             raise InviteError(
