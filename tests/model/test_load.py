@@ -151,6 +151,16 @@ def test_a_copy_of_a_saved_copy_has_the_same_bytes(tiny_folder: Path, tmp_path: 
     assert [name for name in once if once[name] != twice[name]] == []
 
 
+def test_a_generation_config_that_transformers_refuses_to_save_is_saved_with_new_end_tokens(
+    make_tiny: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    model = make_tiny(0)
+    model.generation_config.update(temperature=0.6, top_p=0.9, eos_token_id=[1, 3])  # without do_sample
+    save_model(model, tokenizer, tmp_path / "m")
+    saved = GenerationConfig.from_pretrained(tmp_path / "m")
+    assert (saved.temperature, saved.top_p, saved.eos_token_id) == (0.6, 0.9, [1, 3])
+
+
 def test_transformers_loads_a_saved_folder_with_tokenizer_and_template(tiny_folder: Path, tiny_model: Any) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
     assert torch.equal(theirs(IDS).logits, tiny_model(IDS).logits)

@@ -240,7 +240,8 @@ def save_model(
     with _naming(folder):
         config = model.config.to_dict() | {"dtype": "bfloat16", "architectures": [type(model).__name__]}
         type(model.config)(**config).save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
+        # unlike `save_pretrained`, this also accepts the contradictory settings of some published models
+        model.generation_config.to_json_file(folder / "generation_config.json")
         tokenizer.save_pretrained(folder)
         shapes = shapes or stored_shapes(model)
         if tensors is None:
