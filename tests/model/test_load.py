@@ -321,6 +321,15 @@ def test_end_tokens_come_from_the_tokenizer_and_then_the_generation_config(
     assert eos_ids(tmp_path) == expected
 
 
+def test_end_tokens_of_a_model_without_a_generation_config_are_those_of_its_saved_copy(
+    make_tiny: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    save_model(make_tiny(0, eos_token_id=[1, 3]), tokenizer, tmp_path / "m")
+    (tmp_path / "m" / "generation_config.json").unlink()
+    save_model(load_model(tmp_path / "m"), tokenizer, tmp_path / "copy")
+    assert eos_ids(tmp_path / "m") == eos_ids(tmp_path / "copy") == (1, 3)
+
+
 def test_loading_shows_no_progress_bar_but_leaves_progress_bars_enabled(
     tiny_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

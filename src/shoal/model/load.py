@@ -16,7 +16,14 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging as transformers_logging
 
@@ -298,9 +305,14 @@ def tied_names(model: Any) -> set[str]:
 
 
 def eos_ids(folder: Path) -> tuple[int, ...]:
-    """Return the ids of end tokens that the folder's tokenizer and generation config declare."""
-    from transformers import GenerationConfig
+    """Return the ids of end tokens that the folder's tokenizer and generation config declare.
 
-    declared = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    If there is no generation_config.json, config.json may declare them, as in transformers.
+    """
+    if (folder / "generation_config.json").exists():
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    else:
+        generation = GenerationConfig.from_model_config(load_config(folder))
+    declared = generation.eos_token_id
     ids = declared if isinstance(declared, list) else [declared]
     return tuple(dict.fromkeys(i for i in [load_tokenizer(folder).eos_token_id, *ids] if i is not None))
