@@ -1,7 +1,10 @@
 """`shoal audit RUN`: its report and its exit statuses."""
 
 import shutil
+import socket
 import sqlite3
+import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 
 from shoal.cli import main
 from shoal.cli.arguments import USAGE
+from shoal.cli.audit.run import BrokenError, open_run
 from shoal.ledger.chain import read_export
 from shoal.protocol.invite import FILE as ADDRESS
 
@@ -132,3 +136,28 @@ def test_a_changed_entry_is_named_by_the_audit_and_by_the_export(run: Path, caps
     assert capsys.readouterr().out.splitlines()[-1].startswith(link)
     assert main(["audit", str(run), "--export", str(run / "ledger.jsonl")]) == 1
     assert "ledger entry 5" in capsys.readouterr().err
+
+
+def test_a_folder_whose_server_asks_for_the_auditors_password_gets_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'shoal[postgres]'")
+    monkeypatch.setenv("PGPASSWORD", "secret")
+    answers: list[bytes] = []
+
+    def ask(server: socket.socket) -> None:
+        with server.accept()[0] as client:
+            client.recv(4096)  # the client's name and database
+            client.sendall(b"R" + struct.pack(">ii", 8, 3))  # request a password in the clear
+            answers.append(client.recv(4096))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        url = f"postgresql://shoal@127.0.0.1:{server.getsockname()[1]}/shoal?sslmode=disable&gssencmode=disable"
+        (tmp_path / "config.toml").write_text(f'[coordinator]\ndatabase = "{url}"\n')
+        asking = threading.Thread(target=ask, args=[server])
+        asking.start()
+        with pytest.raises(BrokenError, match="cannot use the database"):
+            open_run(tmp_path)
+        asking.join()
+    assert answers == [b""]

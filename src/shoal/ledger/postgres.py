@@ -161,10 +161,13 @@ def _psycopg_sql(sql: str) -> bytes:
     return sql.replace("%", "%%").replace("?", "%s").encode()
 
 
-def open_postgres(url: str) -> PostgresConnection:
-    """Connect to a database. Raise DatabaseLostError if the server is unreachable or refuses."""
+def open_postgres(url: str, **settings: str) -> PostgresConnection:
+    """Connect to a database. Raise DatabaseLostError if the server is unreachable or refuses.
+
+    `settings`: libpq's, in place of those in `url`.
+    """
     try:
-        connection = psycopg.connect(make_conninfo(url, **LIVENESS), autocommit=True)
+        connection = psycopg.connect(make_conninfo(url, **LIVENESS, **settings), autocommit=True)
         for statement in SESSION:
             connection.execute(statement.encode())
     except psycopg.OperationalError as error:

@@ -179,7 +179,8 @@ def _connect(folder: Path) -> Connection:
     from shoal.ledger.postgres import open_postgres
 
     with checking("database"):
-        connection = open_postgres(database)
+        # The folder names this server, so the server may be hostile: it must get no password in the clear.
+        connection = open_postgres(database, require_auth="scram-sha-256,none")
         connection.change("SET default_transaction_read_only = on")
     return connection
 
