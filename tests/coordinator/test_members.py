@@ -142,6 +142,27 @@ def test_a_relay_cannot_announce_the_address_of_another_server(url: str) -> None
     assert harness.beat("d" * 64, wants=False).relays == ["http://b:1", "http://d:1"]
 
 
+@pytest.mark.parametrize(
+    ("taken", "url"),
+    [
+        ("http://a.example", "http://A.example.:80"),
+        ("http://a.example.:443", "https://a.example"),
+        *[("http://127.0.0.1:1", f"http://{host}:1") for host in ("127.1", "2130706433", "0x7f.0.0.1", "0177.0.0.1")],
+        *[
+            ("http://127.0.0.1:1", f"http://{host}:1")
+            for host in ("127.0.0.1.", "[::ffff:7f00:1]", "[::FFFF:127.0.0.1]")
+        ],
+        ("http://localhost:1", "http://127.0.0.1:1"),
+        ("http://[2001:db8::1]:1", "http://[2001:0DB8:0::1]:1"),
+    ],
+)
+def test_a_relay_cannot_announce_another_spelling_of_a_servers_address(taken: str, url: str) -> None:
+    harness = open_pool()
+    harness.pool.members.register("a" * 64, payload("origin", role="origin"), taken)
+    with pytest.raises(PoolError, match="it is the address of origin"):
+        harness.pool.members.register("d" * 64, payload("relay-0", role="relay", nonce="1" * 32), url)
+
+
 def test_a_relay_cannot_keep_the_origin_out_by_taking_its_address() -> None:
     harness = open_pool()
     harness.pool.members.register("d" * 64, payload("relay-0", role="relay"), "http://a:1")

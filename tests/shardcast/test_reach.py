@@ -15,7 +15,17 @@ from shoal.shardcast.server import serve, url_of
 from .support import PUBLIC_KEY, against, client, contents, published
 
 SHORT = ["127.1", "2130706433", "017700000001", "0x7f000001"]  # the system connects to 127.0.0.1
-LOCAL = ["127.0.0.1", "127.9.9.9", "::1", "localhost", "a.localhost", "::ffff:127.0.0.1", "64:ff9b::7f00:1", *SHORT]
+LOCAL = [
+    "127.0.0.1",
+    "127.9.9.9",
+    "::1",
+    "localhost",
+    "localhost.",
+    "a.localhost",
+    "::ffff:127.0.0.1",
+    "64:ff9b::7f00:1",
+    *SHORT,
+]
 PRIVATE = ["10.0.0.7", "172.16.0.1", "192.168.1.1", "100.64.0.9", "fd00::1", "2002:0a00:0001::", "::ffff:10.0.0.7"]
 PUBLIC = ["1.1.1.1", "2606:4700::1111", "relay.example.org"]
 NOWHERE = ["169.254.169.254", "fe80::1", "fe80::1%eth0", "0.0.0.0", "0", "::", "224.0.0.1", "::ffff:169.254.169.254"]

@@ -27,7 +27,7 @@ from shoal.protocol.invite import AddressError, server_url
 from shoal.protocol.messages import Capability, Heartbeat, HeartbeatAnswer, Intake, InvitePayload, Registered, Role
 from shoal.protocol.pace import Rates
 from shoal.shardcast.fetch import FetchError
-from shoal.shardcast.fetch.reach import OutOfReach, check_host, split_server
+from shoal.shardcast.fetch.reach import OutOfReach, address_of, check_host, split_server
 
 DOWNLOADS = [
     f"""CREATE TABLE IF NOT EXISTS transfers (
@@ -154,7 +154,10 @@ class Members:
             raise PoolError(f"cannot announce {url[:80]!r}: {error}", 400) from error
 
     def _check_taken(self, key: str, url: str) -> None:
-        """Raise PoolError for another server's URL: that server would get the requests that are meant for this relay."""
+        """Raise PoolError for another server's URL: that server would get the requests that are meant for this relay.
+
+        Names are not resolved, so another name of that server is not recognised.
+        """
         servers = [node for node in self.db.nodes.servers(self.db.clock()) if node.key != key]
         taken = [("the coordinator", self.coordinator_url), *((node.name, node.url) for node in servers)]
         for name, other in taken:
@@ -289,9 +292,12 @@ class HeartbeatBuffer:
 
 
 def _host_port(url: str) -> tuple[str, int]:
-    """Return where a server's URL leads. Raise FetchError."""
+    """Return where a server's URL leads: the same for all spellings of one address or name. Raise FetchError."""
     parts = split_server(url)
-    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    host = (parts.hostname or "").removesuffix(".")
+    if (address := address_of(host)) is not None:
+        host = str(getattr(address, "ipv4_mapped", None) or address)
+    return host, parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def missing_requirement(reported: Capability | None, required: RequirementsSection) -> str:

@@ -87,16 +87,22 @@ class OutOfReach(OSError):
 
 def check_host(host: str, reach: Reach) -> None:
     """Raise OutOfReach if `host` is an address or localhost, and beyond `reach`. Do not resolve other names."""
+    if (address := address_of(host)) is not None:
+        _check(address, host, reach)
+
+
+def address_of(host: str) -> IPv4Address | IPv6Address | None:
+    """Return the address that `host` spells in any form, or that of localhost; None for a name, which is not resolved."""
+    host = host.removesuffix(".")
     if host == "localhost" or host.endswith(".localhost"):
-        host = "127.0.0.1"
+        return IPv4Address("127.0.0.1")
     try:
-        address = ip_address(host.partition("%")[0])
+        return ip_address(host.partition("%")[0])
     except ValueError:
         try:
-            address = IPv4Address(socket.inet_aton(host))  # short forms, such as 127.1 and 2130706433
+            return IPv4Address(socket.inet_aton(host))  # short forms, such as 127.1 and 2130706433
         except (OSError, ValueError):
-            return
-    _check(address, host, reach)
+            return None
 
 
 def narrowest(host: str) -> Reach:
