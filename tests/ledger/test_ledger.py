@@ -24,7 +24,7 @@ from shoal.ledger.chain import (
     verify_chain,
     write_export,
 )
-from shoal.ledger.connection import SqliteConnection
+from shoal.ledger.connection import SqliteConnection, open_sqlite
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
 
@@ -133,6 +133,15 @@ def test_a_bad_kind_is_refused(kind: str) -> None:
 def test_a_connection_with_implicit_transactions_is_refused() -> None:
     with pytest.raises(ValueError, match="isolation_level=None"):
         SqliteConnection(sqlite3.connect(":memory:"))
+
+
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a%41"])
+def test_a_database_is_read_from_its_own_file_whatever_its_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name / "pool.sqlite"
+    path.parent.mkdir()
+    open_sqlite(path).set_format(7)
+    assert open_sqlite(path, read_only=True).format == 7
+    assert list(tmp_path.iterdir()) == [path.parent]
 
 
 @pytest.mark.parametrize(

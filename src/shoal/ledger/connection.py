@@ -164,7 +164,8 @@ def open_sqlite(path: Path | str, *, survives_power_cuts: bool = True, read_only
     """
     with _named_errors(str(path), survives_power_cuts):
         if read_only:
-            return SqliteConnection(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None))
+            uri = f"{Path(path).resolve().as_uri()}?mode=ro"  # escapes #, ? and %
+            return SqliteConnection(sqlite3.connect(uri, uri=True, isolation_level=None))
         connection = sqlite3.connect(path, isolation_level=None, timeout=10)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {'FULL' if survives_power_cuts else 'NORMAL'}")
