@@ -24,8 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.learner.ranks import Ranks, whole
-from shoal.model.load import save_model
-from shoal.model.training import INDEX
+from shoal.model.load import INDEX, save_model
 from shoal.protocol.messages import StepReport
 
 from ..conftest import tiny_llama, tiny_tokenizer

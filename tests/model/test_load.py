@@ -1,6 +1,7 @@
 """Loading and saving models, replacing weights in place, and end tokens."""
 
 import errno
+import json
 import resource
 import shutil
 import threading
@@ -18,8 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as transformers_logging
 
 from shoal.model.load import (
+    INDEX,
     WEIGHTS,
     build_model,
+    check_weights,
     eos_ids,
     load_model,
     load_tokenizer,
@@ -78,6 +81,27 @@ def test_a_file_of_weights_that_was_cut_off_is_named(
         UnsupportedModelError, match=rf"^{folder / WEIGHTS} is damaged \(.*\); copy or download it again"
     ):
         load(folder)
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_weights_that_a_folder_repeats_in_another_file_count_once(
+    tiny_folder: Path, tmp_path: Path, indexed: bool
+) -> None:
+    tensors = load_file(tiny_folder / WEIGHTS)
+    parts = {"model-1.safetensors": sorted(tensors)[::2], "model-2.safetensors": sorted(tensors)[1::2]}
+    for file, names in parts.items():
+        save_file({name: tensors[name] for name in names}, tmp_path / file)
+    save_file(tensors, tmp_path / "consolidated.safetensors")
+    if indexed:
+        files = {name: file for file, names in parts.items() for name in names}
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
+    assert check_weights(tmp_path) == sum(tensor.numel() for tensor in tensors.values())
+
+
+def test_a_missing_file_of_several_is_named(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    with pytest.raises(UnsupportedModelError, match=r"model-1\.safetensors is missing; copy or download it again"):
+        check_weights(tmp_path)
 
 
 def test_a_folder_that_is_removed_while_it_is_loaded_is_a_missing_folder(

@@ -28,6 +28,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging as transformers_logging
 
 from shoal.errors import first_line
+from shoal.files import read_json
 from shoal.model import adapters, attention, exact
 from shoal.model.activations import use_exact_activations_
 from shoal.model.dtype import DtypeName, release_memory
@@ -36,6 +37,7 @@ from shoal.model.products import use_exact_products_
 from shoal.model.support import UnsupportedModelError, check_config, check_logprobs_
 
 WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"  # names the file of each tensor, if there are several files
 T = TypeVar("T")
 
 # While transformers builds a model, it replaces `tie_weights` of all models. If two threads do so at the same time, the
@@ -161,10 +163,10 @@ def _load_adapters_(model: Any, folder: Path) -> None:
 def check_weights(folder: Path) -> int:
     """Return the number of parameters in a model's safetensors files. Only their headers are read.
 
-    Raise UnsupportedModelError if the folder has no such file, or if a file is damaged. Raise FileNotFoundError if the
-    folder does not exist.
+    Raise UnsupportedModelError if the folder has no such file, or if a file is damaged or missing; DamagedFileError if
+    the index of several files is damaged; FileNotFoundError if the folder does not exist.
     """
-    total, paths = 0, sorted(folder.glob("*.safetensors"))
+    total, paths = 0, _weights_files(folder)
     if not paths:
         _check_folder(folder)
         raise UnsupportedModelError(f"{folder} has no weights; it needs files that end in .safetensors")
@@ -174,7 +176,17 @@ def check_weights(folder: Path) -> int:
                 total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
         except SafetensorError as error:
             raise UnsupportedModelError(f"{path} is damaged ({error}); copy or download it again") from error
+        except FileNotFoundError as error:
+            _check_folder(folder)
+            raise UnsupportedModelError(f"{path} is missing; copy or download it again") from error
     return total
+
+
+def _weights_files(folder: Path) -> list[Path]:
+    """Return the safetensors files with the model's weights. Others, such as consolidated.safetensors, may repeat them."""
+    if (folder / INDEX).exists():
+        return sorted({folder / name for name in read_json(folder / INDEX)["weight_map"].values()})
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
 
 
 def open_for_each(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Any]]:

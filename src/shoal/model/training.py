@@ -28,13 +28,11 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from shoal.model import logprobs, numerics
-from shoal.model.load import WEIGHTS, Root, build_model, check_weights, load_config, open_for_each, tied_names
+from shoal.model.load import INDEX, WEIGHTS, Root, build_model, check_weights, load_config, open_for_each, tied_names
 from shoal.model.logprobs import LossOf, Scoring, change_of, chosen_logprobs, chosen_loss
 from shoal.model.numerics import Numerics
 from shoal.model.support import check_config, check_logprobs_
 from shoal.model.tree import Pack, forward_hidden
-
-INDEX = f"{WEIGHTS}.index.json"
 
 Shard_ = Callable[[nn.Module, torch.dtype], None]  # shards a module's `model`; its weights are gathered in this dtype
 
