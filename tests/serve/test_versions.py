@@ -81,6 +81,19 @@ def test_requests_to_older_versions_leave_a_slot_for_each_new_version(source: Mo
     asyncio.run(main())
 
 
+def test_a_version_that_becomes_the_newest_is_not_loaded_again(source: ModelSource) -> None:
+    async def main() -> None:
+        versions = Versions(source, engine)
+        await versions.poll()
+        async with versions.borrow("run@1", "ada") as older:
+            discard(source.folder / "v000002")  # type: ignore[operator]
+            await versions.poll()
+            assert versions.newest is older
+        versions.close()
+
+    asyncio.run(main())
+
+
 def test_callers_load_older_versions_in_turn(
     source: ModelSource, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

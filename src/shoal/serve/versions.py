@@ -194,7 +194,7 @@ class Versions:
             return
         try:
             async with self._loading:
-                self.newest = await self._load(self._offers[0])
+                self.newest = await self._get(self._offers[0])
             self.failure = ""
         except NoSlotError as error:
             self.failure = str(error)  # the next poll tries again
@@ -235,12 +235,10 @@ class Versions:
         try:
             async with self._loading:
                 self._check_older(id)
-                if id in self._loaded:
-                    return self._loaded[id]
-                if page:
+                if page and id not in self._loaded:
                     self._user_loads.take(caller, "older versions loaded for you")
                     self._page_loads.take("all", "older versions loaded for this page")
-                return await self._load(offer)
+                return await self._get(offer)
         finally:
             self._turns.release(caller)
 
@@ -253,7 +251,10 @@ class Versions:
                 f"try again when they have ended, or choose {self.source.name}"
             )
 
-    async def _load(self, offer: Offer) -> LoadedModel:
+    async def _get(self, offer: Offer) -> LoadedModel:
+        """Return a version, and load it first if needed."""
+        if offer.id in self._loaded:
+            return self._loaded[offer.id]
         self._evict()
         spare = self._spare.pop() if self._spare else None
         loop = asyncio.get_running_loop()
