@@ -167,10 +167,10 @@ class Members:
                     f"stop {name} and try again {self.db.nodes.timeout_s:g} s later"
                 )
 
-    def role(self, key: str) -> Role | None:
-        """Return the role of a registered key, None for an unknown one."""
+    def role(self, key: str) -> Role | Literal["evicted"] | None:
+        """Return the role of a registered key, "evicted" for a banned one, None for an unknown one."""
         node = self.db.nodes.get(key)
-        return node.role if node else None
+        return None if node is None else "evicted" if node.evicted else node.role
 
     def keys(self) -> dict[Role, list[str]]:
         """Return the registered keys of every role except workers."""
@@ -180,9 +180,11 @@ class Members:
         return keys
 
     def heartbeat(self, key: str, beat: Heartbeat) -> HeartbeatAnswer:
-        """Record a node's heartbeat; assign a task to a worker that requests one."""
+        """Record a node's heartbeat; assign a task to a worker that requests one. A banned key is only told so."""
         with self.db.transaction():
             node = self._refresh(key)
+            if node.evicted:
+                return HeartbeatAnswer(state="evicted", newest_version=None, relays=[])
             if recorded := self._beats.record(node, beat):
                 self.checkers.report(key, beat)
                 if beat.finished is not None and node.role == "worker":
@@ -223,15 +225,13 @@ class Members:
             moved = self.db.nodes.move(key, "emptied", node.reason, now_s)
         return (self.db.nodes.get(key) or node) if moved else node
 
-    def _state_for(self, node: Member) -> Literal["running", "finished", "evicted", "left"]:
+    def _state_for(self, node: Member) -> Literal["running", "finished", "left"]:
         """Return the state to report to a node.
 
         Workers, validators and the learner finish when the last version is published. Other roles finish when that
         version is evaluated.
         """
         role = node.role
-        if node.evicted:
-            return "evicted"
         if node.state == "left":
             return "left"
         if role in ("worker", "validator", "learner"):

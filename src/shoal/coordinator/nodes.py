@@ -2,7 +2,7 @@
 
     active      gets tasks                           dismissed  statistical evidence against it; the operator may readmit it
     suspended   no tasks until a given time          left       has no tasks; may return
-    draining    no new tasks; finishes those it has  banned     slashed, or evicted by the operator: every route refuses it
+    draining    no new tasks; finishes those it has  banned     slashed, or evicted by the operator; may do nothing
 
     return      the same key registers again with its old invite, after it left or was killed while draining. It keeps
                 its open tasks, its rest before the next task and its suspension, so it gains nothing by leaving
@@ -104,7 +104,7 @@ class Member:
 
     @property
     def evicted(self) -> bool:
-        """Whether it was slashed, or evicted by the operator: every route refuses it."""
+        """Whether it was slashed, or evicted by the operator."""
         return self.state == "banned"
 
     def suspended_s(self, now_s: float) -> float:

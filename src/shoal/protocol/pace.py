@@ -19,7 +19,7 @@ from shoal.errors import ShoalError
 MEMBER_RATE = 40.0  # a node sends one heartbeat per second, and a validator that waits for work sends ten claims
 OPEN_RATE = 50.0  # per address, for open routes; one dashboard sends seven requests per second
 REFUSED_RATE = 20.0  # per member, or per address for unsigned requests; refusals beyond it are delayed
-RARE_RATE = 1.0  # per member, for requests that it sends when it joins, leaves or has lost its state
+RARE_RATE = 1.0  # per member, for joining, leaving or fetching a lost state, and for all requests of a banned key
 AT_ONCE = 16  # requests of one member in progress; each may hold a body as large as its route allows
 LARGE_AT_ONCE = 2  # of these, requests whose body or answer is a large file in memory
 # The next two rates are in bytes per second, with the same burst.

@@ -41,6 +41,7 @@ MAX_CONNECTIONS = 4096  # fewer if the process may not open twice as many files
 BACKLOG = 128  # connections that wait to be accepted; asyncio accepts this number before it does anything else
 READ_BUFFER_BYTES = 64 << 10  # per connection; a connection may hold up to twice as much
 
+EVICTED = "evicted"  # the role of a banned key; all its requests count as rare
 MEMBER = web.RequestKey("member", str)  # the key of the member that signed the request
 COVERED = web.RequestKey(
     "covered", bool
@@ -169,8 +170,12 @@ class Admission:
         if role is not None:
             request[MEMBER] = head.key
             keep_open(request)
-            self.pace.member(head.key, rare=rare)  # counts refused requests too: the signature cost as much to verify
+            self.pace.member(
+                head.key, rare=rare or role == EVICTED
+            )  # counts refused requests too: the signature cost as much to verify
         if roles is not None and role not in roles:
+            if role == EVICTED:
+                raise Refusal("this key was evicted")  # with status 409, for which a worker drops only the upload
             raise Refusal(f"only {' or '.join(roles)} may ask for {request.path}", 403)
         if "Content-Encoding" in request.headers:
             raise UncoveredError("the body must come without content-encoding", 415)

@@ -17,6 +17,7 @@ from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.http.serving import ServedRun
 from shoal.errors import ShoalError
 from shoal.ledger.connection import DatabaseLostError, SqliteConnection
+from shoal.protocol import pace
 from shoal.protocol.history import Status, find_run
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Address, InviteError, make_invite
@@ -190,6 +191,40 @@ def test_a_route_serves_only_its_roles(site: Site, method: str, path: str) -> No
                 refused(client.request(method, target), 403, "only", *allowed)
             else:
                 assert client.request(method, target).status_code not in (401, 403)
+
+
+def ban(site: Site, name: str) -> None:
+    with sqlite3.connect(site.folder / "pool.sqlite") as database:
+        database.execute("UPDATE nodes SET state = 'banned', seen_s = 0 WHERE name = ?", [name])
+
+
+def test_a_banned_key_may_only_learn_so_and_read_task_data(tmp_path: Path) -> None:
+    """Its process ends once a heartbeat's answer says so. Until then it may have to finish a task."""
+    with served(tmp_path) as own:
+        own.staff("worker", "origin")
+        worker = own.clients["worker"]
+        beat = {"policy_version": 0, "wants_task": True}
+        task = worker.post("/v1/heartbeat", json=beat).json()["assignment"]
+        ban(own, "worker")
+        answer = worker.post("/v1/heartbeat", json=beat).json()
+        assert (answer["state"], answer["assignment"], answer["reader_grant"]) == ("evicted", None, "")
+        refused(worker.get(f"/v1/tasks/{'0' * 64}"), 404, "no task data")
+        for method, path in [("GET", "/v1/ledger/0"), ("PUT", task["upload_path"]), ("POST", "/v1/drain")]:
+            refused(worker.request(method, path), 409, "evicted")
+        with sqlite3.connect(tmp_path / "pool.sqlite") as database:
+            seen_s = database.execute("SELECT seen_s FROM nodes WHERE name = 'worker'").fetchone()
+        assert seen_s == (0,), "its heartbeat was recorded"
+
+
+def test_a_banned_key_does_not_keep_a_members_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "RARE_RATE", 1e-6)
+    with served(tmp_path) as own:
+        own.staff("worker", "origin")
+        for _ in range(2):
+            task_of(own.clients["worker"])
+        ban(own, "worker")
+        assert own.clients["worker"].post("/v1/heartbeat", json={}).json()["state"] == "evicted"
+        refused(own.clients["worker"].post("/v1/heartbeat", json={}), 429, "a second from this node")
 
 
 def test_strangers_cannot_make_the_coordinator_write_anything(site: Site) -> None:

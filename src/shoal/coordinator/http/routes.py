@@ -3,6 +3,7 @@
 Invariant: `/healthz`, `/metrics`, `/v1/run`, `/v1/offer`, `/v1/status` and `/v1/history` are public. Every other route
 needs a fresh signature. `/v1/register` accepts any key that sends an invite. `/v1/bookings` accepts only the coordinator's
 own key, which its operator has. All other routes accept only registered keys of the roles in the table.
+A banned key may only send heartbeats, which tell it so, and read the task data that its node may need until it knows.
 `protocol.server` has the code that all routes share; `files` has the routes of rollout files.
 """
 
@@ -32,7 +33,7 @@ from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, InviteError, open_payload
 from shoal.protocol.messages import Ok, Role
 from shoal.protocol.pace import Pace
-from shoal.protocol.server import IDENTITY, Admission, Answer, Front, Handler, Request, Route, refusal
+from shoal.protocol.server import EVICTED, IDENTITY, Admission, Answer, Front, Handler, Request, Route, refusal
 from shoal.shardcast.guard import issue
 from shoal.store.folder import DamagedFileError, Folder, StoreError
 
@@ -116,9 +117,9 @@ class Coordinator:
                 web.get("/metrics", anyone(_cached(lambda: read_metrics(pool.db), CONTENT_TYPE_PLAIN_0_0_4))),
                 web.post("/v1/register", signed(self._register, None, rare=True)),
                 web.post("/v1/bookings", signed(self._book, None)),
-                web.post("/v1/heartbeat", signed(self._heartbeat, every, MAX_HEARTBEAT_BYTES)),
+                web.post("/v1/heartbeat", signed(self._heartbeat, [*every, EVICTED], MAX_HEARTBEAT_BYTES)),
                 web.post("/v1/drain", signed(self._drain, ["worker"], rare=True)),
-                web.get("/v1/tasks/{sha256}", signed(self._task_data, every)),
+                web.get("/v1/tasks/{sha256}", signed(self._task_data, [*every, EVICTED])),
                 *self.files.routes(),
                 *(web.get(path, signed(_query(answer), roles)) for path, answer, roles in queries),
                 web.post("/v1/claims", signed(self._claim, ["validator"])),
