@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import sqlite3
 import threading
 import time
@@ -272,13 +273,17 @@ def test_a_restarted_origin_keeps_its_port_and_announces_nothing_twice(site: Sit
     assert again.stopped() == "stopped"
 
 
-def test_an_origin_with_an_empty_port_file_takes_a_free_port(site: Site, tmp_path: Path) -> None:
+def test_an_origin_whose_port_was_taken_takes_a_free_one(site: Site, tmp_path: Path) -> None:
     (tmp_path / "origin").mkdir()
-    (tmp_path / "origin" / "port").write_text("")
     site.write(0)
-    origin = site.origin()
-    wait_until(lambda: site.status().newest_version == 0 or origin.result is not None)
-    assert origin.stopped() == "stopped"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        (tmp_path / "origin" / "port").write_text(str(taken))
+        origin = site.origin()
+        wait_until(lambda: site.status().newest_version == 0 or origin.result is not None)
+        assert origin.stopped() == "stopped"
+    port = (tmp_path / "origin" / "port").read_text()
+    assert site.node("origin").url == f"http://127.0.0.1:{port}" and port != str(taken)
 
 
 def test_a_version_is_announced_only_when_it_is_complete(site: Site) -> None:

@@ -164,6 +164,16 @@ def test_downloading_the_state_more_slowly_than_rounds_end_is_an_error(tmp_path)
         assert host.meeting.round == 3
 
 
+def test_a_meeting_whose_port_was_taken_takes_a_free_one(tmp_path):
+    folder = tmp_path / "meet"
+    folder.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        (folder / "port").write_text(str(taken))
+        with served(folder, terms()) as host:
+            assert host.port != taken
+
+
 def test_a_full_disk_ends_the_meeting_and_a_restart_continues(tmp_path, monkeypatch):
     with served(tmp_path / "meet", terms(rounds=2)) as host:
         a = RemoteTrainee(host, "site-a", tmp_path)

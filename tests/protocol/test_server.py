@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -332,3 +334,27 @@ def test_the_least_recently_active_clients_are_forgotten() -> None:
     for client in ("ann", "bob", "cy", "ann", "dee"):
         rates.charge(client, 100, 0.0)
     assert [client for client in ("ann", "bob", "cy", "dee") if rates.wait_s(client, 0.0)] == ["ann", "cy", "dee"]
+
+
+@pytest.mark.parametrize("damaged", [b"", b"x", b"\xff"])
+def test_a_server_listens_on_its_last_port_while_that_is_free(tmp_path: Path, damaged: bytes) -> None:
+    path, taken, asked = tmp_path / "port", [7], []
+
+    async def start(port: int) -> tuple[Any, int]:
+        asked.append(port)
+        if port in taken:
+            raise OSError(errno.EADDRINUSE, "in use")
+        return None, port or 9
+
+    def run(port: int) -> int:
+        asked.clear()
+        return asyncio.run(server.on_last_port(start, port, path))[1]
+
+    assert run(0) == run(0) == 9 and asked == [9]
+    path.write_bytes(b"7")
+    assert run(0) == 9 and asked == [7, 0] and path.read_text() == "9"
+    path.write_bytes(damaged)
+    assert run(0) == 9 and asked == [0]
+    with pytest.raises(OSError, match="in use"):
+        run(7)  # the config asks for this port
+    assert asked == [7] and path.read_text() == "9"

@@ -8,18 +8,17 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-
-from aiohttp import web
 
 from shoal.config import Config
 from shoal.errors import UserError
-from shoal.files import write_file
 from shoal.protocol.history import Status
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import Ok, PolicyVersion
 from shoal.protocol.node import Node
+from shoal.protocol.server import on_last_port
 from shoal.shardcast import Guard, Manifest, Origin, Relay, ShardStore, app, serve
 from shoal.shardcast.manifest import parse_version, version_name
 from shoal.shardcast.origin import check_apart
@@ -159,7 +158,7 @@ async def serve_store(
     `url`: the address to announce if a proxy stands in front; "": announce the address that this process listens on.
     """
     guard = Guard(audience=invite.run, pool_key=invite.key)
-    runner, bound = await _bind(app(store, guard=guard), *listen, folder / "port")
+    runner, bound = await on_last_port(partial(serve, app(store, guard=guard), listen[0]), listen[1], folder / "port")
     try:
         here = url_of(listen[0], bound)
         url = url or here
@@ -182,12 +181,3 @@ async def _ban(node: Node, guard: Guard) -> None:
         if node.answer:
             guard.ban(frozenset(node.answer.banned))
         await asyncio.sleep(WATCH_S)
-
-
-async def _bind(application: web.Application, host: str, port: int, last_port: Path) -> tuple[web.AppRunner, int]:
-    """Listen on `port`; 0: the port from before a restart, or else any free port."""
-    last = last_port.read_text() if port == 0 and last_port.exists() else ""
-    port = int(last) if last else port
-    runner, bound = await serve(application, host, port)
-    write_file(last_port, str(bound).encode())
-    return runner, bound

@@ -16,6 +16,7 @@ Left out: several meetings that share the work.
 """
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -52,7 +53,7 @@ from shoal.files import read_json, write_file
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.messages import Ok
 from shoal.protocol.pace import MEMBER_UNREAD, Pace, Refusal, Unread
-from shoal.protocol.server import IDENTITY, Admission, Front, Request, listen
+from shoal.protocol.server import IDENTITY, Admission, Front, Request, listen, on_last_port
 from shoal.protocol.signing import MAX_AGE_S, SignatureError
 
 POLL_S = 8.0  # below a site's timeout of 30 s
@@ -236,15 +237,14 @@ class MeetingServer:
 
 
 async def serve(server: MeetingServer, host: str, port: int, listening: Path) -> tuple[web.AppRunner, int]:
-    """Start listening. Port 0 means the port used before a restart, or a free port if there was none."""
-    last = listening.read_text() if port == 0 and listening.exists() else ""
-    port = int(last) if last.isdecimal() else port
+    """Start listening. Port 0 means the port used before a restart if it is still free, or else any free port."""
+    start = partial(listen, server.app(), host, per_address=CONNECTIONS_PER_ADDRESS, total=CONNECTIONS)
     try:
-        runner, bound = await listen(server.app(), host, port, per_address=CONNECTIONS_PER_ADDRESS, total=CONNECTIONS)
+        return await on_last_port(start, port, listening)
     except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
         raise ShoalError(f"{error.strerror}: set the port of the sites' meeting to a free one") from error
-    write_file(listening, str(bound).encode())
-    return runner, bound
 
 
 def _piece(path: Path, offset_bytes: int) -> bytes:

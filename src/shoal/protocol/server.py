@@ -16,15 +16,18 @@ A listener has one `Front`, and each run has one `Admission`. Limits are in `pac
 
 import asyncio
 import contextlib
+import errno
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from shoal.errors import ShoalError, first_problem
+from shoal.files import write_file
 from shoal.protocol.identity import Identity
 from shoal.protocol.pace import LARGE_BYTES, Pace, Refusal, Strangers, Unread
 from shoal.protocol.signing import NonceStore, SignatureError, SignedHead, sign_answer, verify_head
@@ -304,6 +307,28 @@ async def listen(
         read_bufsize=READ_BUFFER_BYTES,
     )
     return runner, int(listener.getsockname()[1])
+
+
+async def on_last_port(
+    start: Callable[[int], Awaitable[tuple[web.AppRunner, int]]], port: int, path: Path
+) -> tuple[web.AppRunner, int]:
+    """Call `start` with a port and keep the port that it returns in the file `path`. Return what `start` returns.
+
+    Port 0 means the port in the file if it is still free, or else any free port. A damaged file counts as missing.
+    """
+    last = 0
+    if port == 0:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            last = int(path.read_text())
+    try:
+        runner, bound = await start(last or port)
+    except OSError as error:
+        if not last or error.errno != errno.EADDRINUSE:
+            raise
+        LOG.warning("port %d, used before the restart, is taken now: listening on another port", last)
+        runner, bound = await start(0)
+    write_file(path, str(bound).encode())
+    return runner, bound
 
 
 def _response(answer: Answer) -> web.StreamResponse:
