@@ -144,6 +144,14 @@ def test_the_error_for_a_folder_that_transformers_cannot_read_names_it(
         load(tmp_path)
 
 
+def test_a_tokenizer_of_a_newer_version_is_named(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "newer"))
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace('"WordLevel"', '"NextLevel"'))
+    with pytest.raises(UnsupportedModelError, match=f"transformers cannot read the tokenizer in {folder}: "):
+        load_tokenizer(folder)
+
+
 @pytest.mark.parametrize(("load", "reader"), [(load_model, AutoConfig), (load_tokenizer, AutoTokenizer)])
 def test_an_error_of_the_operating_system_is_not_blamed_on_the_model(
     tmp_path: Path, load: Any, reader: Any, monkeypatch: pytest.MonkeyPatch

@@ -215,8 +215,10 @@ def _check_folder(folder: Path) -> None:
 def _read(folder: Path, part: str, kind: Any) -> Any:
     try:
         return kind.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # an error of the system, not of the model
+    except Exception as error:
+        is_system = isinstance(error, OSError) and error.errno is not None  # an error of the system, not of the model
+        is_plain = type(error) is Exception  # tokenizers raises nothing more specific
+        if is_system or not (is_plain or isinstance(error, OSError | ValueError | KeyError)):
             raise
         _check_folder(folder)
         raise UnsupportedModelError(f"transformers cannot read the {part} in {folder}: {first_line(error)}") from error
