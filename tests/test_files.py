@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from shoal.files import DamagedFileError, keep_lines, new_file, read_json, write_file, write_new_file
+from shoal.files import (
+    DamagedFileError,
+    commit_folder_once,
+    keep_lines,
+    new_file,
+    read_json,
+    write_file,
+    write_new_file,
+)
 
 
 def test_the_error_of_a_full_disk_is_not_hidden_by_closing_the_file(
@@ -45,3 +53,13 @@ def test_the_error_of_damaged_json_names_the_file_and_the_next_step(tmp_path: Pa
     path.write_bytes(b"{}\n" + data + b"\n")
     with pytest.raises(DamagedFileError, match=f"^{path} is damaged "):
         keep_lines(path, bool)
+
+
+def test_a_folder_that_cannot_be_committed_is_an_error_unless_it_exists(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    with pytest.raises(FileNotFoundError):
+        commit_folder_once(tmp_path / "new", tmp_path / "missing" / "final")
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "other").touch()
+    commit_folder_once(tmp_path / "new", tmp_path / "final")
+    assert (tmp_path / "final" / "other").exists()

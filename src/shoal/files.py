@@ -173,6 +173,15 @@ def commit_folder(temporary: Path, final: Path) -> None:
     fsync(final.parent)
 
 
+def commit_folder_once(temporary: Path, final: Path) -> None:
+    """Commit a folder, unless another process committed one with the same content under this name. Raise OSError."""
+    try:
+        commit_folder(temporary, final)
+    except OSError:
+        if not final.exists():
+            raise
+
+
 def digests(folder: Path) -> dict[str, str]:
     """Return the BLAKE3 digest of each file in a folder, by name.
 

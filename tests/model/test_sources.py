@@ -81,15 +81,36 @@ def test_smollm2_is_converted_once_and_an_error_names_its_missing_package(
     assert cache_dir() == Path.home() / ".cache" / "shoal"
 
 
-def test_smollm2_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, synced = tiny_llama(0), set[int]()
+@pytest.fixture
+def packaged(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a tiny llama stand for the packaged SmolLM2."""
+    model = tiny_llama(0)
     model.config.quantization_config = {}
-    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    monkeypatch.setattr(sources, "_packaged_smollm2", lambda: tmp_path / "smollm2.gguf")
+    monkeypatch.setattr(sources, "_packaged_smollm2", lambda: empty_cache / "smollm2.gguf")
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda **_: tiny_tokenizer())
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda **_: model)
+
+
+@pytest.mark.usefixtures("packaged")
+def test_smollm2_is_on_disk_before_it_gets_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = set[int]()
     monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino))
     assert {path.stat().st_ino for path in resolve(SMOLLM2).iterdir()} <= synced
+
+
+@pytest.mark.usefixtures("packaged")
+def test_smollm2_may_be_converted_by_two_processes_at_the_same_time(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = empty_cache / "models" / "smollm2-135m-instruct-v1"
+
+    def sync(fd: int) -> None:  # the other process finishes while this one writes to disk
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    assert resolve(SMOLLM2) == folder
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 # ---- positions

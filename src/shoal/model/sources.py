@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.errors import ShoalError, UserError, first_line
-from shoal.files import commit_folder
+from shoal.files import commit_folder_once
 
 SMOLLM2 = "bundled:smollm2-135m-instruct"
 TINY = "bundled:tiny"
@@ -140,8 +140,7 @@ def _converted_smollm2() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
         save_model(model, tokenizer, Path(temporary) / "model")
-        if not folder.exists():  # another process may have converted it meanwhile, with the same result
-            commit_folder(Path(temporary) / "model", folder)
+        commit_folder_once(Path(temporary) / "model", folder)
     return folder
 
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from shoal import tasks
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.config.tasks import SourceSection, TaskSection
-from shoal.files import commit_folder
+from shoal.files import commit_folder_once
 from shoal.learner.policy import Policy
 from shoal.model.load import save_model
 from shoal.model.sources import TINY, bundled_dir
@@ -51,8 +51,7 @@ def tiny() -> Path:
         policy = Policy(start, settings, "float32", "cpu", temperature=1.0)
         train(policy, TINY_TASKS, batch=BATCH, until_loss=UNTIL_LOSS, max_steps=MAX_STEPS)
         save_model(policy.model, policy.tokenizer, done)
-        if not folder.exists():  # another process may have trained it meanwhile
-            commit_folder(done, folder)
+        commit_folder_once(done, folder)
     return folder
 
 
