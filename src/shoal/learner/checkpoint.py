@@ -182,7 +182,7 @@ class Checkpoints:
         for path in sorted(folder.glob("*.safetensors")):
             for name, kept in load_file(path).items():
                 if name not in live or not torch.equal(live.pop(name).cpu(), kept):
-                    return name
+                    return str(name)
         return next(iter(live), "")
 
     def _tensors(self) -> dict[str, Tensor]:

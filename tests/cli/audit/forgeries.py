@@ -293,6 +293,10 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
         "was not accepted",
     ),
     "batch of unjudged": (lambda run: batch_with(run, f"{BOB.public[:16]}-000044"), "was not accepted"),
+    "a group before the first": (
+        lambda run: batch_with(run, run.find("batch", step=2)["groups"][1][0], -1),
+        "group -1 of .* is in two batches, or was not accepted",
+    ),
     "the same group twice": (lambda run: batch_with(run, *run.find("batch", step=2)["groups"][1]), "is in two batches"),
     "batch after the end": (
         lambda run: run.add("batch", run.find("batch", step=2) | {"step": 3}),

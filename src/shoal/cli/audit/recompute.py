@@ -97,7 +97,8 @@ def rerun(run: AuditedRun, state: AuditState, step: int, scratch: Path) -> Itera
         progress = learner.checkpoints.restore()
         learner.publish(progress)
         _compare(result, step, record.before)
-        learner.train(gather_step(run, state, step).groups)
+        if groups := gather_step(run, state, step).groups:  # without any, the learner skipped the step
+            learner.train(groups)
         progress.advance([])
         learner.publish(progress)
         _compare(result, step + 1, record.after)

@@ -173,7 +173,7 @@ class Walk:
         unchecked = 0
         for id, group in members:
             source = self.state.accepted.get(id)
-            if source is None or group >= len(source.useful) or (id, group) in self.state.batched:
+            if source is None or not 0 <= group < len(source.useful) or (id, group) in self.state.batched:
                 raise ValueError(f"group {group} of {id} is in two batches, or was not accepted")
             if not source.version <= step <= source.version + config.coordinator.async_level:
                 age = f"version {source.version}, which is too old or too new for step {step + 1}"
