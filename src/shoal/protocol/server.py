@@ -46,9 +46,7 @@ READ_BUFFER_BYTES = 64 << 10  # per connection; a connection may hold up to twic
 
 EVICTED = "evicted"  # the role of a banned key; all its requests count as rare
 MEMBER = web.RequestKey("member", str)  # the key of the member that signed the request
-COVERED = web.RequestKey(
-    "covered", bool
-)  # the answer depends only on what the request's signature covers, so it is signed
+COVERED = web.RequestKey("covered", bool)  # the request's signature covers all that the answer depends on
 SLOT = web.RequestKey("slot", contextlib.ExitStack)  # resources of a request, released once its answer is sent
 IDENTITY = web.AppKey("identity", Identity)  # signs the answers of an application
 
@@ -173,9 +171,8 @@ class Admission:
         if role is not None:
             request[MEMBER] = head.key
             keep_open(request)
-            self.pace.member(
-                head.key, rare=rare or role == EVICTED
-            )  # counts refused requests too: the signature cost as much to verify
+            # This counts refused requests, too: their signatures cost as much to verify.
+            self.pace.member(head.key, rare=rare or role == EVICTED)
         if roles is not None and role not in roles:
             if role == EVICTED:
                 raise Refusal("this key was evicted")  # with status 409, for which a worker drops only the upload
