@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from shoal.diloco import serve
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.messages import BadOfferError, Figures, Greeting, MeetingError, RoundClosedError, site_invite
 from shoal.diloco.remote import Remote
@@ -162,6 +163,26 @@ def test_downloading_the_state_more_slowly_than_rounds_end_is_an_error(tmp_path)
         with pytest.raises(MeetingError, match="3 times a round ended before the state was downloaded"):
             a.remote.state("test")
         assert host.meeting.round == 3
+
+
+def test_only_one_thread_at_a_time_uses_the_meeting(tmp_path, monkeypatch):
+    """The event loop must not read the members, because a thread may change them."""
+    with served(tmp_path / "meet", terms(sites=2, rounds=1)) as host:
+        monkeypatch.setattr(serve, "POLL_S", 0.0)
+        users: dict[str, set[threading.Thread]] = {"due": set(), "waiting_for": set(), "expected": set()}
+
+        def watched(name: str, real: Any) -> Any:
+            return lambda: (users[name].add(threading.current_thread()), real())[1]
+
+        for name, owner in zip(users, (host.meeting, host.meeting, host.meeting.members), strict=True):
+            monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
+        a, b = (RemoteTrainee(host, name, tmp_path) for name in ("site-a", "site-b"))
+        at_once(lambda: a.rounds(1), lambda: b.rounds(1))
+        for each in (a, b):
+            each.remote.leave()
+        host.thread.join(10)
+        assert not host.thread.is_alive()
+        assert all(users.values()) and not any(host.thread in threads for threads in users.values())
 
 
 def test_a_meeting_whose_port_was_taken_takes_a_free_one(tmp_path):

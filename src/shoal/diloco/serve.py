@@ -133,10 +133,11 @@ class MeetingServer:
                 raise self.failure
             with suppress(web.HTTPServiceUnavailable):  # `failure` says why
                 await self._close_if_due()
-            if self.meeting.over:
-                over_s = over_s or time.monotonic()
-                if not self.meeting.members.expected() or time.monotonic() - over_s > self.meeting.terms.wait_s:
-                    return
+                if self.meeting.over:
+                    over_s = over_s or time.monotonic()
+                    expected = await self._alone(self.meeting.members.expected)
+                    if not expected or time.monotonic() - over_s > self.meeting.terms.wait_s:
+                        return
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.offered.wait(), LOOK_S)
             self.offered.clear()
@@ -155,12 +156,11 @@ class MeetingServer:
                 raise web.HTTPServiceUnavailable(reason="the meeting failed and ends") from error
 
     async def _close_if_due(self) -> None:
-        if self.meeting.due() and self.failure is None:
-            outcome = await self._alone(lambda: self.meeting.close() if self.meeting.due() else None)
-            if outcome is not None:
-                log.info("%s", summary(outcome, self.meeting.terms.rounds))
-                self.ended.set()
-                self.ended = asyncio.Event()
+        outcome = await self._alone(lambda: self.meeting.close() if self.meeting.due() else None)
+        if outcome is not None:
+            log.info("%s", summary(outcome, self.meeting.terms.rounds))
+            self.ended.set()
+            self.ended = asyncio.Event()
 
     # --- routes --------------------------------------------------------------------------------------------------------
 
@@ -208,7 +208,9 @@ class MeetingServer:
             with suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), deadline_s - time.monotonic())
             ended = self.ended
-        return RoundProgress(outcome=outcome, waiting_for=[] if outcome else self.meeting.waiting_for())
+        return RoundProgress(
+            outcome=outcome, waiting_for=[] if outcome else await self._alone(self.meeting.waiting_for)
+        )
 
     async def _average(self, request: Request) -> bytes:
         return await self._alone(partial(self.meeting.average, int(request.match["round"])))
