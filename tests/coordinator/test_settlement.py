@@ -1,6 +1,7 @@
 """The coordinator settles its ledger in a contract, on an EVM in this process; the chain becomes unreachable and returns."""
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,11 @@ from shoal.coordinator import credit
 from shoal.coordinator.credit import ChainStakes, Settlement
 from shoal.coordinator.database import PoolError
 from shoal.ledger import evm
-from shoal.ledger.chain import LedgerError
+from shoal.ledger.chain import Entry, LedgerError
 from shoal.ledger.evm import ChainLostError, deploy, read_key
 
 from ..ledger.stakes_support import ACCOUNT, InContract, RevmChain
 from .support import ALICE, BOB, Harness, open_pool, strangers
-
-pytest.importorskip("pyrevm", reason="pyrevm is not installed: make evm")
-pytest.importorskip("eth_abi", reason="web3.py is not installed: make evm")
-
 
 ADDRESS = "203.0.113.7"
 
@@ -75,6 +72,8 @@ class Scene:
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    pytest.importorskip("pyrevm", reason="pyrevm is not installed: make evm")
+    pytest.importorskip("eth_abi", reason="web3.py is not installed: make evm")
     return Scene(monkeypatch)
 
 
@@ -141,6 +140,28 @@ def test_the_next_start_settles_the_rest_and_nothing_twice(scene: Scene) -> None
     second.finish()
     assert scene.credited(ALICE) == 42
     assert [event.kind for event in scene.contract.events()] == ["registered", "credited", "credited"]
+
+
+def test_entries_queued_while_settled_ones_are_skipped_are_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = open_pool()
+    settling = Settlement(harness.pool.config, harness.pool.db, ChainStakes(), print)
+    sent: list[Entry] = []
+
+    def unsettled(entries: Iterable[Entry], contract: object) -> list[Entry]:
+        rest = iter(entries)
+        next(rest)  # it is settled already
+        harness.pool.db.ledger.append("credited", {"number": 2})
+        settling._queue_entries()  # `finish` does this while a batch of `run` is still in progress
+        return list(rest)
+
+    monkeypatch.setattr(settling, "_contract", lambda thread: None)
+    monkeypatch.setattr(credit, "unsettled", unsettled)
+    monkeypatch.setattr(credit, "settle", lambda entry, contract: sent.append(entry))
+    for number in range(2):
+        harness.pool.db.ledger.append("credited", {"number": number})
+    settling._queue_entries()
+    settling._settle_batch([])
+    assert [entry.body for entry in sent] == ['{"number":1}', '{"number":2}'] and not settling.waiting
 
 
 def test_a_wrong_contract_or_key_ends_the_coordinator(scene: Scene, tmp_path: Path) -> None:

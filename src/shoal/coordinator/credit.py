@@ -292,7 +292,9 @@ class Settlement:
     def _settle_batch(self, members: list[str]) -> None:
         contract = self._contract("settle")
         if not self._skipped_settled:
-            self.waiting = deque(unsettled(self.waiting, contract))
+            waiting = list(self.waiting)  # a copy, because `finish` may append entries meanwhile
+            for _ in range(len(waiting) - len(unsettled(waiting, contract))):
+                self.waiting.popleft()
             self._skipped_settled = True
         for _ in range(min(BATCH_ENTRIES, len(self.waiting))):
             entry = self.waiting[0]
