@@ -3,12 +3,15 @@
 import json
 import os
 import random
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
 from shoal.files import NewFile
 from shoal.shardcast import Manifest, ManifestError, Origin, PublishError, delta
+from shoal.shardcast.alone import serve_origin
 from shoal.shardcast.manifest import MAX_SHARDS
 from shoal.shardcast.origin import shard_bytes
 
@@ -306,3 +309,30 @@ def test_too_many_shards_are_refused_before_any_is_written(tmp_path):
     with pytest.raises(PublishError, match="120000 shards of 1024.* raise the shard size to 1229 bytes or more"):
         source.publish(folder, 0)
     assert not (source.store.path / "v000000").exists() and source.published() == []
+
+
+@pytest.mark.parametrize("newer", [True, False])
+async def test_a_version_that_its_writer_removed_is_skipped_if_there_is_a_newer_one(tmp_path, monkeypatch, newer):
+    watched, source = tmp_path / "versions", origin(tmp_path)
+    for version in (0, 1) if newer else (0,):
+        model_folder(watched / f"v{version:06d}", seed=version)
+    publish, stop, events = source.publish, threading.Event(), []
+
+    def removed(folder, version):
+        if version == 0:
+            shutil.rmtree(folder)
+        return publish(folder, version)
+
+    def say(event):
+        events.append(event)
+        if "version" in event:
+            stop.set()
+
+    monkeypatch.setattr(source, "publish", removed)
+    serving = serve_origin(watched, source, ("127.0.0.1", 0), stop, say)
+    if newer:
+        await serving
+        assert [event.get("version") for event in events] == [None, 1]
+    else:
+        with pytest.raises(FileNotFoundError):
+            await serving

@@ -121,7 +121,11 @@ async def serve_origin(
                 newest = max(origin.published(), default=-1)
                 for folder in sorted(folder for folder in path.iterdir() if _version(folder)):
                     if (version := parse_version(folder.name)) is not None and version > newest:
-                        report(await asyncio.to_thread(origin.publish, folder, version))
+                        try:
+                            report(await asyncio.to_thread(origin.publish, folder, version))
+                        except FileNotFoundError:  # its writer removes versions once it has newer ones
+                            if not any(other.name > folder.name and _version(other) for other in path.iterdir()):
+                                raise
             await asyncio.sleep(POLL_S if watched else IDLE_S)
 
     def report(manifest: Manifest) -> None:
