@@ -43,6 +43,29 @@ def test_a_gpus_speed_is_measured_with_a_product_that_fills_it(
     """The meta device stands for a GPU: it computes nothing."""
     shapes = []
     monkeypatch.setattr(torch, "matmul", lambda a, b: shapes.append((a.shape, b.shape)))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     dtype.measure_gflops(torch.bfloat16, device)
     assert set(shapes) == {((size, size), (size, size))}
+
+
+@pytest.mark.parametrize(
+    ("device", "best_s", "products"),
+    [("cpu", 1.0, ["cpu"]), ("meta", 0.01, ["meta", "wait for meta"] * (1 + dtype.REPEATS))],
+)
+def test_a_gpus_slow_first_product_is_not_timed_and_a_slow_cpu_computes_only_one(
+    monkeypatch: pytest.MonkeyPatch, device: str, best_s: float, products: list[str]
+) -> None:
+    calls: list[str] = []
+    now_s = 0.0
+
+    def multiply(a: torch.Tensor, b: torch.Tensor) -> None:
+        nonlocal now_s
+        now_s += 0.01 if calls else 1.0
+        calls.append(a.device.type)
+
+    monkeypatch.setattr(torch, "matmul", multiply)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(f"wait for {device}"))
+    monkeypatch.setattr("time.perf_counter", lambda: now_s)
+    size = dtype.SIZE if device == "cpu" else dtype.DEVICE_SIZE
+    assert dtype.measure_gflops(torch.bfloat16, device) == pytest.approx(2 * size**3 / best_s / 1e9)
+    assert calls == products

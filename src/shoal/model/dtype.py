@@ -40,14 +40,18 @@ def check_device(device: str) -> None:
 
 def measure_gflops(dtype: torch.dtype, device: str = "cpu") -> float:
     """Measure the GFLOP/s of square matrix products in `dtype` with the current thread count. Return the best."""
-    size = SIZE if torch.device(device).type == "cpu" else DEVICE_SIZE
+    on_cpu = torch.device(device).type == "cpu"
+    size = SIZE if on_cpu else DEVICE_SIZE
     a = torch.randn(size, size, device=device).to(dtype)
+    if not on_cpu:
+        torch.matmul(a, a)  # the first product on a GPU also loads libraries
+        torch.cuda.synchronize(device)
     best_s = float("inf")
     for _ in range(REPEATS):
         start = time.perf_counter()
         torch.matmul(a, a)
-        if device != "cpu":
-            torch.cuda.synchronize()
+        if not on_cpu:
+            torch.cuda.synchronize(device)
         best_s = min(best_s, time.perf_counter() - start)
         if best_s > 0.2:  # far too slow (bf16 is emulated): one measurement is enough
             break
