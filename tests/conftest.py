@@ -6,6 +6,7 @@ Many tests share the session-scoped models, so no test may change their weights.
 import asyncio
 import inspect
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,6 +101,15 @@ def tiny_llama(seed: int, **changed: Any) -> LlamaForCausalLM:
     }
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**(config | changed))).eval()
+
+
+@pytest.fixture(scope="session")
+def ipv6() -> None:
+    """Skip the test if this machine has no IPv6 loopback address."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 loopback here: {error}")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
@@ -162,7 +163,26 @@ def test_serving_at_an_address_of_another_machine_says_what_to_do(
 ) -> None:
     assert main(["serve", "bundled:smollm2-135m-instruct", "--host", host, "--port", "0"]) == USAGE
     where = f"shoal serve: the endpoint cannot listen at {host}:0"
-    assert capsys.readouterr().err == f"{where}: {why}; choose another --host\n"
+    assert capsys.readouterr().err == f"{where}: {why}; choose another host\n"
+
+
+@pytest.mark.usefixtures("ipv6")
+def test_the_dashboard_may_listen_on_ipv6(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    allowed: list[str] = []
+
+    async def serve(page: object, listener: socket.socket, hosts: tuple[str, ...], stop: object) -> None:
+        listener.close()
+        allowed.extend(hosts)
+
+    monkeypatch.setattr("shoal.watch.page.server.serve", serve)
+    monkeypatch.setattr("shoal.watch.run.open_run", lambda what: None)
+    monkeypatch.setattr("shoal.watch.page.server.Dashboard", lambda run, others: None)
+    monkeypatch.setattr("shoal.cli.launch.process.begin", lambda name, threads: threading.Event())
+    assert main(["dashboard", str(tmp_path), "--host", "0:0:0:0:0:0:0:1", "--port", "0"]) == DONE
+    assert re.match(r"dashboard: http://\[::1\]:\d+/ ", capsys.readouterr().out)
+    assert "[0:0:0:0:0:0:0:1]" in allowed
 
 
 def test_a_run_that_never_started_or_has_another_model_is_not_resumed(

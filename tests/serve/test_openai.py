@@ -1,17 +1,21 @@
 """The API as clients see it. The clients are plain HTTP requests and, if it is installed, OpenAI's Python client."""
 
 import copy
+import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
 
 from shoal.engine.torch_engine import TorchEngine
 from shoal.serve.generation import TokenLogprobs
 from shoal.serve.openai.responses import text_logprobs
 from shoal.serve.scheduler import ServeLimits
+from shoal.serve.service import Settings, _serve
 
 from .support import DEADLINE_S, KEY, Running, engine, events, serving, until
 
@@ -288,3 +292,12 @@ def test_metrics_count_generated_tokens(api: Running) -> None:
     values = dict(line.rsplit(" ", 1) for line in lines if line[0] != "#")
     assert float(values["shoal_serve_tokens_total"]) > 0
     assert float(values["shoal_serve_ready"]) == 1
+
+
+@pytest.mark.usefixtures("ipv6")
+async def test_the_urls_of_an_ipv6_server_have_brackets(tmp_path: Path) -> None:
+    source, lines, stop = SimpleNamespace(name="tiny"), list[str](), threading.Event()
+    service = SimpleNamespace(settings=Settings(tmp_path, "::1", 0), source=source, app=web.Application)
+    stop.set()
+    await _serve(service, stop, lines.append)  # type: ignore[arg-type]
+    assert re.match(r"tiny at (http://\[::1\]:\d+) \(the page\) and \1/v1 \(the API\)$", lines[0])

@@ -55,6 +55,8 @@ def dashboard(arguments: argparse.Namespace) -> None:
 
     stop = process.begin("dashboard", threads=1)
     from shoal.shardcast.connections import PATIENCE, Listener
+    from shoal.shardcast.server import url_of
+    from shoal.watch.page.files import host_name
     from shoal.watch.page.server import CONNECTIONS, LOOPBACK, PER_ADDRESS, Dashboard
     from shoal.watch.page.server import serve as serve_page
     from shoal.watch.run import open_run
@@ -67,8 +69,9 @@ def dashboard(arguments: argparse.Namespace) -> None:
     listener = Listener(arguments.host, arguments.port, PATIENCE, per_address=PER_ADDRESS, total=CONNECTIONS)
     listener.listen()  # clients that read the next line can connect
     host, bound = listener.getsockname()[:2]
-    say(f"dashboard: http://{host}:{bound}/ (Ctrl-C ends it)")
-    hosts = () if arguments.public else (*LOOPBACK, arguments.host)
+    say(f"dashboard: {url_of(host, bound)}/ (Ctrl-C ends it)")
+    named = host_name(url_of(arguments.host, bound).removeprefix("http://"))  # as in a Host header
+    hosts = () if arguments.public else (*LOOPBACK, named)
     asyncio.run(serve_page(page, listener, hosts, stop.is_set))
 
 

@@ -33,6 +33,7 @@ from shoal.serve.scheduler import ServeLimits, ServeScheduler
 from shoal.serve.threads import FairSemaphore, FairThreadPool
 from shoal.serve.versions import ModelSource, Versions
 from shoal.shardcast.connections import Listener, Patience, started
+from shoal.shardcast.server import url_of
 from shoal.watch.page.files import secure
 
 COUNTERS = {  # fields of `scheduler.Counts`
@@ -239,7 +240,7 @@ async def _serve(service: Service, stop: threading.Event, say: Callable[[str], N
     # `handler_cancellation` frees the rows of a client that disconnects.
     runner = await started(service.app(), listener, logger=log, handler_cancellation=True)
     try:
-        url = f"http://{settings.host}:{listener.getsockname()[1]}"
+        url = url_of(settings.host, listener.getsockname()[1])
         say(f"{service.source.name} at {url}{' (the page)' if settings.chat else ''} and {url}/v1 (the API)")
         if not settings.open:
             say(f"keys of the API: {settings.folder / KEYS}")

@@ -235,6 +235,16 @@ def test_a_taken_dashboard_port_is_reported_before_anything_is_prepared(
             swarm.run()
 
 
+@pytest.mark.usefixtures("ipv6")
+@pytest.mark.parametrize("port", [0, 8700])
+def test_the_coordinator_may_listen_on_ipv6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    swarm = Swarm(parse({"coordinator": {"listen": f"[::1]:{port}"}}), "run", tmp_path)
+    words = swarm._coordinator_command()
+    bound = words[words.index("--port") + 1]
+    assert swarm.url == f"http://[::1]:{bound}" and int(bound) in ({port} if port else range(1, 65536))
+
+
 @pytest.mark.slow
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:

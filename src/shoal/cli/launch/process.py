@@ -67,12 +67,12 @@ def log_lines(name: str) -> None:
 def listen(host: str, port: int, what: str) -> socket.socket:
     """Return a listening socket. `what`: the server's name in the error message. Raise UserError."""
     try:
-        return socket.create_server((host, port))
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         unknown = isinstance(error.__context__, socket.gaierror)  # its numbers are not those of `os.strerror`
         why = "no such host" if unknown else os.strerror(error.errno or 0)
         is_host = unknown or error.errno == errno.EADDRNOTAVAIL
-        hint = "choose another --host" if is_host else "choose another port, or 0 for a free one"
+        hint = "choose another host" if is_host else "choose another port, or 0 for a free one"
         raise UserError(f"{what} cannot listen at {host}:{port}: {why}; {hint}") from error
 
 

@@ -10,7 +10,6 @@ import math
 import os
 import shlex
 import shutil
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +41,7 @@ from shoal.files import copy_tree, discard, read_json, write_file
 from shoal.protocol.history import PoolWatch, Status
 from shoal.protocol.invite import Address, open_payload, read_invite
 from shoal.protocol.messages import Role
+from shoal.shardcast.server import url_of
 from shoal.watch import figures
 from shoal.watch.record import read_evaluations, trained_steps
 from shoal.watch.summary import MODEL, SUMMARY, Leg, all_legs, read_legs, summary_table, write_legs, write_report
@@ -211,7 +211,7 @@ class Swarm:
         """Return the coordinator's command line; set `url` if it is not known yet."""
         host = self.config.coordinator.host
         if not self.url:
-            self.url = f"http://{host}:{self.config.coordinator.port or _free_port(host)}"
+            self.url = url_of(host, self.config.coordinator.port or _free_port(host))
         return members.coordinator_command(self.run_name, self.out, self.url)
 
     def _invite(self, member: RunProcess) -> None:
@@ -316,8 +316,7 @@ class Swarm:
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
+    with listen(host, 0, "the coordinator") as probe:
         port: int = probe.getsockname()[1]
         return port
 
@@ -382,8 +381,7 @@ class PoolSwarm(Swarm):
 def local_url(config: Config, address: Address) -> str:
     """Return the URL of the pool's coordinator on this machine, without the proxy that others may use."""
     host = ANY.get(config.coordinator.host, config.coordinator.host)
-    port = config.coordinator.port or urlsplit(address.url).port
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return url_of(host, config.coordinator.port or urlsplit(address.url).port or 80)
 
 
 def _trusted_invites(folder: Path) -> dict[RunProcess, Path]:
