@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ShoalError, UserError
+from shoal.evals import harness
 from shoal.evals.evaluate import CONFIG, Contestant, Difference, Score, evaluate, sentence
 from shoal.evals.harness import Endpoint, check_installed
 from shoal.evals.suites import TABLE, Suite, find, read_tasks
@@ -51,6 +52,15 @@ def test_a_score_is_the_mean_of_the_suites_metric(tmp_path: Path) -> None:
     [call] = calls(tmp_path / "out")
     assert call["base_url"] == "http://127.0.0.1:1/v1/chat/completions"
     assert (call["temperature"], call["do_sample"], call["max_gen_toks"], call["limit"]) == ("0.0", "False", "8", None)
+
+
+def test_an_answer_may_contain_any_line_separator(tmp_path: Path) -> None:
+    answer = "one\u2028two\u2029three\x85four"
+    sample = {"doc_id": 0, "resps": [[answer]], "filter": "flexible"}
+    text = json.dumps(sample, ensure_ascii=False) + "\n"  # as lm_eval writes it
+    (tmp_path / "samples_sums_2026.jsonl").write_text(text, "utf-8")
+    [read] = harness.run(Endpoint("http://127.0.0.1:1/v1", "m"), SUMS, tmp_path, seed=0, n=0)
+    assert read["resps"] == [[answer]]
 
 
 def test_two_models_are_compared_over_the_same_tasks(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from shoal import tasks
 from shoal.config.tasks import SourceSection, TaskSection
-from shoal.tasks.sources import schemas
+from shoal.tasks.sources import code_tests, schemas
 from shoal.tasks.sources.rows import LeftOutError, RowError, TaskFields
 
 Row = dict[str, Any]
@@ -87,6 +87,12 @@ def test_private_tests_may_be_plain_json() -> None:
     case = {"input": "5\n", "output": "10\n", "testtype": "stdin"}
     tests = json.loads(read(LIVE | {"private_test_cases": json.dumps([case])})[1].tests)
     assert tests["cases"][1] == {"input": "5\n", "output": "10\n"}
+
+
+def test_an_argument_of_a_test_may_contain_any_line_separator() -> None:
+    case = {"input": '"one\u2028two\x85three"\n4\n', "output": "true", "testtype": "functional"}
+    [converted] = json.loads(code_tests.livecodebench([case], "solve"))["cases"]
+    assert converted == {"args": ["one\u2028two\x85three", 4], "output": True}
 
 
 @pytest.mark.parametrize(

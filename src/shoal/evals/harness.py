@@ -113,7 +113,8 @@ def run(
         part.rename(out)
     samples = []
     for path in sorted(out.rglob("samples_*.jsonl")):
-        lines = [json.loads(line) | {"file": path.name} for line in path.read_text("utf-8").splitlines()]
+        # as bytes, because U+2028 in an answer would also end a line of text
+        lines = [json.loads(line) | {"file": path.name} for line in path.read_bytes().splitlines()]
         chosen = suite.filter or (lines[0]["filter"] if lines else "")
         samples += sorted((line for line in lines if line["filter"] == chosen), key=lambda line: int(line["doc_id"]))
     if not samples:

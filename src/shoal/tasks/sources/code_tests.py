@@ -89,7 +89,10 @@ def livecodebench(cases: Sequence[Mapping[str, Any]], entry: str) -> str:
     def value(line: str) -> Any:
         return parsed(line, "a functional test case")
 
-    return functional(entry, [([*map(value, case["input"].splitlines())], value(case["output"])) for case in cases])
+    def arguments(text: str) -> list[Any]:
+        return [value(line) for line in text.split("\n") if line.strip()]  # a JSON string may contain U+2028
+
+    return functional(entry, [(arguments(case["input"]), value(case["output"])) for case in cases])
 
 
 def unpack_livecodebench(packed: str) -> list[Any]:
