@@ -51,6 +51,28 @@ def test_the_error_of_a_failed_command_quotes_its_last_log_line(children: Childr
         children.run("prepare", [str(tmp_path / "nowhere.toml")], PREPARE)
 
 
+def test_the_error_of_a_killed_command_names_the_signal(
+    children: Children, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prepare.log").write_text("shoal prepare: an error of the previous start\n")
+    (tmp_path / "killed.py").write_text("import os\n\ndef main(command):\n    os.kill(os.getpid(), 9)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(ShoalError, match=r"^prepare was ended by signal 9 \(Killed"):
+        children.run("prepare", [], "killed")
+
+
+def test_an_error_is_quoted_only_from_the_log_since_the_start(tmp_path: Path) -> None:
+    child = Child("worker-0", [], tmp_path / "log", multiprocessing.get_context("spawn"), "no_such_module")
+    child.log.write_text("shoal worker: an error of the previous start\n")
+    child.start()
+    assert child.process is not None
+    child.process.join(60)
+    assert child.last_error() == "ModuleNotFoundError: No module named 'no_such_module'"
+    child.log_start_bytes = child.log.stat().st_size
+    assert child.last_error() == "it logged nothing"
+
+
 def test_a_run_continues_without_an_optional_child(children: Children, tmp_path: Path) -> None:
     child = children.start("page", ["dashboard", str(tmp_path / "nowhere")], optional=True)
     assert child.process is not None

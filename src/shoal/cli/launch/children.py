@@ -10,6 +10,7 @@ imports torch.
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -61,8 +62,10 @@ class Child:
     start_at_s: float = 0.0  # when it started, or when it is to start again
     process: BaseProcess | None = None
     ended: bool = False  # exited as intended: done, or evicted
+    log_start_bytes: int = 0  # size of its log when it started
 
     def start(self) -> None:
+        self.log_start_bytes = self.log.stat().st_size if self.log.exists() else 0
         arguments = (self.module, self.command, self.log)
         self.process = self.context.Process(target=_become, args=arguments, name=self.name, daemon=True)  # type: ignore[attr-defined]
         self.process.start()
@@ -73,11 +76,15 @@ class Child:
         return self.process.exitcode if self.process else None
 
     def last_line(self) -> str:
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1] if lines else "its log is empty"
+        """Return the last line that it logged since it started."""
+        lines = self.log.read_bytes()[self.log_start_bytes :].splitlines()
+        return next((line.decode(errors="replace") for line in reversed(lines) if line.strip()), "it logged nothing")
 
     def last_error(self) -> str:
-        """Return the start of the last log line, which names what failed."""
+        """Return the signal that ended it, or the start of the last log line, which names what failed."""
+        status = self.exit_status() or 0
+        if status < 0:
+            return f"{self.name} was ended by signal {-status} ({signal.strsignal(-status)})"
         line = self.last_line()
         return line if len(line) <= MAX_QUOTED else f"{line[:MAX_QUOTED]}…"
 
