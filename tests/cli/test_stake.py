@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.main import DONE, FAILED, main
+from shoal.cli.main import DONE, FAILED, USAGE, main
 from shoal.config import parse
 from shoal.coordinator.folder import KEY
 from shoal.coordinator.http.serving import serve_forever
@@ -94,6 +94,8 @@ def test_without_a_chain_the_operator_books_payments(tmp_path: Path, capsys: pyt
     with serving(tmp_path / "pool", SETTINGS) as invite:
         key = Identity.load_or_create(tmp_path / "w" / KEY).public
         book = ["pool", "stake", "book", str(tmp_path / "pool")]
+        for wrong in (key[1:], f"x{key[1:]}", f"A{key[1:]}"):
+            assert main([*book, "stake", wrong, "100"]) == USAGE and "is not a worker's key" in capsys.readouterr().err
         assert main([*book, "stake", key, "100"]) == DONE
         node = Node.join(read_invite(str(invite)), tmp_path / "w", patience_s=PATIENCE_S)
         assert not waits_for(node).startswith("more stake")

@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import add_pool, say, whole
+from shoal.cli.arguments import PUBLIC_KEY, add_pool, say, whole
 from shoal.errors import UserError
 
 if TYPE_CHECKING:
@@ -119,9 +119,10 @@ def _book(arguments: argparse.Namespace) -> None:
 
     if bool(arguments.amount) != (arguments.booking in ("stake", "unstake")):
         raise UserError(f"{arguments.booking} needs {'no' if arguments.amount else 'an'} AMOUNT")
-    if len(arguments.key) != 64:
+    if not PUBLIC_KEY.fullmatch(arguments.key):
         raise UserError(
-            f"{arguments.key[:80]!r} is not a worker's key, which has 64 hex digits (see `shoal audit RUN --export FILE`)"
+            f"{arguments.key[:80]!r} is not a worker's key, which has 64 lower-case hex digits "
+            "(see `shoal audit RUN --export FILE`)"
         )
     booking = Booking(kind=arguments.booking, key=arguments.key, amount=arguments.amount)
     address = create_invite(arguments.dir, "worker", "operator", None, 1.0)  # only its URL and key are used
