@@ -20,7 +20,7 @@ def test_only_a_run_with_the_same_settings_can_claim_a_folder_again(tmp_path):
         claim(tmp_path / "new", {"model": "a"}, "another lr")
 
 
-def test_two_processes_cannot_train_in_one_folder(tmp_path):
+def test_of_two_processes_only_one_can_train_in_a_folder_with_its_settings(tmp_path):
     claim(tmp_path / "new", {"model": "a"})
     other = tmp_path / "other"
     other.mkdir()
@@ -29,7 +29,7 @@ def test_two_processes_cannot_train_in_one_folder(tmp_path):
         pytest.raises(ConfigError, match=f"another process trains in {other}: stop it first, or choose another --out"),
     ):
         claim(other, {"model": "a"})
-    claim(other, {"model": "a"})
+    claim(other, {"model": "b"})
 
 
 @pytest.mark.parametrize("name", [METRICS, CHECKPOINTS, MODEL])

@@ -136,9 +136,10 @@ def claim(folder: Path, about: Mapping[str, str], differs: str = "") -> None:
             raise ConfigError(
                 f"{folder} holds {taken[0]} but no {RUN}: it is not the folder of a training run; choose another --out"
             )
-        write_file(path, (json.dumps(about, indent=1) + "\n").encode())
     if not lock(folder / LOCK):
         raise ConfigError(f"another process trains in {folder}: stop it first, or choose another --out")
+    if not path.exists():
+        write_file(path, (json.dumps(about, indent=1) + "\n").encode())
     recorded = read_json(path)
     for key in sorted({*recorded, *about}):
         if recorded.get(key) != about.get(key):
