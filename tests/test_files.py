@@ -9,6 +9,7 @@ import pytest
 
 from shoal.files import (
     DamagedFileError,
+    append_lines,
     commit_folder_once,
     keep_lines,
     new_file,
@@ -63,3 +64,23 @@ def test_a_folder_that_cannot_be_committed_is_an_error_unless_it_exists(tmp_path
     (tmp_path / "final" / "other").touch()
     commit_folder_once(tmp_path / "new", tmp_path / "final")
     assert (tmp_path / "final" / "other").exists()
+
+
+def test_a_failed_append_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "work.jsonl"
+    append_lines(path, [{"n": 1}])
+    real, writes = os.pwrite, 0
+
+    def half(fd: int, data: bytes, offset_bytes: int) -> int:
+        nonlocal writes
+        writes += 1
+        if writes > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, data[: len(data) // 2], offset_bytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", half)
+        with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+            append_lines(path, [{"n": 2}])
+    append_lines(path, [{"n": 3}])
+    assert path.read_text() == '{"n": 1}\n{"n": 3}\n'

@@ -129,6 +129,18 @@ def parse_json(data: str | bytes, path: Path) -> Any:
         ) from error
 
 
+def append_lines(path: Path, lines: Iterable[Any]) -> None:
+    """Append lines of JSON to a file. If the disk is full, leave the file as it was. Raise OSError."""
+    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    with named_errors(path), path.open("ab") as file:
+        size_bytes = file.tell()
+        try:
+            write_all(file.fileno(), data, size_bytes)
+        except OSError:
+            file.truncate(size_bytes)
+            raise
+
+
 def keep_lines(path: Path, keep: Callable[[Any], bool]) -> None:
     """Keep only the lines of JSON that `keep` accepts, and drop an incomplete last line. Ignore a missing file."""
     if path.exists():

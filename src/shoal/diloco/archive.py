@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.diloco.agreed import Agreed, Shapes, StateError
 from shoal.diloco.codec import ErrorFeedback
 from shoal.diloco.messages import StateDescriptor
-from shoal.files import keep_lines, remove_leftovers, write_file, write_pieces
+from shoal.files import append_lines, keep_lines, remove_leftovers, write_file, write_pieces
 
 KEPT = 2  # rounds whose state and average are kept
 
@@ -58,8 +58,7 @@ class Archive:
         keep_lines(self.records, lambda line: line["round"] < round)
 
     def record(self, figures: dict[str, Any]) -> None:
-        with self.records.open("a") as file:
-            file.write(json.dumps(figures) + "\n")
+        append_lines(self.records, [figures])
 
     def average(self, round: int) -> bytes:
         """Return the bytes that `write_average` wrote. Raise StateError."""

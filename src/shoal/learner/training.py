@@ -20,7 +20,7 @@ from typing import Any
 
 from shoal.config import Config, ConfigError
 from shoal.config.recipe import LossSection
-from shoal.files import keep_lines, lock, named_errors, read_json, write_file
+from shoal.files import append_lines, keep_lines, lock, read_json, write_file
 from shoal.learner.checkpoint import Checkpoints
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks, from_leader
@@ -92,9 +92,7 @@ class Training(ABC):
     def record(self, **figures: Any) -> None:
         """Append one line to metrics.jsonl."""
         if self.leads:
-            path = self.folder / METRICS
-            with named_errors(path), path.open("a") as file:
-                file.write(json.dumps({"step": self.step} | figures) + "\n")
+            append_lines(self.folder / METRICS, [{"step": self.step} | figures])
 
     def log(self, text: str, *, often: bool = False) -> None:
         """Log on the leader. If `often` is set, log at most once per LOG_EVERY_S."""

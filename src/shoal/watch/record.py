@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shoal.files import named_errors, parse_json, write_file
+from shoal.files import append_lines, named_errors, parse_json, write_file
 from shoal.protocol.history import History, RunHistory, Status, WorkerSample
 from shoal.protocol.messages import Evaluation
 from shoal.watch.trackers import Tracker
@@ -127,9 +127,7 @@ class RunRecord:
 
     def add_work(self, lines: Sequence[Line]) -> None:
         if lines:
-            path = self.folder / WORK
-            with named_errors(path), path.open("a") as file:
-                file.write("".join(json.dumps(line) + "\n" for line in lines))
+            append_lines(self.folder / WORK, lines)
 
     def write_state(self, state: RunState) -> None:
         path = self.folder / STATE
