@@ -161,9 +161,9 @@ def test_grader_errors_are_reported_once_and_again_when_their_number_doubles() -
     def graded(errors: int) -> Snapshot:
         return status(grading={"total": 99, "recent": 99, "errors": errors, "error": "no module named numpy"})
 
-    lines = plain_lines(*(graded(n) for n in (0, 1, 1, 2, 3, 4)))
+    lines = plain_lines(*(graded(n) for n in (0, 1, 1, 2, 3, 4, 2, 0, 1)))
     reported = [line for line in lines if "the grader failed" in line]
-    assert [line.partition("failed for ")[2][:2] for line in reported] == ["1 ", "2 ", "4 "]
+    assert [line.partition("failed for ")[2][:2] for line in reported] == ["1 ", "2 ", "4 ", "1 "]
     assert "(last: no module named numpy)" in reported[0]
 
 

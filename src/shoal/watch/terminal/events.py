@@ -148,9 +148,11 @@ class Events:
             yield from sample_lines(history.samples[-SHOWN_SAMPLES:])
 
     def _grader(self, status: Status) -> Iterator[str]:
-        """Report grader errors each time their number doubles."""
+        """Report grader errors each time their number doubles, and the first one after none."""
         errors = status.grading.errors
-        if errors and errors >= 2 * self._grader_errors:
+        if not errors:
+            self._grader_errors = 0
+        elif errors >= 2 * self._grader_errors:
             self._grader_errors = errors
             yield grader_warning(status.grading)
 
