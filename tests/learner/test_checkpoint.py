@@ -102,6 +102,28 @@ def test_a_checkpoint_has_the_progress_at_the_call_of_begin(tiny_folder, tmp_pat
     assert resumed.model.lm_head.weight is resumed.model.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_only_the_leader_decides_whether_a_checkpoint_exists(tiny_folder, tmp_path, monkeypatch, exists):
+    """The other rank may look before or after the leader has renamed the folder."""
+    checkpoints, sent = Checkpoints(tmp_path, fresh(tiny_folder)), []
+    if exists:
+        (tmp_path / "step-000001").mkdir()
+    monkeypatch.setattr(checkpoints.ranks, "broadcast", lambda message: sent.append(message) or message)
+    checkpoints.begin(LearnerProgress(step=1))
+    assert [bool(message) for message in sent] == [exists] == [checkpoints._writing is None]
+    checkpoints.finish()
+
+    other = Checkpoints(tmp_path / "other", fresh(tiny_folder))
+    if not exists:
+        (tmp_path / "other" / "step-000001").mkdir(parents=True)
+        (tmp_path / "other" / ".step-000001").mkdir()  # as the leader makes it
+    monkeypatch.setattr(other.ranks, "rank", 1)
+    monkeypatch.setattr(other.ranks, "broadcast", lambda message: sent[0])
+    other.begin(LearnerProgress(step=1))
+    assert (other._writing is None) == exists
+    other.finish()
+
+
 def test_restoring_undoes_later_training_and_resets_the_random_state(tiny_folder, tmp_path):
     policy = fresh(tiny_folder)
     train(policy, 0, 1)

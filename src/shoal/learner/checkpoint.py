@@ -97,13 +97,15 @@ class Checkpoints:
     def begin(self, progress: LearnerProgress) -> None:
         """Start writing the state as it is after `progress.step` steps. Call `finish` before the next optimizer step."""
         self.finish()
-        if (self.folder / _name(progress.step)).exists():
-            return
         temporary = self._temporary(progress.step)
-        if self.ranks.leads:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        self.ranks.broadcast(b"")  # wait until the leader has created the folder
+        found = None
+        if self.ranks.leads:  # only the leader decides, because it may rename the folder while others look
+            found = b"exists" if (self.folder / _name(progress.step)).exists() else b""
+            if not found:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+        if self.ranks.broadcast(found):
+            return
         tensors = self._tensors()
         future = async_save(
             tensors,
