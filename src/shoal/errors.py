@@ -1,4 +1,5 @@
-"""The errors that users see, a rule for whether a restart may help, and a filter that makes text safe to print.
+"""The errors that users see, checks that raise them, a rule for whether a restart may help, and a filter that makes text
+safe to print.
 
 `cli` prints a `ShoalError` or an `OSError` as one line. Any other exception is a bug and keeps its traceback.
 """
@@ -6,6 +7,7 @@
 import errno
 import importlib.util
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,6 +36,14 @@ def check_extra(extra: str, what: str) -> None:
     """Raise UserError if the package of Shoal's extra `extra` is not installed. `what`: the setting that needs it."""
     if importlib.util.find_spec(package := EXTRAS[extra]) is None:
         raise UserError(f"{what} needs {package}, which is not installed; pip install 'shoal[{extra}]'")
+
+
+def user_path(name: str) -> Path:
+    """Return the path that a user wrote, with the home folder in place of ~ or ~user. Raise UserError."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{name}: this home folder is unknown; write the full path") from error
 
 
 def restart_helps(error: Exception) -> bool:

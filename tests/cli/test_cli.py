@@ -15,11 +15,17 @@ from typing import get_args
 
 import pytest
 
-from shoal import __version__
+from shoal import __version__, tasks
 from shoal.cli.arguments import run_name
 from shoal.cli.main import DONE, FAILED, GROUPS, INTERRUPTED, USAGE, command_line, main
 from shoal.cli.nodes import ROLES
 from shoal.config import load
+from shoal.config.tasks import SourceSection, TaskSection
+from shoal.errors import UserError
+from shoal.evals.suites import Suite, read_tasks
+from shoal.learner.pretrain import text
+from shoal.learner.sft import conversations
+from shoal.model import sources
 from shoal.protocol.messages import Role
 from shoal.protocol.signing import AUDIENCE
 from shoal.store.rollouts import Header
@@ -120,6 +126,37 @@ def test_every_command_reports_a_wrong_argument_in_one_line_and_creates_nothing(
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith(f"shoal {command}: ") and len(printed.err.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["small.toml"], "the command must create nothing"
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (sources.resolve, "~no-such-user/model"),
+        (conversations.find, "~no-such-user/chat.jsonl"),
+        (text.find, "~no-such-user/*.txt"),
+        (lambda name: read_tasks(Suite("sums", "", "sums", path=name), 0), "~no-such-user/suite"),
+        (lambda name: tasks_of(path=name), "~no-such-user/sums.jsonl"),
+        (lambda name: tasks_of(generator="arithmetic", keep=name), "~no-such-user/kept.json"),
+        (lambda name: tasks_of(generator="arithmetic", reward=f"{name}:reward"), "~no-such-user/my_rewards.py"),
+    ],
+    ids=["model", "sft.data", "pretrain.data", "suite", "path", "keep", "reward"],
+)
+def test_the_home_folder_of_an_unknown_user_is_a_usage_error(read: Callable[[str], object], name: str) -> None:
+    with pytest.raises(UserError, match=rf"^{re.escape(name)}: this home folder is unknown; write the full path"):
+        read(name)
+
+
+def tasks_of(**source: str) -> object:
+    return tasks.load(TaskSection(sources=[SourceSection(**source)]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["path", "keep", "reward"])
+def test_a_config_with_the_home_folder_of_an_unknown_user_is_a_usage_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    (tmp_path / "home.toml").write_text(f'[[tasks.sources]]\n{key} = "~no-such-user/file.py:x"\n')
+    assert main(["config", str(tmp_path / "home.toml")]) == USAGE
+    assert "~no-such-user/file.py" in (err := capsys.readouterr().err) and "this home folder is unknown" in err
 
 
 def test_a_missing_file_is_a_usage_error_only_if_the_arguments_name_it(

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from shoal.config.config import Config
 from shoal.config.section import Section
-from shoal.errors import UserError
+from shoal.errors import UserError, user_path
 
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 # A run's files, and its workers' submissions, depend on these fields.
@@ -184,7 +184,7 @@ def _resolved_name(key: str, value: Any, folder: Path) -> Any:
     if not isinstance(value, str) or (is_code and ".py:" not in value):
         return value
     file, colon, function = value.rpartition(":") if is_code else (value, "", "")
-    if Path(file).expanduser().exists() or not (folder / file).exists():
+    if user_path(file).exists() or not (folder / file).exists():
         return value
     return f"{folder / file}{colon}{function}"
 

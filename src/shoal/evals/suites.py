@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config.tasks import SourceSection, TaskSection
-from shoal.errors import UserError
+from shoal.errors import UserError, user_path
 from shoal.files import write_file
 from shoal.tasks import Grade, Graders, Task
 from shoal.tasks.compiling import content_id
@@ -125,7 +125,7 @@ def _sources(suite: Suite) -> list[tuple[SourceSection, str]]:
     """Return each source with its split. If `path` is a file, it is the whole suite, whatever the suite's splits."""
     if not suite.path:
         return [(SourceSection(name=suite.name, hub=suite.hub, reward="code"), split) for split in suite.splits.split()]
-    splits = ["train"] if Path(suite.path).expanduser().is_file() else suite.splits.split()
+    splits = ["train"] if user_path(suite.path).is_file() else suite.splits.split()
     return [(SourceSection(name=suite.name, path=suite.path, reward="code"), split) for split in splits]
 
 

@@ -20,7 +20,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shoal.errors import ShoalError, UserError, first_line
+from shoal.errors import ShoalError, UserError, first_line, user_path
 from shoal.files import commit_folder_once
 
 SMOLLM2 = "bundled:smollm2-135m-instruct"
@@ -58,7 +58,7 @@ def resolve(name: str) -> Path:
     if name.startswith("bundled:"):
         raise ModelNotFoundError(f"no bundled model {name!r}; there are {SMOLLM2!r} and {TINY!r}")
     if name.startswith(LOCAL):
-        folder = Path(name).expanduser().resolve()
+        folder = user_path(name).resolve()
         if not (folder / "config.json").exists():
             raise ModelNotFoundError(f"no model at {folder}: expected a Hugging Face folder with a config.json")
         return folder

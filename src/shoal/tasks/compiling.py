@@ -23,6 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from shoal.config import Config, ConfigError
 from shoal.config.tasks import SourceSection, TaskSection
+from shoal.errors import user_path
 from shoal.files import write_file
 from shoal.tasks.sources.reading import SourceReader
 from shoal.tasks.sources.rows import TaskFields
@@ -259,7 +260,7 @@ def _split(spool: Spool, number: int, readers: Sequence[SourceReader], share: in
 def _keep(source: SourceSection, all_ids: Indices, train: Indices, of_source: Indices) -> Indices:
     """Return the training tasks that the manifest of `shoal filter` keeps. `of_source`: mask of the source's tasks."""
     try:
-        manifest = json.loads(Path(source.keep).expanduser().read_bytes())
+        manifest = json.loads(user_path(source.keep).read_bytes())
         if manifest["format"] != "shoal-filter-1":
             raise ValueError(f"its format is {manifest['format']!r}")
         names = [str(name).rpartition("/") for name in manifest["kept"]]
@@ -316,9 +317,9 @@ def _user_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
         for kind, name in [*(("reward", name) for name in rewards), ("environment", source.environment)]:
             if not is_user_code(name):
                 continue
-            path = Path(name.rpartition(":")[0])
+            path = user_path(name.rpartition(":")[0])
             try:
-                data = path.expanduser().read_bytes()
+                data = path.read_bytes()
             except OSError as error:
                 raise TasksNotFoundError(
                     f"source {source.label}: no {kind} file at {path} (current folder: {Path.cwd()}; "

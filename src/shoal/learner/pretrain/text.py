@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import UserError
+from shoal.errors import UserError, user_path
 from shoal.model.sources import HubError, data_files
 from shoal.tasks.sources.rows import read_rows
 
@@ -48,7 +48,7 @@ class EndError(Exception):
 def find(source: str) -> list[Path]:
     """Return the files that a path, a pattern or a hub data set names, sorted by name. Raise UserError."""
     if not (hub := HUB.fullmatch(source)):
-        return sorted(Path(name) for name in glob.glob(str(Path(source).expanduser()), recursive=True))  # noqa: PTH207 - a pattern may be absolute
+        return sorted(Path(name) for name in glob.glob(str(user_path(source)), recursive=True))  # noqa: PTH207 - a pattern may be absolute
     try:
         return data_files(hub[1], [hub[2]])
     except HubError as error:

@@ -34,7 +34,7 @@ import jinja2
 import torch
 from torch import Tensor
 
-from shoal.errors import UserError
+from shoal.errors import UserError, user_path
 from shoal.model.sources import HubError, call_hub, data_files
 from shoal.model.tree import Tree
 from shoal.tasks.sources.rows import SUFFIXES, read_rows
@@ -61,7 +61,7 @@ def find(source: str) -> list[Path]:
     """Return the files that `source` names, downloading them from the hub if needed. Raise UserError."""
     if on_hub(source):
         return _from_hub(*source.split(":", 1))
-    path = Path(source).expanduser()
+    path = user_path(source)
     if not path.is_file():
         raise UserError(f"no file at {path.absolute()}; a hub data set is written as org/name:pattern")
     if not path.name.endswith(SUFFIXES):

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shoal.config.tasks import SourceSection
+from shoal.errors import user_path
 from shoal.model.sources import HubError, call_hub
 from shoal.tasks import libraries
 from shoal.tasks.rewards.answers import last_number
@@ -172,7 +173,7 @@ def locate(source: SourceSection, split: str) -> list[Path]:
     """Return the files of one split, sorted by name. Raise TasksNotFoundError."""
     if source.hub:
         return _from_hub(source, split)
-    path = Path(source.path).expanduser()
+    path = user_path(source.path)
     if path.is_dir():
         files = [file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES)]
         names = {file.relative_to(path).as_posix(): file for file in files if not file.name.startswith(".")}
