@@ -129,11 +129,11 @@ def claim(folder: Path, about: Mapping[str, str], differs: str = "") -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RUN
-    if not path.exists():
-        if taken := [name for name in (METRICS, CHECKPOINTS, MODEL) if (folder / name).exists()]:
-            raise ConfigError(
-                f"{folder} holds {taken[0]} but no {RUN}: it is not the folder of a training run; choose another --out"
-            )
+    taken = [name for name in (METRICS, CHECKPOINTS, MODEL) if (folder / name).exists()]
+    if taken and not path.exists():
+        raise ConfigError(
+            f"{folder} holds {taken[0]} but no {RUN}: it is not the folder of a training run; choose another --out"
+        )
     if not lock(folder / LOCK):
         raise ConfigError(f"another process trains in {folder}: stop it first, or choose another --out")
     if not path.exists():
