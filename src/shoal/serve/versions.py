@@ -30,7 +30,7 @@ from shoal import config as config_module
 from shoal.config import Config
 from shoal.engine.rows import token_bytes
 from shoal.engine.torch_engine import TorchEngine
-from shoal.errors import UserError
+from shoal.errors import UserError, user_path
 from shoal.model import sources
 from shoal.model.load import WEIGHTS, eos_ids, load_tokenizer
 from shoal.model.sources import ModelNotFoundError, positions, read_config
@@ -79,7 +79,7 @@ def source_of(what: str) -> ModelSource:
 
     Raise UserError, ModelNotFoundError or ConfigError.
     """
-    path, name = Path(what).expanduser(), label_of(what, [what])
+    path, name = user_path(what), label_of(what, [what])
     if path.is_dir() and (path / CONFIG).is_file():
         config = config_module.load(path / CONFIG)
         return ModelSource(name, path / VERSIONS, _base(config.model.name), config)
