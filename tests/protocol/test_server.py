@@ -336,7 +336,7 @@ def test_the_least_recently_active_clients_are_forgotten() -> None:
     assert [client for client in ("ann", "bob", "cy", "dee") if rates.wait_s(client, 0.0)] == ["ann", "cy", "dee"]
 
 
-@pytest.mark.parametrize("damaged", [b"", b"x", b"\xff"])
+@pytest.mark.parametrize("damaged", [b"", b"x", b"\xff", b"99999"])
 def test_a_server_listens_on_its_last_port_while_that_is_free(tmp_path: Path, damaged: bytes) -> None:
     path, taken, asked = tmp_path / "port", [7], []
 

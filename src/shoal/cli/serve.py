@@ -66,7 +66,8 @@ def dashboard(arguments: argparse.Namespace) -> None:
         other.refresh()
     page = Dashboard(open_run(arguments.run), others)
     process.listen(arguments.host, arguments.port, "the dashboard").close()  # names the options if the port is taken
-    listener = Listener(arguments.host, arguments.port, PATIENCE, per_address=PER_ADDRESS, total=CONNECTIONS)
+    per_address = CONNECTIONS if arguments.host in LOOPBACK else PER_ADDRESS  # a proxy has one address for all readers
+    listener = Listener(arguments.host, arguments.port, PATIENCE, per_address=per_address, total=CONNECTIONS)
     listener.listen()  # clients that read the next line can connect
     host, bound = listener.getsockname()[:2]
     say(f"dashboard: {url_of(host, bound)}/ (Ctrl-C ends it)")

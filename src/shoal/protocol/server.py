@@ -317,6 +317,7 @@ async def on_last_port(
     if port == 0:
         with contextlib.suppress(FileNotFoundError, ValueError):
             last = int(path.read_text())
+        last = last if 0 < last < 65_536 else 0
     try:
         runner, bound = await start(last or port)
     except OSError as error:

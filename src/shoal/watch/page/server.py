@@ -2,9 +2,9 @@
 
 Invariant: the server answers only GET and changes nothing. No response contains a key, invite, signature or address.
 Responses are computed on request, in the one thread that reads the run. All clients share them. A response is cached
-for FRESH_S, or longer if it is slow to compute. The responses of a path use at most SHARE of one core, whatever the
-parameters of the requests are. Earlier parts of the timeline have a SHARE of their own, so that requests for many of
-them do not delay its newest part. A client that already has the current response gets a 304.
+for FRESH_S, or longer if it is slow to compute. Each response, such as that of one span of the timeline, uses at most
+SHARE of one core, and so do all earlier parts of the timeline together: requests for many of them do not delay its
+newest part. Other parameters are ignored. A client that already has the current response gets a 304.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ STATIC = Path(__file__).parent / "static"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 REFRESH_S = 1.0  # minimum time between two reads of the run
 FRESH_S = 2.0  # time for which a response is cached, if it is quick to compute
-SHARE = 0.02  # maximum share of one core for one path, and for the earlier parts of the timeline
+SHARE = 0.02  # maximum share of one core for one response, and for all earlier parts of the timeline
 CACHE_SIZE = 16  # largest number of cached responses that share a SHARE
 MAX_WAITING = 16  # largest number of different responses that wait for such a share
 PER_ADDRESS, CONNECTIONS = 256, 2000
@@ -193,14 +193,16 @@ class Dashboard:
         self, path: str, compute: Callable[[Query], Body]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """Return a route that computes in the run's thread. Parameters that the path does not have are ignored."""
-        newest, earlier = Responses(self._thread), Responses(self._thread)
-        self._responses += [newest, earlier]
+        shares: dict[str, Responses] = {}  # one for each newest response, and one for earlier parts of the timeline
 
         async def respond(request: web.Request) -> web.Response:
             try:
                 query = _window(request.query) if path == TIMELINE else {}
-                responses = earlier if "to" in query else newest
-                file = await responses.get(str(query), lambda: compute(query))
+                share = "earlier" if "to" in query else str(query)
+                if share not in shares:
+                    shares[share] = Responses(self._thread)
+                    self._responses.append(shares[share])
+                file = await shares[share].get(str(query), lambda: compute(query))
             except HttpError as error:
                 headers = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
                 return web.json_response({"error": str(error)}, status=error.status, headers=headers)

@@ -41,8 +41,10 @@ export class Timeline {
   }
 
   async refresh(always) {
-    if (!always && (document.hidden || this.end_s !== null || this.run.overview.state !== "running")) return;
-    const data = await fetchJson(`/api/timeline?last=${this.span_s}${this.end_s === null ? "" : `&to=${this.end_s}`}`);
+    if (!always && (this.waiting || document.hidden || this.end_s !== null || this.run.overview.state !== "running")) return;
+    this.waiting = true;
+    const to = this.end_s === null ? "" : `&to=${this.end_s}`;
+    const data = await fetchJson(`/api/timeline?last=${this.span_s}${to}`).finally(() => (this.waiting = false));
     const to_s = this.end_s ?? data.now_s;
     this.data = isReport ? { ...data, from_s: to_s - this.span_s, to_s } : data; // a report embeds the whole run
     this.draw();
