@@ -23,7 +23,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
@@ -249,6 +249,15 @@ def keep_open(request: web.Request, reader: str | None = None) -> None:
     """Let this request's connection stay open, because the sender may use this server."""
     if (listener := request.config_dict.get(LISTENER)) and request.transport:
         listener.note_request(request.transport.get_extra_info("peername"), reader)
+
+
+@web.middleware
+async def keep_all_open(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Keep the connections of all requests open, for a server that refuses no client."""
+    keep_open(request)
+    return await handler(request)
 
 
 async def started(

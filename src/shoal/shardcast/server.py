@@ -19,7 +19,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,7 +29,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from shoal.files import temporary
-from shoal.shardcast.connections import LISTENER, LOG, PATIENCE, Listener, Patience, keep_open, started
+from shoal.shardcast.connections import LISTENER, LOG, PATIENCE, Listener, Patience, keep_all_open, started
 from shoal.shardcast.guard import Guard
 from shoal.shardcast.manifest import VERSION_PATTERN, ManifestError, Part, Stream, parse_version
 from shoal.shardcast.store import ShardStore
@@ -117,7 +116,7 @@ GUARD = web.AppKey("guard", Guard)
 def app(store: ShardStore | Path, *, wait_s: float = 10.0, guard: Guard | None = None) -> web.Application:
     """Return the application that serves a store. `wait_s` must stay below the clients' idle timeout (30 s by default).
     Without a guard anyone may read."""
-    application = web.Application(middlewares=[] if guard else [_keep_open])
+    application = web.Application(middlewares=[] if guard else [keep_all_open])
     application[SHELF] = Shelf(store if isinstance(store, ShardStore) else ShardStore(store), wait_s)
     version = f"/{{version:{VERSION_PATTERN}}}"
     application.add_routes(
@@ -160,14 +159,6 @@ async def serve(
 def url_of(host: str, port: int) -> str:
     """Return the URL of a server, with an IPv6 host in brackets."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-@web.middleware
-async def _keep_open(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    keep_open(request)
-    return await handler(request)
 
 
 class _File(web.FileResponse):

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from shoal.errors import ShoalError
 from shoal.protocol.history import Status
-from shoal.shardcast.connections import LOG, Listener, keep_open, started
+from shoal.shardcast.connections import LOG, Listener, keep_all_open, started
 from shoal.watch.page.files import SHARED, File, Files, secure
 from shoal.watch.page.guard import HttpError
 from shoal.watch.page.overview import about, accuracy, broadcast, curves, display_name, node_table, overview
@@ -101,7 +101,7 @@ class Dashboard:
         """Build the application. It accepts only the Host headers in `hosts`, or any if `hosts` is empty."""
         application = web.Application(client_max_size=1024)
         secure(application, hosts)
-        application.middlewares.append(_keep_open)
+        application.middlewares.append(keep_all_open)
         application.router.add_get("/", self._page)
         application.router.add_get("/assets/{name}", self._asset)
         for path, compute in self.routes().items():
@@ -211,14 +211,6 @@ class Dashboard:
             return file.respond(request)
 
         return respond
-
-
-@web.middleware
-async def _keep_open(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    keep_open(request)
-    return await handler(request)
 
 
 async def serve(dashboard: Dashboard, listener: Listener, hosts: tuple[str, ...], stop: Callable[[], bool]) -> None:
