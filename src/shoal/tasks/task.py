@@ -48,6 +48,12 @@ class Grade:
         """
         return self.repeatable and self.outcome != "grader_error" and not self.tier
 
+    def in_range(self) -> "Grade":
+        """Return this grade, or a `grader_error` if its score is outside of [0, 1] or NaN."""
+        if 0 <= self.score <= 1:
+            return self
+        return Grade(0.0, "grader_error", f"it returned {self.score}; scores must be within [0, 1]", repeatable=False)
+
 
 class Reward(Protocol):
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:

@@ -107,9 +107,7 @@ class UserReward:
 def _score(score: Any) -> Grade:
     if type(score) is not float:
         return Grade(0.0, "grader_error", "its process did not return a score", repeatable=False)
-    if not 0 <= score <= 1:  # also refuses NaN
-        return Grade(0.0, "grader_error", f"it returned {score}; scores must be within [0, 1]", repeatable=False)
-    return Grade(score)
+    return Grade(score).in_range()
 
 
 class UserEnvironment(Environment):

@@ -100,11 +100,11 @@ class Graders:
     def _grade_with(self, reward: Reward, name: str, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         """Grade. Retry once, because a failure of this machine must not become a score of 0, which looks like a lie."""
         try:
-            return [in_range(grade) for grade in reward.grade(tasks, completions)]
+            return [grade.in_range() for grade in reward.grade(tasks, completions)]
         except SandboxError:  # try again, because the sandbox has replaced its servers
             pass
         try:
-            return [in_range(grade) for grade in reward.grade(tasks, completions)]
+            return [grade.in_range() for grade in reward.grade(tasks, completions)]
         except SandboxError as error:
             raise CannotGradeError(
                 f"reward {name}: the sandbox fails on this machine, so it cannot grade: {error}; check its memory, "
@@ -133,13 +133,6 @@ class Graders:
         except SandboxError as error:
             reason = "; ".join(str(error).splitlines())
             raise GradeError(f"reward {name} needs a sandbox: {reason}") from error
-
-
-def in_range(grade: Grade) -> Grade:
-    """Return the grade, or a `grader_error` if its score is outside of [0, 1] or NaN."""
-    if 0 <= grade.score <= 1:
-        return grade
-    return Grade(0.0, "grader_error", f"the reward gives {grade.score}; scores must be within [0, 1]", repeatable=False)
 
 
 def combine(grades: Mapping[str, Grade], weights: Mapping[str, float]) -> Grade:
