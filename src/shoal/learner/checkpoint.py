@@ -165,7 +165,7 @@ class Checkpoints:
                 process_group=self.ranks.checkpoint_group,
                 no_dist=self.ranks.size == 1,
             )
-        except CheckpointException as error:  # it is no Exception
+        except CheckpointException as error:  # a BaseException that is not an Exception
             why = "; ".join(str(failure) for failure, _ in error.failures.values())
             raise ShoalError(f"{newest} does not hold this policy's state: {why}") from error
         if STEPS in tensors:

@@ -321,7 +321,7 @@ def tied_names(model: Any) -> set[str]:
 def eos_ids(folder: Path) -> tuple[int, ...]:
     """Return the ids of end tokens that the folder's tokenizer and generation config declare.
 
-    If there is no generation_config.json, config.json may declare them, as in transformers.
+    Without generation_config.json, they come from config.json, as in transformers.
     """
     if (folder / "generation_config.json").exists():
         generation = GenerationConfig.from_pretrained(folder, local_files_only=True)

@@ -35,7 +35,7 @@ from shoal.shardcast.connections import LOG, PATIENCE, Listener, keep_open, netw
 
 MAX_SMALL_BYTES = 4 << 10  # enough for a few fields, as in a registration, claim, version or evaluation
 BODY_TIMEOUT_S = 30.0  # for a whole message, and for the next piece of a file
-PIECE_BYTES = 64 << 10  # of a file, except its last piece, which may be smaller
+PIECE_BYTES = 64 << 10  # size of each piece of an upload; the last piece may be smaller
 STRANGER_S = 10.0  # for a stranger's whole body
 THREAD_BYTES = 1 << 20  # a larger answer is hashed in a thread
 LINGER_S = 30.0  # how long the rest of a refused body is read

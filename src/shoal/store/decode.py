@@ -46,7 +46,7 @@ from shoal.store.columns import (
 
 MAX_HEADER_BYTES = 4_096
 MAX_FOOTER_BYTES = 1 << 20
-OVERHEAD_BYTES = 64 << 10  # of a file; our writer's header and footer take about 2 KiB
+OVERHEAD_BYTES = 64 << 10  # allowed for header and footer, which take about 2 KiB
 ENCODINGS = {"PLAIN", "RLE"}  # dictionaries are not allowed: in them, a few bytes can stand for billions of values
 HEADER, SIGNATURE = b"shoal.header", b"shoal.signature"
 DATA_PAGE, DATA_PAGE_V2 = 0, 3  # of parquet.thrift's enum PageType

@@ -319,7 +319,7 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
         lambda run: run.write("[" * 100_000 + "]" * 100_000, run.find("started")),
         "ledger entry 1: ",
     ),
-    "a body that is no object": (lambda run: run.write("7", run.find("batch", step=1)), "is not a JSON object"),
+    "a body that is not an object": (lambda run: run.write("7", run.find("batch", step=1)), "is not a JSON object"),
     "a config that no parser can read": (
         lambda run: run.find("started").update(config="a = " + "[" * 100_000),
         "ledger entry 1: ",
@@ -327,7 +327,7 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
     "a start without a run": (lambda run: run.find("started").pop("run"), "ledger entry 1: 'run'"),
     "a member without a role": (lambda run: run.find("registered").pop("role"), "'role'"),
     "a name that is a number": (lambda run: run.find("registered").update(name=5), "its name is 5"),
-    "a version that is no integer": (
+    "a version that is not an integer": (
         lambda run: run.add("policy", {"version": 2.5, "digest": "ab" * 32}),
         "its version is 2.5",
     ),

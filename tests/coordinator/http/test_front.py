@@ -115,7 +115,7 @@ def test_an_answer_to_another_request_with_the_same_nonce_is_rejected(site: Site
 def test_a_changed_request_gets_no_answer_that_its_signer_accepts(
     site: Site, path: str, changed: dict[str, str], status: int
 ) -> None:
-    """Otherwise somebody on the path could choose what a node is told, by sending its signature with their request."""
+    """Otherwise an attacker on the path could send a node's signature with another request and forward the answer."""
     auth = SignedAuth(site.identities["validator"], RUN)
     victim = next(auth.auth_flow(httpx.Request("GET", f"{site.url}/v1/submissions/x")))
     headers = {name: text for name, text in changed.items() if name != "content"}

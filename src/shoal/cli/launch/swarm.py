@@ -162,7 +162,7 @@ class Swarm:
         write_file(requested, config_module.dumps(self.config).encode())
         self._note(f"preparing {self.config.model.name} (the first time takes a minute)")
         if not self.resume:
-            discard(self.coordinator / TASKS)  # of a preparation that failed: the files it read may have changed
+            discard(self.coordinator / TASKS)  # left by a failed preparation, whose source files may have changed since
         kept = ["--tasks", str(self.coordinator / TASKS)]
         try:
             output = self.children.run("prepare", [str(requested), "--threads", str(self.cores), *kept], PREPARE)

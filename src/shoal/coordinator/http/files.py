@@ -3,8 +3,8 @@
     announce (size, SHA-256) -> grant -> the node's PUT to the bucket -> stored: checked, named, recorded
 
 Invariants: only the worker with the task, or the validator with the claim, may upload or get a URL for an upload to the
-bucket. A submission is no larger than its task's groups can need, and no file is larger than the config allows. A file
-gets its name only once the pool accepts it. So at most one file of each kind per submission is kept, and a refused
+bucket. A submission may be as large as its task's groups need. No file may exceed the config's limit. A file gets its
+name only once the pool accepts it. So at most one file of each kind per submission is kept, and a refused
 upload leaves nothing. A node may announce at most MAX_FILES different files per task, so a worker's files in the bucket
 are bounded. The bytes of a failed upload count against its sender's rate. No credential leaves this process.
 """
