@@ -14,6 +14,7 @@ from shoal.cli.calibrate import AVERAGES, LIMITS, RUN, bounds, by_pair, calibrat
 from shoal.cli.main import FAILED, main
 from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import ShoalError, UserError
+from shoal.files import copy_tree
 from shoal.model.dtype import DeviceError
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.checks import EXPENSIVE
@@ -40,7 +41,7 @@ def _always_both_dtypes() -> Iterator[None]:
 def out(one_thread: None, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("calibration") / "made"
     lines: list[str] = []
-    calibrate(CONFIG, folder, 1, [tiny_folder], [], lines.append)
+    calibrate(CONFIG, folder, 1, [tiny_folder], [], [], lines.append)
     assert "judged 16 times" in lines[-2] and "would have rejected it 0 times" in lines[-2]
     return folder
 
@@ -114,7 +115,7 @@ def test_work_of_each_device_is_judged_on_each_device(
     monkeypatch.setattr("shoal.cli.calibrate.Judge", RecordingJudge)
     one_dtype = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"dtype": "float32"})})
     devices = ["cpu", "cpu:0"]  # two names of one device
-    calibrate(one_dtype, tmp_path, 1, [tiny_folder], devices, lambda _: None)
+    calibrate(one_dtype, tmp_path, 1, [tiny_folder], devices, [], lambda _: None)
     measured = json.loads((tmp_path / "measured.json").read_text())
     assert list(measured["pairs"]) == [
         "float32|float32",
@@ -129,10 +130,55 @@ def test_work_of_each_device_is_judged_on_each_device(
 
 def test_a_missing_device_is_named_before_anything_is_measured(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match='^device "nonsense" cannot be used here'):
-        calibrate(CONFIG, tmp_path / "out", 1, [], ["cpu", "nonsense"], lambda _: None)
+        calibrate(CONFIG, tmp_path / "out", 1, [], ["cpu", "nonsense"], [], lambda _: None)
     vllm = CONFIG.model_copy(update={"workers": CONFIG.workers.model_copy(update={"engines": ["vllm"]})})
     with pytest.raises(UserError, match="vLLM computes on model.device = cpu: add it to --devices"):
-        calibrate(vllm, tmp_path / "out", 1, [], ["cpu:0"], lambda _: None)
+        calibrate(vllm, tmp_path / "out", 1, [], ["cpu:0"], [], lambda _: None)
+
+
+def test_work_of_another_machine_is_judged_beside_the_own_work(out: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    copy_tree(out, tmp_path / "other")
+    worker = tmp_path / "other" / "work" / "000" / "worker.json"
+    worker.unlink()  # it is a hard link
+    worker.write_text(json.dumps({"dtype": "float32", "groups": 2, "threads": 9, "engine": "torch", "device": "cuda"}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        calibrate(CONFIG, Path("made"), 1, [tiny_folder], [], [Path("other")], lambda _: None)
+    measured = json.loads((tmp_path / "made" / "measured.json").read_text())
+    theirs = [row for row in measured["rows"] if "machine" in row["worker"]]
+    assert len(measured["rows"]) == 32 and len(theirs) == 16
+    assert {pair for pair in measured["pairs"] if pair.endswith("|float32")} == {
+        "float32|float32",
+        "bfloat16|float32",
+        "other cuda float32|float32",
+        "other float32|float32",
+        "other bfloat16|float32",
+    }
+    key = "logprob_error_mean"
+    same = json.loads((out / "measured.json").read_text())["pairs"]["bfloat16|float32"][key]
+    assert measured["pairs"]["other bfloat16|float32"][key] == same, "the same work must give the same figures"
+
+
+def test_work_that_cannot_be_judged_is_refused_before_anything_is_measured(
+    out: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    def refused(other: Path, weights: Path) -> str:
+        with pytest.raises(UserError) as caught:
+            calibrate(CONFIG, tmp_path / "made", 1, [weights], [], [other], print)
+        return str(caught.value).replace(str(tmp_path), "")
+
+    trained = tmp_path / "trained"
+    copy_tree(tiny_folder, trained)
+    (trained / "other.json").write_text("{}")
+    assert "has work of other weights: name a copy of them with --weights" in refused(out, trained)
+    assert refused(tmp_path, tiny_folder).startswith(" has no work: expected the --out folder of `shoal calibrate`")
+    for name, data in (("worker.json", b'{"dtype": "float8"}'), ("000000.parquet", b"PAR1")):
+        other = tmp_path / name
+        copy_tree(out, other)
+        (other / "work" / "001" / name).unlink()
+        (other / "work" / "001" / name).write_bytes(data)
+        message = refused(other, tiny_folder)
+        assert message.startswith(f"/{name}/work/001/{name} cannot be read (") and message.endswith("): copy it again")
 
 
 @pytest.mark.parametrize("out", ["file", "file/made"])
@@ -141,7 +187,7 @@ def test_a_file_in_place_of_the_folder_is_refused_before_anything_is_measured(
 ) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=f"^{tmp_path / out} cannot be a folder, because a file is there"):
-        calibrate(CONFIG, tmp_path / out, 1, [tiny_folder], [], lambda line: pytest.fail(line))
+        calibrate(CONFIG, tmp_path / out, 1, [tiny_folder], [], [], lambda line: pytest.fail(line))
 
 
 @pytest.fixture(scope="module")
@@ -185,4 +231,4 @@ def test_calibration_fails_if_honest_work_fails_a_cheap_check(
     threads = torch.get_num_threads()
     assert main(["calibrate", str(path), *arguments]) == FAILED
     assert "fails a cheap check: 3 rollouts instead of 4" in capsys.readouterr().err
-    assert not list((tmp_path / "out").iterdir()) and torch.get_num_threads() == threads
+    assert not list((tmp_path / "out").glob("*.*")) and torch.get_num_threads() == threads

@@ -9,6 +9,7 @@ tolerance is zero.
 
     limits.toml     [validator] limits and [evidence] bounds, for `--with`
     measured.json   the figures of every submission, by condition; the figures behind the bounds, by pair of numerics
+    work/           the submissions and how they were made, to be judged on another machine (`--work`)
 
 Each engine of `workers.engines` is measured. vLLM's limits go to `[validator.limits."vllm/DEVICE"]`.
 
@@ -16,8 +17,8 @@ The bounds apply to averages over all of a worker's submissions, so they are far
 the noisiest pair of a worker and a validator, and applies to every worker. To admit only a less noisy dtype, set
 `model.dtype` and calibrate again.
 
-Measure both the initial policy, whose logprobs differ most because it is least certain, and a trained one.
-Left out: other machines. Calibrate on each kind of machine that will join, and use the widest limits.
+Measure both the initial policy, whose logprobs differ most because it is least certain, and a trained one. Measure on
+each kind of machine that will join, and let each judge the others' work, too.
 """
 
 import itertools
@@ -32,18 +33,23 @@ from typing import Any
 
 import tomli_w
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from shoal.config import Config, EngineName
 from shoal.config.sections import ROW_TOKENS
 from shoal.engine.protocol import Completion, Engine
 from shoal.engine.torch_engine import TorchEngine
 from shoal.engine.vllm.client import VllmEngine
-from shoal.errors import ShoalError, UserError
+from shoal.errors import ShoalError, UserError, first_line
+from shoal.files import discard, write_file
 from shoal.model.dtype import DtypeName, check_device, measure_gflops, use_threads
-from shoal.model.sources import resolve
+from shoal.model.sources import digest, resolve
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import BEYOND, Assignment
-from shoal.tasks.derive import GroupPlan
+from shoal.store.columns import RolloutFileError
+from shoal.store.quarantine import Quarantine
+from shoal.store.rollouts import Header
+from shoal.tasks.derive import GroupPlan, max_rollouts
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Finding
 from shoal.validator.checks import EXPENSIVE
@@ -52,6 +58,7 @@ from shoal.validator.spending import spent
 from shoal.worker.produce import Producer
 
 RUN = "calibration"
+WORK, MADE_BY = "work", "worker.json"
 MARGIN = 1.5  # a limit is this times the worst honest value, and at least the floor in LIMITS
 TAIL_MARGIN = 3.0  # factor for the mean margin; it is larger, because a few rare tokens can dominate that mean
 LIMITS = {  # statistic -> (limit's name in [validator], floor, margin)
@@ -74,6 +81,15 @@ class Generating:
     threads: int
     engine: EngineName = "torch"
     device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Made:
+    """A submission and how it was made."""
+
+    worker: dict[str, Any]  # the fields of `Generating`, and `machine` if another one made it
+    header: Header
+    data: bytes
 
 
 @dataclass(frozen=True)
@@ -123,11 +139,13 @@ def calibrate(
     submissions: int,
     weights: Sequence[Path],
     devices: Sequence[str],
+    work: Sequence[Path],
     say: Callable[[str], None],
 ) -> None:
     """Measure with each of `weights` (empty: the config's model); write `limits.toml` and `measured.json`.
 
     `devices`: those of workers and validators (empty: the config's); each worker is judged on all of them.
+    `work`: the `out` folders of other machines, whose work is judged, too.
 
     Raise ShoalError if honest work fails a check that has no limit.
     """
@@ -141,27 +159,54 @@ def calibrate(
         out.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise UserError(f"{out} cannot be a folder, because a file is there: choose another --out") from error
+    policies = {digest(folder): folder for folder in folders}
+    brought = [made for folder in work for made in read_work(config, folder, machine=str(folder))]
+    for made in brought:
+        if made.header.policy_digest not in policies:
+            raise UserError(f"{made.worker['machine']} has work of other weights: name a copy of them with --weights")
     generations, checkings = conditions(config, devices, torch.get_num_threads())
+    discard(out / WORK)
     identity = Identity.generate()
+    for policy, folder in policies.items():
+        for generation in generations:
+            make_work(config, generation, identity, policy, folder, submissions, out)
+            say(f"{folder.name}, {generation}: {submissions} submissions")
+    measured = measure(config, policies, read_work(config, out) + brought, checkings, say)
+    write(config, out, measured)
+    failed = sum(row["failed_checks"] > 0 for row in measured)
+    say(f"honest work was judged {len(measured)} times; the config's own limits would have rejected it {failed} times")
+    say(f"limits: {out / 'limits.toml'}")
+
+
+def measure(
+    config: Config,
+    policies: Mapping[str, Path],
+    work: Sequence[Made],
+    checkings: Sequence[Checking],
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Judge each submission under each validator condition. Return a row of figures for each judgement."""
     measured: list[dict[str, Any]] = []
     with ExitStack() as stack:
         judges = [stack.enter_context(_judge(config, checking)) for checking in checkings]
-        for folder, generation in itertools.product(folders, generations):
-            with closing(_producer(config, generation, identity, folder)) as producer:
-                for judge in judges:
-                    judge.load(folder)
-                for number in range(submissions):
-                    groups = 1 if number % 2 else None  # small submissions too, because their means are noisier
-                    assignment = offline_assignment(config, identity.public, number, groups=groups)
-                    with use_threads(generation.threads):
-                        data = producer.submission(assignment)
-                    for checking, judge in zip(checkings, judges, strict=True):
-                        with use_threads(checking.threads):
-                            figures = honest_figures(judge, assignment, identity.public, data)
-                        condition = {"weights": folder.name, "worker": vars(generation), "validator": vars(checking)}
-                        measured.append(condition | {"number": number} | figures)
-            say(f"{folder.name}, {generation}: {submissions} submissions under {len(checkings)} validators")
-    engines: list[EngineName] = list(dict.fromkeys(generation.engine for generation in generations))
+        for policy, folder in policies.items():
+            for judge in judges:
+                judge.load(folder)
+            of_policy = [made for made in work if made.header.policy_digest == policy]
+            for made, (checking, judge) in itertools.product(of_policy, zip(checkings, judges, strict=True)):
+                number, worker = made.header.submission, made.header.worker
+                assignment = offline_assignment(config, worker, number, header=made.header)
+                with use_threads(checking.threads):
+                    figures = honest_figures(judge, assignment, worker, made.data)
+                condition = {"weights": folder.name, "worker": made.worker, "validator": vars(checking)}
+                measured.append(condition | {"number": number} | figures)
+            say(f"{folder.name}: {len(of_policy)} submissions judged by {len(checkings)} validators")
+    return measured
+
+
+def write(config: Config, out: Path, measured: Sequence[dict[str, Any]]) -> None:
+    """Derive the limits and bounds from the rows of `measure`; write `limits.toml` and `measured.json`."""
+    engines: list[EngineName] = list(dict.fromkeys(row["worker"]["engine"] for row in measured))
     rows_of = {engine: [row for row in measured if row["worker"]["engine"] == engine] for engine in engines}
     worst = {
         engine: {name: max(float(row[name]) for row in rows) for name in LIMITS} for engine, rows in rows_of.items()
@@ -183,9 +228,41 @@ def calibrate(
     sections = {"validator": {name: value for name, value in validator.items() if value}, "evidence": evidence}
     title = f"# {config.model.name}: the worst of {len(measured)} judgements of honest work, times a margin\n"
     (out / "limits.toml").write_text(title + tomli_w.dumps(sections))
-    failed = sum(row["failed_checks"] > 0 for row in measured)
-    say(f"honest work was judged {len(measured)} times; the config's own limits would have rejected it {failed} times")
-    say(f"limits: {out / 'limits.toml'}")
+
+
+def make_work(
+    config: Config, generation: Generating, identity: Identity, policy: str, weights: Path, submissions: int, out: Path
+) -> None:
+    """Write submissions that were made under this condition into a new folder in `out`."""
+    folder = out / WORK / f"{len(list(out.glob(f'{WORK}/*'))):03d}"
+    folder.mkdir(parents=True)
+    write_file(folder / MADE_BY, json.dumps(vars(generation)).encode())
+    with closing(_producer(config, generation, identity, weights)) as producer, use_threads(generation.threads):
+        for number in range(submissions):
+            groups = 1 if number % 2 else None  # small submissions too, because their means are noisier
+            assignment = offline_assignment(config, identity.public, number, groups=groups)
+            assignment = assignment.model_copy(update={"policy_digest": policy})
+            write_file(folder / f"{number:06d}.parquet", producer.submission(assignment))
+
+
+def read_work(config: Config, out: Path, *, machine: str = "") -> list[Made]:
+    """Read what `make_work` wrote, perhaps on another machine. Raise UserError if something is missing or damaged."""
+    conditions = sorted((out / WORK).glob(f"*/{MADE_BY}"))
+    if not conditions:
+        raise UserError(f"{out} has no work: expected the --out folder of `shoal calibrate` on another machine")
+    found = []
+    with Quarantine(max_rollouts(config), config.sampling.max_tokens) as quarantine:
+        for condition in conditions:
+            path = condition
+            try:
+                worker = vars(TypeAdapter(Generating).validate_json(condition.read_bytes()))
+                for path in sorted(condition.parent.glob("*.parquet")):
+                    data = path.read_bytes()
+                    header = quarantine.read(data).header
+                    found.append(Made(worker | ({"machine": machine} if machine else {}), header, data))
+            except (OSError, ValidationError, RolloutFileError) as error:
+                raise UserError(f"{path} cannot be read ({first_line(error)}): copy it again") from error
+    return found
 
 
 def limits_of(worst: Mapping[str, float]) -> dict[str, float]:
@@ -208,9 +285,10 @@ def by_pair(measured: Sequence[dict[str, Any]], margin: float) -> dict[str, dict
 
 
 def _numerics(condition: Mapping[str, Any]) -> str:
-    """Return a condition's engine (unless torch), device (unless cpu) and dtype."""
-    engine, device = condition.get("engine", "torch"), condition.get("device", "cpu")
-    return " ".join([*[engine] * (engine != "torch"), *[device] * (device != "cpu"), condition["dtype"]])
+    """Return a condition's machine (unless this one), engine (unless torch), device (unless cpu) and dtype."""
+    usual = {"machine": "", "engine": "torch", "device": "cpu"}
+    named = [condition[name] for name, value in usual.items() if condition.get(name, value) != value]
+    return " ".join([*named, condition["dtype"]])
 
 
 def bounds(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -39,11 +39,13 @@ def add_commands(commands: Commands) -> None:
     parser = add_command(commands, "calibrate", calibrate, what, "quickstart --out calibration")
     add_config(parser)
     add = parser.add_argument
-    add("--out", type=Path, default=Path("calibration"), help="folder for limits.toml and measured.json")
+    add("--out", type=Path, default=Path("calibration"), help="folder for limits.toml, measured.json and the work")
     each = "submissions for each combination of dtype, batch size and threads (default: 8)"
     add("--submissions", type=whole(1, 100_000), default=8, help=each)
     versions = "folders of the policy versions to measure with (default: the config's model)"
     add("--weights", type=Path, nargs="+", default=[], help=versions)
+    work = "--out folders of `shoal calibrate` from other machines: judge their work, too"
+    add("--work", type=Path, nargs="+", default=[], metavar="FOLDER", help=work)
     devices = "devices of workers and validators, each with each (default: the config's model.device)"
     add("--devices", nargs="+", default=[], metavar="DEVICE", help=devices)
 
@@ -136,4 +138,4 @@ def calibrate(arguments: argparse.Namespace) -> None:
     from shoal.cli.launch.prepare import check_length
 
     check_length(settings)
-    measure(settings, arguments.out, arguments.submissions, arguments.weights, arguments.devices, say)
+    measure(settings, arguments.out, arguments.submissions, arguments.weights, arguments.devices, arguments.work, say)
