@@ -169,7 +169,8 @@ def test_work_that_cannot_be_judged_is_refused_before_anything_is_measured(
 
     trained = tmp_path / "trained"
     copy_tree(tiny_folder, trained)
-    (trained / "other.json").write_text("{}")
+    (trained / "model.safetensors").unlink()  # it is a hard link
+    (trained / "model.safetensors").write_bytes(b"other weights")
     assert "has work of other weights: name a copy of them with --weights" in refused(out, trained)
     assert refused(tmp_path, tiny_folder).startswith(" has no work: expected the --out folder of `shoal calibrate`")
     for name, data in (("worker.json", b'{"dtype": "float8"}'), ("000000.parquet", b"PAR1")):

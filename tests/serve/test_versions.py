@@ -12,9 +12,8 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import UserError
 from shoal.files import copy_tree, discard
 from shoal.model import load as model_load
-from shoal.model.sources import digest
 from shoal.serve.errors import NoSlotError, UnknownVersionError
-from shoal.serve.versions import LoadedModel, ModelSource, Offer, Versions, label_of, load, source_of
+from shoal.serve.versions import LoadedModel, ModelSource, Offer, Versions, digest, label_of, load, source_of
 from shoal.watch.page.guard import HttpError, RateLimit
 
 from .support import engine

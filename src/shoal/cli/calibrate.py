@@ -43,7 +43,8 @@ from shoal.engine.vllm.client import VllmEngine
 from shoal.errors import ShoalError, UserError, first_line
 from shoal.files import discard, write_file
 from shoal.model.dtype import DtypeName, check_device, measure_gflops, use_threads
-from shoal.model.sources import digest, resolve
+from shoal.model.load import weights_digest
+from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import BEYOND, Assignment
 from shoal.store.columns import RolloutFileError
@@ -159,7 +160,7 @@ def calibrate(
         out.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise UserError(f"{out} cannot be a folder, because a file is there: choose another --out") from error
-    policies = {digest(folder): folder for folder in folders}
+    policies = {weights_digest(folder): folder for folder in folders}
     brought = [made for folder in work for made in read_work(config, folder, machine=str(folder))]
     for made in brought:
         if made.header.policy_digest not in policies:

@@ -104,8 +104,7 @@ def _contestants(arguments: argparse.Namespace, out: Path) -> Iterator[Contestan
     """Yield the models on this machine (for a run, its newest version), then those behind a URL."""
     from shoal.evals.evaluate import Contestant
     from shoal.evals.harness import Endpoint, serving
-    from shoal.model.sources import digest
-    from shoal.serve.versions import label_of, source_of
+    from shoal.serve.versions import digest, label_of, source_of
 
     for name in arguments.models:
         offers = source_of(name).offers()

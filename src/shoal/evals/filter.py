@@ -23,8 +23,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from blake3 import blake3
-
 from shoal import tasks
 from shoal.config import Config
 from shoal.config.tasks import GRADER_ERRORS
@@ -32,6 +30,7 @@ from shoal.engine.protocol import Completion, Engine
 from shoal.errors import ShoalError, disk_is_full
 from shoal.evals.examiner import Examiner
 from shoal.files import read_json, write_file
+from shoal.model.load import weights_digest
 from shoal.model.sampling import rollout_seed
 from shoal.model.sources import check_max_tokens
 from shoal.model.turns import model_tokens
@@ -123,9 +122,6 @@ class PassRates:
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings that determine the results and must not change on resume."""
-        weights = blake3()
-        for path in sorted(self.folder.glob("*.safetensors")):
-            weights.update_mmap(path)
         prompts_and_rewards = json.dumps(
             [self.config.tasks.system, self.config.tasks.prompt, self.config.sampling.max_turns]
             + [self.config.tasks.length_targets]
@@ -134,7 +130,7 @@ class PassRates:
         return {
             "digest": self.tasks.digest,
             "model": self.config.model.name,
-            "weights": weights.hexdigest(),
+            "weights": weights_digest(self.folder),
             "k": self.k,
             "temperature": self.config.sampling.temperature,
             "max_tokens": self.config.sampling.max_tokens,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
@@ -187,6 +188,14 @@ def _weights_files(folder: Path) -> list[Path]:
     if (folder / INDEX).exists():
         return sorted({folder / name for name in read_json(folder / INDEX)["weight_map"].values()})
     return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+
+
+def weights_digest(folder: Path) -> str:
+    """Return the BLAKE3 digest of the model's weights."""
+    digest = blake3()
+    for path in _weights_files(folder):
+        digest.update_mmap(path)
+    return digest.hexdigest()
 
 
 def open_for_each(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Any]]:

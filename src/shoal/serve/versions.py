@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from shoal import config as config_module
 from shoal.config import Config
 from shoal.engine.rows import token_bytes
@@ -31,13 +33,14 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import UserError, user_path
 from shoal.model import sources
 from shoal.model.load import WEIGHTS, eos_ids, load_tokenizer
-from shoal.model.sources import ModelNotFoundError, digest, positions, read_config
+from shoal.model.sources import ModelNotFoundError, positions, read_config
 from shoal.serve.errors import NoSlotError, UnknownVersionError
 from shoal.serve.threads import FairSemaphore
 from shoal.shardcast.manifest import parse_version
 from shoal.watch.page.guard import RateLimit
 
 CONFIG = "config.toml"
+MODEL_SUFFIXES = (".json", ".jinja", ".safetensors", ".txt", ".model")  # files that `digest` covers
 VERSIONS = Path("learner") / "versions"
 
 
@@ -108,6 +111,17 @@ def label_of(name: str, names: Sequence[str]) -> str:
         return path.rstrip("/").rpartition("/")[2] or path
 
     return last(name) if [last(other) for other in names].count(last(name)) == 1 else name
+
+
+def digest(folder: Path) -> str:
+    """Return the BLAKE3 digest of the names and contents of a model's files."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in MODEL_SUFFIXES)
+    combined = blake3()
+    for path in files:
+        content = blake3()  # in one thread, because running replies need the other cores
+        content.update_mmap(path.resolve())
+        combined.update(f"{path.name} {content.hexdigest()}\n".encode())
+    return combined.hexdigest()
 
 
 POLL_S = 1.0
