@@ -180,6 +180,15 @@ def test_a_relay_behind_a_proxy_announces_the_proxys_url_and_accepts_passes_for_
     assert files and origin.stopped() == relay.stopped() == "stopped"
 
 
+def test_an_origin_announces_the_url_of_the_config(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    public = "http://127.0.0.1:9"
+    config = CONFIG.model_copy(update={"origin": CONFIG.origin.model_copy(update={"url": public})})
+    monkeypatch.setattr(Node, "read_config", lambda *_: config)
+    origin = site.origin()
+    wait_until(lambda: site.node("origin") is not None)
+    assert site.node("origin").url == public and origin.stopped() == "stopped"
+
+
 def test_a_relay_reports_and_logs_what_it_waits_for_and_why(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     def doing() -> str:
         return node.stats.doing if (node := site.node("relay")) else ""

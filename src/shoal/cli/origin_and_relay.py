@@ -68,9 +68,9 @@ def run_origin(
             await asyncio.sleep(WATCH_S)
         return "stopped"
 
-    return asyncio.run(
-        serve_store(invite, config, folder, store, listen or (config.origin.host, config.origin.port), url, watch, stop)
-    )
+    section = config.origin
+    listen, url = listen or (section.host, section.port), url or section.url
+    return asyncio.run(serve_store(invite, config, folder, store, listen, url, watch, stop))
 
 
 def _newest(watched: Path) -> int | None:

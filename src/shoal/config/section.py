@@ -41,7 +41,7 @@ class Listening(Section):
     """The section of a server."""
 
     listen: Listen = "127.0.0.1:0"
-    """HOST:PORT to listen on; origin and relays also announce it to the pool, unless they are started with --url. Host
+    """HOST:PORT to listen on; origin and relays also announce it to the pool, unless they have a URL. Host
     0.0.0.0: all interfaces; it cannot be announced. Port 0: any free port."""
 
     @property

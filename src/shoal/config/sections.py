@@ -76,6 +76,9 @@ class LedgerSection(Section):
 class OriginSection(Listening):
     """The server that publishes the learner's weights."""
 
+    url: str = ""
+    """URL to announce, if nodes do not reach the address in `listen`: behind NAT, in most clouds, or behind a proxy."""
+
 
 class RelaySection(Listening):
     """Mirrors of the origin."""

@@ -350,8 +350,9 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
     lines += ["", "Show the pool's state, from any machine:", f"  shoal pool status {address.url}"]
     local = urlsplit(address.url).hostname in LOOPBACK
     servers = {"origin": config.origin, "relays": config.relays} | ({"sites": config.sites} if sites else {})
-    unreachable = [f"{key}.listen" for key, section in servers.items() if section.host in LOOPBACK and not local]
-    if unreachable:
+    announced = {key: getattr(section, "url", "") or f"http://{section.listen}" for key, section in servers.items()}
+    unreachable = [f"{key}.listen" for key, url in announced.items() if urlsplit(url).hostname in LOOPBACK]
+    if unreachable and not local:
         lines += [
             "",
             "Other machines cannot reach 127.0.0.1. Before you start the coordinator,",
