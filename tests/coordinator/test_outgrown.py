@@ -31,6 +31,7 @@ pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'sh
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shoal[s3]'")
 from shoal.ledger.postgres import open_postgres
 from shoal.ledger.table import Ledger
+from shoal.store.bucket import Bucket
 
 from .backends import schema_url
 
@@ -136,6 +137,15 @@ def test_a_coordinator_on_another_machine_continues_where_the_first_was_killed(
         assert (
             batch.ready and learner.fetch_file(f"/v1/accepted/{tasks[1][0].id}", max_bytes=1 << 20) == ACCEPTED + b"\1"
         )
+        lost = worker.beat(wants_task=True).assignment
+        assert lost is not None
+        stored = worker.send_file(lost.upload_path, SUBMISSION)
+        assert len(validator.post("/v1/claims", ClaimRequest(most=4), Claims).claims) == 1
+        Bucket(settings.store.url, settings.store.endpoint).remove("submissions", stored.hash)
+        with pytest.raises(RefusedError, match="is not in s3://pool") as caught:
+            validator.fetch_file(f"/v1/submissions/{lost.id}", max_bytes=1 << 20)
+        assert caught.value.status == 410
+        assert not validator.post("/v1/claims", ClaimRequest(most=4), Claims).claims, "nobody can judge a lost file"
         status = Status.model_validate_json(httpx.get(f"{url}/v1/status").content)
         assert sum(node.accepted for node in status.nodes) == 2 and not status.slashed
     finally:

@@ -65,8 +65,8 @@ UNREADABLE = 400  # HTTP status
 KEY, PAYER = "identity.pem", "payer"  # in a node's folder
 EXISTS = 412  # HTTP status: the bucket already has this file
 TOO_EARLY = 425  # HTTP status: the file has not arrived yet
-NOT_THERE, DAMAGED = 404, 410  # HTTP statuses: the bucket has no such file; a stored file is missing or was changed
-DAMAGED_AFTER = 3  # answers of the bucket without the right file; a second answer may be right
+NOT_THERE = 404  # HTTP status: the bucket has no such file
+WRONG_ANSWERS = 3  # answers of the bucket without the right file, before the coordinator is asked
 BUCKET_S = 30.0  # timeout of each read from and write to a bucket
 BUCKET_HINT = "is store.endpoint reachable from here, and is this machine's clock right?"
 
@@ -219,31 +219,31 @@ class Node(Caller):
     def fetch_file(self, path: str, *, max_bytes: int) -> bytes:
         """Return the verified content of the file at `path`.
 
+        If the bucket repeatedly has no such file, or another one, the coordinator reads the file and sends it. It then
+        records whether the file is damaged.
+
         Raise RefusedError, with status 410 if the stored file is missing or was changed; NodeError.
         """
         if not self.direct:
             return self.get_bytes(path, max_bytes=max_bytes)
         wrong = 0  # answers of the bucket without the right file
 
-        def wrong_file(why: str) -> Exception:
-            nonlocal wrong
-            wrong += 1
-            return RefusedError(f"GET {path}: {why}", DAMAGED) if wrong >= DAMAGED_AFTER else AgainError(why)
-
         def fetch() -> bytes:
+            nonlocal wrong
             link = self.get(f"{path}/link", FileLink)
             with httpx.stream("GET", link.url, headers=PLAIN, timeout=BUCKET_S) as answer:
-                if answer.status_code == NOT_THERE:
-                    raise wrong_file("the file is not in the pool's bucket")
-                if answer.status_code != 200:
+                if answer.status_code not in (200, NOT_THERE):
                     raise AgainError(f"it answered with status {answer.status_code}")
                 try:
                     data = read_body(answer, max_bytes)
                 except BodyError as error:
                     raise AgainError(str(error)) from error
-            if blake3(data).hexdigest() != link.hash:
-                raise wrong_file("the file in the pool's bucket has another hash")
-            return data
+            if answer.status_code == 200 and blake3(data).hexdigest() == link.hash:
+                return data
+            wrong += 1
+            if wrong == WRONG_ANSWERS:
+                return self.get_bytes(path, max_bytes=max_bytes)
+            raise AgainError("it does not have the file")
 
         return self.retry(fetch, "the pool's bucket", f"GET {path}", BUCKET_HINT)
 

@@ -32,7 +32,7 @@ from obstore.store import S3Store
 
 from shoal.errors import first_line
 from shoal.protocol.messages import UploadGrant
-from shoal.store.folder import HASH, StoreError
+from shoal.store.folder import HASH, DamagedFileError, StoreError
 
 if TYPE_CHECKING:
     from obstore.store import S3Config
@@ -104,11 +104,11 @@ class Bucket:
         return content_hash
 
     def get(self, kind: str, content_hash: str) -> bytes:
-        """Return a file. Raise StoreError if it is missing or was changed."""
-        with self._named_errors(f"cannot read {kind} file {content_hash[:16]}"):
+        """Return a file. Raise DamagedFileError if it is missing or was changed, StoreError if it cannot be read."""
+        with self._named_errors(f"cannot read {kind} file {content_hash[:16]}", missing=DamagedFileError):
             data = bytes(obstore.get(self.objects, self._name(kind, content_hash)).bytes())
         if blake3(data).hexdigest() != content_hash:
-            raise StoreError(f"{kind} file {content_hash[:16]} in {self} was changed in the bucket")
+            raise DamagedFileError(f"{kind} file {content_hash[:16]} in {self} was changed in the bucket")
         return data
 
     def grant(self, kind: str, id: str, size_bytes: int, sha256: str) -> UploadGrant:
@@ -177,11 +177,11 @@ class Bucket:
         return f"{self.prefix}incoming/{kind}/{id}/{sha256}"
 
     @contextmanager
-    def _named_errors(self, what: str) -> Iterator[None]:
+    def _named_errors(self, what: str, *, missing: type[StoreError] = StoreError) -> Iterator[None]:
         try:
             yield
         except (FileNotFoundError, NotFoundError) as error:
-            raise StoreError(f"{what}: it is not in {self}") from error
+            raise missing(f"{what}: it is not in {self}") from error
         except BaseError as error:
             raise StoreError(f"{what} in {self}: {first_line(error)[:200]}") from error
 

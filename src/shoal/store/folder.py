@@ -37,7 +37,7 @@ class FileStore(Protocol):
         ...
 
     def get(self, kind: str, content_hash: str) -> bytes:
-        """Return a file. Raise StoreError if it is missing or was changed."""
+        """Return a file. Raise DamagedFileError if it is missing or was changed, StoreError if it cannot be read."""
         ...
 
 

@@ -23,7 +23,7 @@ from shoal.coordinator.pool import Pool
 from shoal.errors import check_extra
 from shoal.protocol.messages import Announced, FileLink, Role, Stored, UploadGrant
 from shoal.protocol.server import Admission, Answer, Read, Request, UncoveredError, body_pieces
-from shoal.store.folder import DamagedFileError, Folder, StoreError
+from shoal.store.folder import DamagedFileError, FileStore, Folder, StoreError
 
 if TYPE_CHECKING:
     from shoal.store.bucket import Bucket
@@ -229,25 +229,29 @@ class FileRoutes:
             self.admission.pace.moved(key, read_bytes)
             raise
 
-    def _file_routes(self, kind: FileKind) -> list[web.RouteDef]:
-        """Return the routes for a store in a folder: nodes upload and fetch files here."""
+    def _get(self, store: FileStore, kind: FileKind) -> web.RouteDef:
+        """Return the route by which a node fetches a file from here."""
 
         async def get(request: Request) -> Answer:
             id = request.match["id"]
             try:
-                return await asyncio.to_thread(self.store.get, kind.name, kind.hash_of(id))
+                return await asyncio.to_thread(store.get, kind.name, kind.hash_of(id))
             except DamagedFileError:
                 kind.damaged(id)
                 raise
 
+        return web.get(f"/v1/{kind.name}/{{id}}", self._signed(get, [kind.reader]))
+
+    def _file_routes(self, kind: FileKind) -> list[web.RouteDef]:
+        """Return the routes for a store in a folder: nodes upload and fetch files here."""
+
         async def put(request: web.Request) -> Answer:
             return await self.receive(request, kind)
 
-        path = f"/v1/{kind.name}/{{id}}"
-        return [web.put(path, self.admission.answering(put)), web.get(path, self._signed(get, [kind.reader]))]
+        return [web.put(f"/v1/{kind.name}/{{id}}", self.admission.answering(put)), self._get(self.store, kind)]
 
     def _bucket_routes(self, bucket: BucketFiles, kind: FileKind) -> list[web.RouteDef]:
-        """Return the routes for a store in a bucket: nodes get signed URLs."""
+        """Return the routes for a store in a bucket: nodes get signed URLs. They fetch a file from here if that fails."""
 
         async def grant(request: Request) -> Answer:
             file = Announced.model_validate_json(request.body)
@@ -265,6 +269,7 @@ class FileRoutes:
             web.post(f"{path}/grant", self._signed(grant, [kind.sender])),
             web.post(f"{path}/stored", self._signed(stored, [kind.sender])),
             web.get(f"{path}/link", self._signed(link, [kind.reader])),
+            self._get(bucket.bucket, kind),
         ]
 
 
