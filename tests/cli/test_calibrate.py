@@ -2,7 +2,9 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+import re
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from benchmarks.trust.adversary.cheats import QuantizedWeights
 
 from shoal import config as config_module
-from shoal.cli.calibrate import AVERAGES, LIMITS, RUN, bounds, by_pair, calibrate, honest_figures
+from shoal.cli.calibrate import AVERAGES, LIMITS, RUN, bounds, by_pair, calibrate, honest_figures, write_limits
 from shoal.cli.main import FAILED, main
 from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import ShoalError, UserError
@@ -136,22 +138,31 @@ def test_a_missing_device_is_named_before_anything_is_measured(tmp_path: Path) -
         calibrate(vllm, tmp_path / "out", 1, [], ["cpu:0"], [], lambda _: None)
 
 
+def changed(out: Path, copy: Path, file: str, change: Callable[[bytes], bytes]) -> Path:
+    """Copy a calibration with one file changed in its second worker's folder. Return the copy."""
+    copy_tree(out, copy)
+    path = copy / "work" / "001" / file
+    data = path.read_bytes()
+    path.unlink()  # it is a hard link
+    path.write_bytes(change(data))
+    return copy
+
+
 def test_work_of_another_machine_is_judged_beside_the_own_work(out: Path, tiny_folder: Path, tmp_path: Path) -> None:
-    copy_tree(out, tmp_path / "other")
-    worker = tmp_path / "other" / "work" / "000" / "worker.json"
-    worker.unlink()  # it is a hard link
-    worker.write_text(json.dumps({"dtype": "float32", "groups": 2, "threads": 9, "engine": "torch", "device": "cuda"}))
+    changed(out, tmp_path / "other", "worker.json", lambda data: data.replace(b'"cpu"', b'"cuda"'))
+    lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
-        calibrate(CONFIG, Path("made"), 1, [tiny_folder], [], [Path("other")], lambda _: None)
+        calibrate(CONFIG, Path("made"), 1, [tiny_folder], [], [Path("other")], lines.append)
+    assert "work of other was judged 16 times; the config's own limits would have rejected it 0 times" in lines
     measured = json.loads((tmp_path / "made" / "measured.json").read_text())
     theirs = [row for row in measured["rows"] if "machine" in row["worker"]]
     assert len(measured["rows"]) == 32 and len(theirs) == 16
     assert {pair for pair in measured["pairs"] if pair.endswith("|float32")} == {
         "float32|float32",
         "bfloat16|float32",
-        "other cuda float32|float32",
         "other float32|float32",
+        "other cuda float32|float32",
         "other bfloat16|float32",
     }
     key = "logprob_error_mean"
@@ -159,27 +170,65 @@ def test_work_of_another_machine_is_judged_beside_the_own_work(out: Path, tiny_f
     assert measured["pairs"]["other bfloat16|float32"][key] == same, "the same work must give the same figures"
 
 
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("worker.json", lambda data: b"{}", "worker.json is not what `shoal calibrate` writes: worker: Field required"),
+        (
+            "worker.json",
+            lambda data: data.replace(b'"temperature":1.0', b'"temperature":0.7'),
+            "with another [sampling]",
+        ),
+        ("000000.parquet", lambda data: b"PAR1", "000000.parquet cannot be read: "),
+    ],
+)
 def test_work_that_cannot_be_judged_is_refused_before_anything_is_measured(
+    out: Path, tiny_folder: Path, tmp_path: Path, file: str, change: Callable[[bytes], bytes], message: str
+) -> None:
+    other = changed(out, tmp_path / "other", file, change)
+    with pytest.raises(UserError, match=re.escape(message)):
+        calibrate(CONFIG, tmp_path / "made", 1, [tiny_folder], [], [other], print)
+    assert not list((tmp_path / "made").iterdir())
+
+
+def test_less_work_than_this_machines_or_work_of_other_weights_is_refused(
     out: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    def refused(other: Path, weights: Path) -> str:
+    """Little work says little about how often tokens differ, and would widen the bounds."""
+
+    def refused(other: Path, weights: Path, submissions: int) -> str:
         with pytest.raises(UserError) as caught:
-            calibrate(CONFIG, tmp_path / "made", 1, [weights], [], [other], print)
-        return str(caught.value).replace(str(tmp_path), "")
+            calibrate(CONFIG, tmp_path / "made", submissions, [weights], [], [other], print)
+        return str(caught.value)
 
     trained = tmp_path / "trained"
-    copy_tree(tiny_folder, trained)
-    (trained / "model.safetensors").unlink()  # it is a hard link
+    trained.mkdir()
+    assert "trained holds no weights" in refused(out, trained, 1)
     (trained / "model.safetensors").write_bytes(b"other weights")
-    assert "has work of other weights: name a copy of them with --weights" in refused(out, trained)
-    assert refused(tmp_path, tiny_folder).startswith(" has no work: expected the --out folder of `shoal calibrate`")
-    for name, data in (("worker.json", b'{"dtype": "float8"}'), ("000000.parquet", b"PAR1")):
-        other = tmp_path / name
-        copy_tree(out, other)
-        (other / "work" / "001" / name).unlink()
-        (other / "work" / "001" / name).write_bytes(data)
-        message = refused(other, tiny_folder)
-        assert message.startswith(f"/{name}/work/001/{name} cannot be read (") and message.endswith("): copy it again")
+    assert "has work of other weights: name a copy of them with --weights" in refused(out, trained, 1)
+    assert "work/000 has 1 submissions, fewer than 2" in refused(out, tiny_folder, 2)
+    assert "has no work: run `shoal calibrate`" in refused(tmp_path, tiny_folder, 1)
+
+
+def test_a_folder_that_calibration_did_not_write_is_not_replaced(tiny_folder: Path, tmp_path: Path) -> None:
+    thesis = tmp_path / "work" / "thesis.tex"
+    thesis.parent.mkdir()
+    thesis.touch()
+    with pytest.raises(UserError, match=f"^{thesis} is not from `shoal calibrate`.*: choose another --out$"):
+        calibrate(CONFIG, tmp_path, 1, [tiny_folder], [], [], print)
+    assert thesis.exists()
+
+
+def test_each_kind_of_engine_has_its_own_limits(tmp_path: Path) -> None:
+    row = {"exposure": 100.0, "misses": [], "failed_checks": 0.0, "validator": {"dtype": "float32"}}
+    rows = [
+        row | {"kind": kind, "worker": {"dtype": "float32"}} | dict.fromkeys(LIMITS, worst)
+        for kind, worst in (("torch", 0.0), ("vllm/cpu", 10.0), ("vllm/cuda", 20.0))
+    ]
+    write_limits(CONFIG, tmp_path, rows)
+    limits = tomllib.loads((tmp_path / "limits.toml").read_text())["validator"]
+    assert [limits["limits"][kind]["sampling_margin"] for kind in ("vllm/cpu", "vllm/cuda")] == [15.0, 30.0]
+    assert limits["sampling_margin"] == 0.75
 
 
 @pytest.mark.parametrize("out", ["file", "file/made"])

@@ -188,6 +188,13 @@ def test_an_origin_announces_the_url_of_the_config(site: Site, monkeypatch: pyte
     wait_until(lambda: site.node("origin") is not None)
     assert site.node("origin").url == public and origin.stopped() == "stopped"
 
+    def with_url(invite: Invite, folder: Path, watched: Path, stop: threading.Event) -> str:
+        return run_origin(invite, folder, watched, stop, url="http://127.0.0.1:10")
+
+    origin = InThread(with_url, site.invite("origin"), site.folder / "origin", site.watched)
+    wait_until(lambda: site.node("origin").url == "http://127.0.0.1:10")
+    assert origin.stopped() == "stopped"
+
 
 def test_a_relay_reports_and_logs_what_it_waits_for_and_why(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     def doing() -> str:

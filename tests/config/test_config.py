@@ -200,6 +200,8 @@ def test_an_override_that_treats_a_value_as_a_section_is_refused(tmp_path: Path)
         (["tasks.sources=[+]"], "tasks.sources: Input should be a valid list"),
         (["coordinator.listen=0.0.0.0:99999"], "coordinator.listen: write HOST:PORT, with a port up to 65535"),
         (["store.url=http://x"], "store.url: write s3://BUCKET/PREFIX"),
+        (["origin.url=192.0.2.1:8710"], "origin.url: write http://HOST:PORT or https://HOST:PORT"),
+        (["origin.url=http://[1"], "origin.url: write http://HOST:PORT or https://HOST:PORT"),
         (["store.endpoint=s3.example"], "store.endpoint: write http://HOST:PORT or https://HOST:PORT"),
         (["ledger.contract=0x5"], "ledger.contract: write 0x and 40 hex digits"),
         (["model.name=['a']"], "model.name: Input should be a valid string"),

@@ -157,7 +157,7 @@ def test_heartbeats_are_sent_in_the_background_and_continue_after_refusals(
 # --- files in the pool's bucket --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer", [(404, b""), (200, b"changed")])
+@pytest.mark.parametrize("answer", [(404, b""), (200, b"changed"), (200, b"larger" * 20)])
 def test_after_three_wrong_answers_of_the_bucket_the_coordinator_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: tuple[int, bytes]
 ) -> None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from blake3 import blake3
 
-from shoal.store.folder import FileStore, Folder, StoreError
+from shoal.store.folder import BucketError, DamagedFileError, FileStore, Folder, StoreError
 
 from ..servers import S3_KEY, S3_SECRET, s3_server
 
@@ -76,7 +76,7 @@ def test_get_returns_what_was_put_under_its_hash_and_kind(store: FileStore) -> N
     name = store.put("accepted", DATA)
     assert name == blake3(DATA).hexdigest() and store.get("accepted", name) == DATA
     assert store.put("accepted", DATA) == name
-    with pytest.raises(StoreError, match=f"cannot read submissions file {name[:16]}"):
+    with pytest.raises(DamagedFileError, match=f"cannot read submissions file {name[:16]}"):
         store.get("submissions", name)
 
 
@@ -153,8 +153,14 @@ def test_a_file_changed_in_the_bucket_is_refused(bucket: Bucket) -> None:
 
     name = bucket.put("accepted", DATA)
     obstore.put(bucket.objects, f"{bucket.prefix}accepted/{name}.parquet", b"other")
-    with pytest.raises(StoreError, match=f"accepted file {name[:16]} .* was changed in the bucket"):
+    with pytest.raises(DamagedFileError, match=f"accepted file {name[:16]} .* was changed in the bucket"):
         bucket.get("accepted", name)
+
+
+def test_a_missing_bucket_says_nothing_about_a_file(bucket: Bucket) -> None:
+    name = bucket.put("accepted", DATA)
+    with pytest.raises(BucketError, match="there is no bucket elsewhere at http"):
+        Bucket("s3://elsewhere/run", bucket.host, KEYS).get("accepted", name)
 
 
 @pytest.mark.parametrize("id", ["", "../x", "a/b", "x" * 201])

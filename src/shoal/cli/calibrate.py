@@ -18,7 +18,8 @@ the noisiest pair of a worker and a validator, and applies to every worker. To a
 `model.dtype` and calibrate again.
 
 Measure both the initial policy, whose logprobs differ most because it is least certain, and a trained one. Measure on
-each kind of machine that will join, and let each judge the others' work, too.
+each kind of machine that will join, let each judge the others' work, too, and use the widest limits. Whatever is in
+another machine's folder counts as honest and widens the limits.
 """
 
 import itertools
@@ -33,14 +34,15 @@ from typing import Any
 
 import tomli_w
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal.config import Config, EngineName
+from shoal.config.recipe import SamplingSection
 from shoal.config.sections import ROW_TOKENS
 from shoal.engine.protocol import Completion, Engine
 from shoal.engine.torch_engine import TorchEngine
 from shoal.engine.vllm.client import VllmEngine
-from shoal.errors import ShoalError, UserError, first_line
+from shoal.errors import ShoalError, UserError, first_line, first_problem
 from shoal.files import discard, write_file
 from shoal.model.dtype import DtypeName, check_device, measure_gflops, use_threads
 from shoal.model.load import weights_digest
@@ -59,7 +61,7 @@ from shoal.validator.spending import spent
 from shoal.worker.produce import Producer
 
 RUN = "calibration"
-WORK, MADE_BY = "work", "worker.json"
+WORK, CONDITION = "work", "worker.json"  # a folder in `out`; a file in each of its folders
 MARGIN = 1.5  # a limit is this times the worst honest value, and at least the floor in LIMITS
 TAIL_MARGIN = 3.0  # factor for the mean margin; it is larger, because a few rare tokens can dominate that mean
 LIMITS = {  # statistic -> (limit's name in [validator], floor, margin)
@@ -82,6 +84,15 @@ class Generating:
     threads: int
     engine: EngineName = "torch"
     device: str = "cpu"
+
+
+class Condition(BaseModel):
+    """How the submissions of a folder were made, as written to its `worker.json`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    worker: Generating
+    sampling: SamplingSection
 
 
 @dataclass(frozen=True)
@@ -160,9 +171,17 @@ def calibrate(
         out.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise UserError(f"{out} cannot be a folder, because a file is there: choose another --out") from error
+    for folder in folders:
+        if not any(folder.glob("*.safetensors")):
+            raise UserError(f"{folder} holds no weights: expected the folder of a policy version")
+    for foreign in (out / WORK).glob("*"):
+        if not (foreign / CONDITION).exists():
+            raise UserError(
+                f"{foreign} is not from `shoal calibrate`, which replaces {out / WORK}: choose another --out"
+            )
     policies = {weights_digest(folder): folder for folder in folders}
-    brought = [made for folder in work for made in read_work(config, folder, machine=str(folder))]
-    for made in brought:
+    others = [made for folder in work for made in read_work(config, folder, submissions, machine=str(folder))]
+    for made in others:
         if made.header.policy_digest not in policies:
             raise UserError(f"{made.worker['machine']} has work of other weights: name a copy of them with --weights")
     generations, checkings = conditions(config, devices, torch.get_num_threads())
@@ -172,10 +191,13 @@ def calibrate(
         for generation in generations:
             make_work(config, generation, identity, policy, folder, submissions, out)
             say(f"{folder.name}, {generation}: {submissions} submissions")
-    measured = measure(config, policies, read_work(config, out) + brought, checkings, say)
-    write(config, out, measured)
-    failed = sum(row["failed_checks"] > 0 for row in measured)
-    say(f"honest work was judged {len(measured)} times; the config's own limits would have rejected it {failed} times")
+    measured = measure(config, policies, read_work(config, out, submissions) + others, checkings, say)
+    write_limits(config, out, measured)
+    for machine in ("", *map(str, work)):
+        failed = [row["failed_checks"] > 0 for row in measured if row["worker"].get("machine", "") == machine]
+        whose = f"work of {machine}" if machine else "honest work"
+        times = f"{len(failed)} times; the config's own limits would have rejected it {sum(failed)} times"
+        say(f"{whose} was judged {times}")
     say(f"limits: {out / 'limits.toml'}")
 
 
@@ -197,32 +219,31 @@ def measure(
             for made, (checking, judge) in itertools.product(of_policy, zip(checkings, judges, strict=True)):
                 number, worker = made.header.submission, made.header.worker
                 assignment = offline_assignment(config, worker, number, header=made.header)
-                with use_threads(checking.threads):
-                    figures = honest_figures(judge, assignment, worker, made.data)
+                try:
+                    with use_threads(checking.threads):
+                        figures = honest_figures(judge, assignment, worker, made.data)
+                except ShoalError as error:
+                    maker = made.worker.get("machine", "this machine")
+                    raise ShoalError(f"submission {number} of {maker}: {error}") from error
                 condition = {"weights": folder.name, "worker": made.worker, "validator": vars(checking)}
-                measured.append(condition | {"number": number} | figures)
+                measured.append(condition | {"kind": made.header.engine or "torch", "number": number} | figures)
             say(f"{folder.name}: {len(of_policy)} submissions judged by {len(checkings)} validators")
     return measured
 
 
-def write(config: Config, out: Path, measured: Sequence[dict[str, Any]]) -> None:
+def write_limits(config: Config, out: Path, measured: Sequence[dict[str, Any]]) -> None:
     """Derive the limits and bounds from the rows of `measure`; write `limits.toml` and `measured.json`."""
-    engines: list[EngineName] = list(dict.fromkeys(row["worker"]["engine"] for row in measured))
-    rows_of = {engine: [row for row in measured if row["worker"]["engine"] == engine] for engine in engines}
-    worst = {
-        engine: {name: max(float(row[name]) for row in rows) for name in LIMITS} for engine, rows in rows_of.items()
-    }
-    limits = {engine: limits_of(values) for engine, values in worst.items()}
+    kinds = [row["kind"] for row in measured]
+    rows_of = {kind: [row for row in measured if row["kind"] == kind] for kind in dict.fromkeys(kinds)}
+    worst = {kind: {name: max(float(row[name]) for row in rows) for name in LIMITS} for kind, rows in rows_of.items()}
+    limits = {kind: limits_of(values) for kind, values in worst.items()}
     pairs = {
         pair: figures
-        for engine, rows in rows_of.items()
-        for pair, figures in by_pair(rows, limits[engine]["sampling_margin"]).items()
+        for kind, rows in rows_of.items()
+        for pair, figures in by_pair(rows, limits[kind]["sampling_margin"]).items()
     }
     evidence = bounds(pairs)
-    device = torch.device(config.model.device).type
-    validator = limits.pop("torch", {}) | {
-        "limits": {f"{engine}/{device}": values for engine, values in limits.items()}
-    }
+    validator = limits.pop("torch", {}) | {"limits": limits}
     machine = {"platform": platform.platform(), "cores": torch.get_num_threads(), "torch": torch.__version__}
     figures = {"machine": machine, "worst": worst, "pairs": pairs, "rows": measured}
     (out / "measured.json").write_text(json.dumps(figures, indent=1) + "\n")
@@ -237,7 +258,8 @@ def make_work(
     """Write submissions that were made under this condition into a new folder in `out`."""
     folder = out / WORK / f"{len(list(out.glob(f'{WORK}/*'))):03d}"
     folder.mkdir(parents=True)
-    write_file(folder / MADE_BY, json.dumps(vars(generation)).encode())
+    condition = Condition(worker=generation, sampling=config.sampling)
+    write_file(folder / CONDITION, condition.model_dump_json().encode())
     with closing(_producer(config, generation, identity, weights)) as producer, use_threads(generation.threads):
         for number in range(submissions):
             groups = 1 if number % 2 else None  # small submissions too, because their means are noisier
@@ -246,24 +268,38 @@ def make_work(
             write_file(folder / f"{number:06d}.parquet", producer.submission(assignment))
 
 
-def read_work(config: Config, out: Path, *, machine: str = "") -> list[Made]:
-    """Read what `make_work` wrote, perhaps on another machine. Raise UserError if something is missing or damaged."""
-    conditions = sorted((out / WORK).glob(f"*/{MADE_BY}"))
-    if not conditions:
-        raise UserError(f"{out} has no work: expected the --out folder of `shoal calibrate` on another machine")
-    found = []
+def read_work(config: Config, out: Path, least: int, *, machine: str = "") -> list[Made]:
+    """Read what `make_work` wrote, perhaps on another machine. `least`: number of submissions of each worker.
+
+    Raise UserError if something is missing or damaged, or was made with another config.
+    """
+    made: list[Made] = []
     with Quarantine(max_rollouts(config), config.sampling.max_tokens) as quarantine:
-        for condition in conditions:
-            path = condition
+        for path in sorted((out / WORK).glob(f"*/{CONDITION}")):
             try:
-                worker = vars(TypeAdapter(Generating).validate_json(condition.read_bytes()))
-                for path in sorted(condition.parent.glob("*.parquet")):
+                condition = Condition.model_validate_json(path.read_bytes())
+                if condition.sampling != config.sampling:
+                    raise UserError(
+                        f"{out} was made with another [sampling]: run `shoal calibrate` with this config there"
+                    )
+                worker = vars(condition.worker) | ({"machine": machine} if machine else {})
+                files = sorted(path.parent.glob("*.parquet"))
+                for path in files:
                     data = path.read_bytes()
-                    header = quarantine.read(data).header
-                    found.append(Made(worker | ({"machine": machine} if machine else {}), header, data))
-            except (OSError, ValidationError, RolloutFileError) as error:
-                raise UserError(f"{path} cannot be read ({first_line(error)}): copy it again") from error
-    return found
+                    made.append(Made(worker, quarantine.read(data).header, data))
+            except ValidationError as error:
+                raise UserError(f"{path} is not what `shoal calibrate` writes: {first_problem(error)}") from error
+            except (OSError, RolloutFileError) as error:
+                raise UserError(f"{path} cannot be read: {first_line(error)}") from error
+            if len(files) < least:
+                raise UserError(
+                    f"{path.parent} has {len(files)} submissions, fewer than {least}: copy it again, or lower --submissions"
+                )
+    if not made:
+        raise UserError(
+            f"{out} has no work: run `shoal calibrate` of this version on the other machine, and copy --out"
+        )
+    return made
 
 
 def limits_of(worst: Mapping[str, float]) -> dict[str, float]:

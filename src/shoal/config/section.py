@@ -41,8 +41,8 @@ class Listening(Section):
     """The section of a server."""
 
     listen: Listen = "127.0.0.1:0"
-    """HOST:PORT to listen on; origin and relays also announce it to the pool, unless they have a URL. Host
-    0.0.0.0: all interfaces; it cannot be announced. Port 0: any free port."""
+    """HOST:PORT to listen on; origin and relays also announce it to the pool, unless --url or `origin.url` names another.
+    Host 0.0.0.0: all interfaces; it cannot be announced. Port 0: any free port."""
 
     @property
     def host(self) -> str:

@@ -76,7 +76,10 @@ class LedgerSection(Section):
 class OriginSection(Listening):
     """The server that publishes the learner's weights."""
 
-    url: str = ""
+    url: Annotated[
+        str,
+        written_as("http://HOST:PORT or https://HOST:PORT", r"(https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:\d+)?)?"),
+    ] = ""
     """URL to announce, if nodes do not reach the address in `listen`: behind NAT, in most clouds, or behind a proxy."""
 
 

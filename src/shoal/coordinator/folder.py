@@ -356,6 +356,6 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
         lines += [
             "",
             "Other machines cannot reach 127.0.0.1. Before you start the coordinator,",
-            f"set {', '.join(unreachable)} in {folder / CONFIG} to addresses that they can reach.",
+            f"set {', '.join(unreachable)} in {folder / CONFIG} to addresses that they can reach (behind NAT, origin.url).",
         ]
     return lines

@@ -219,8 +219,8 @@ class Node(Caller):
     def fetch_file(self, path: str, *, max_bytes: int) -> bytes:
         """Return the verified content of the file at `path`.
 
-        If the bucket repeatedly has no such file, or another one, the coordinator reads the file and sends it. It then
-        records whether the file is damaged.
+        After WRONG_ANSWERS missing or wrong files, ask the coordinator, which reads the file itself and records it as
+        damaged if it is.
 
         Raise RefusedError, with status 410 if the stored file is missing or was changed; NodeError.
         """
@@ -235,15 +235,15 @@ class Node(Caller):
                 if answer.status_code not in (200, NOT_THERE):
                     raise AgainError(f"it answered with status {answer.status_code}")
                 try:
-                    data = read_body(answer, max_bytes)
-                except BodyError as error:
-                    raise AgainError(str(error)) from error
+                    data, why = read_body(answer, max_bytes), "it does not have the file"
+                except BodyError as error:  # for example, a larger file is in its place
+                    data, why = b"", str(error)
             if answer.status_code == 200 and blake3(data).hexdigest() == link.hash:
                 return data
             wrong += 1
             if wrong == WRONG_ANSWERS:
                 return self.get_bytes(path, max_bytes=max_bytes)
-            raise AgainError("it does not have the file")
+            raise AgainError(why)
 
         return self.retry(fetch, "the pool's bucket", f"GET {path}", BUCKET_HINT)
 

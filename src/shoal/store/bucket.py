@@ -32,7 +32,7 @@ from obstore.store import S3Store
 
 from shoal.errors import first_line
 from shoal.protocol.messages import UploadGrant
-from shoal.store.folder import HASH, DamagedFileError, StoreError
+from shoal.store.folder import HASH, BucketError, DamagedFileError, StoreError
 
 if TYPE_CHECKING:
     from obstore.store import S3Config
@@ -181,9 +181,11 @@ class Bucket:
         try:
             yield
         except (FileNotFoundError, NotFoundError) as error:
+            if "NoSuchBucket" in str(error):
+                raise BucketError(f"{what}: there is no bucket {self.name} at {self.host}") from error
             raise missing(f"{what}: it is not in {self}") from error
         except BaseError as error:
-            raise StoreError(f"{what} in {self}: {first_line(error)[:200]}") from error
+            raise BucketError(f"{what} in {self}: {first_line(error)[:200]}") from error
 
     def __str__(self) -> str:
         return f"s3://{self.name}/{self.prefix}"

@@ -29,6 +29,10 @@ class DamagedFileError(StoreError):
     """A stored file is missing or was changed, so its content is lost."""
 
 
+class BucketError(StoreError):
+    """The bucket did not answer as expected, which says nothing about the file."""
+
+
 class FileStore(Protocol):
     """The interface that a folder and a bucket share. For uploads, a folder has `receive` and a bucket has `grant`."""
 

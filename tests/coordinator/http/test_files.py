@@ -20,7 +20,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Announced, Finished, Heartbeat, PolicyVersion, Stored
 from shoal.protocol.pace import Refusal
 from shoal.protocol.signing import SignatureError
-from shoal.store.folder import IncomingFile, StoreError
+from shoal.store.folder import BucketError, Folder, IncomingFile, StoreError
 
 from ..support import config
 from .support import ANYONE, CONFIG, PIECE, Site, pieces, refused, sending, served, task_of, upload, worker_with_task
@@ -115,6 +115,20 @@ def test_a_submission_whose_file_is_damaged_expires(site: Site) -> None:
     assert validator.post("/v1/claims", json={"most": 1}).json()["claims"] == []
     assert worker_status(site)["missed"] == 0
     task_of(worker)  # the worker gets work at once
+
+
+def test_while_the_bucket_does_not_answer_a_submission_stays(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object) -> bytes:
+        raise BucketError("there is no bucket")
+
+    worker, validator = site.clients["worker"], site.clients["validator"]
+    task = task_of(worker)
+    worker.put(task["upload_path"], content=b"rollouts").raise_for_status()
+    validator.post("/v1/claims", json={"most": 1}).raise_for_status()
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "get", away)
+        refused(validator.get(f"/v1/submissions/{task['id']}"), 503, "there is no bucket")
+    assert validator.get(f"/v1/submissions/{task['id']}").content == b"rollouts"
 
 
 def test_a_file_that_is_refused_after_it_was_written_is_removed(

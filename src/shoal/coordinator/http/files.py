@@ -23,7 +23,7 @@ from shoal.coordinator.pool import Pool
 from shoal.errors import check_extra
 from shoal.protocol.messages import Announced, FileLink, Role, Stored, UploadGrant
 from shoal.protocol.server import Admission, Answer, Read, Request, UncoveredError, body_pieces
-from shoal.store.folder import DamagedFileError, FileStore, Folder, StoreError
+from shoal.store.folder import BucketError, DamagedFileError, FileStore, Folder, StoreError
 
 if TYPE_CHECKING:
     from shoal.store.bucket import Bucket
@@ -239,6 +239,8 @@ class FileRoutes:
             except DamagedFileError:
                 kind.damaged(id)
                 raise
+            except BucketError as error:
+                raise PoolError(str(error), 503) from error  # the node repeats its request
 
         return web.get(f"/v1/{kind.name}/{{id}}", self._signed(get, [kind.reader]))
 
@@ -251,7 +253,10 @@ class FileRoutes:
         return [web.put(f"/v1/{kind.name}/{{id}}", self.admission.answering(put)), self._get(self.store, kind)]
 
     def _bucket_routes(self, bucket: BucketFiles, kind: FileKind) -> list[web.RouteDef]:
-        """Return the routes for a store in a bucket: nodes get signed URLs. They fetch a file from here if that fails."""
+        """Return the routes for a store in a bucket: nodes get signed URLs.
+
+        If a URL does not yield the file, they fetch it from here.
+        """
 
         async def grant(request: Request) -> Answer:
             file = Announced.model_validate_json(request.body)
