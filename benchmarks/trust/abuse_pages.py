@@ -178,13 +178,13 @@ async def filled_conversations(site: Site) -> None:
 
 
 async def read_conversations(site: Site) -> None:
-    """Export one conversation of 4 MB over 32 connections at the same time."""
+    """Read one conversation of 4 MB over 32 connections at the same time."""
     person = await Person.enter(site)
     id = await person.begin()
     for _ in range(38):
         body = {"content": "x" * 100_000, "models": ["absent"]}
         await site.ask("POST", f"/chat/conversations/{id}/replies", json=body, headers=person.headers)
-    path = f"/chat/conversations/{id}/export"
+    path = f"/chat/conversations/{id}"
     await together(32, lambda: site.attack("GET", path, headers=person.headers))
 
 
