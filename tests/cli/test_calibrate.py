@@ -17,7 +17,7 @@ from shoal.cli.main import FAILED, main
 from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import ShoalError, UserError
 from shoal.files import copy_tree
-from shoal.model.dtype import DeviceError
+from shoal.model.dtype import DeviceError, DtypeName
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.checks import EXPENSIVE
 from shoal.validator.judge import Judge
@@ -217,6 +217,24 @@ def test_a_folder_that_calibration_did_not_write_is_not_replaced(tiny_folder: Pa
     with pytest.raises(UserError, match=f"^{thesis} is not from `shoal calibrate`.*: choose another --out$"):
         calibrate(CONFIG, tmp_path, 1, [tiny_folder], [], [], print)
     assert thesis.exists()
+
+
+def test_the_limits_of_an_engine_are_named_after_the_engine_in_the_file(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FakeVllm(TorchEngine):
+        def __init__(self, dtype: DtypeName, threads: int) -> None:
+            super().__init__(dtype, "cpu")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("shoal.cli.calibrate.VllmEngine", FakeVllm)
+    model = CONFIG.model.model_copy(update={"dtype": "float32"})
+    workers = CONFIG.workers.model_copy(update={"engines": ["vllm"]})
+    with_vllm = CONFIG.model_copy(update={"model": model, "workers": workers})
+    calibrate(with_vllm, tmp_path, 1, [tiny_folder], [], [], print)
+    assert list(tomllib.loads((tmp_path / "limits.toml").read_text())["validator"]["limits"]) == ["vllm/cpu"]
 
 
 def test_each_kind_of_engine_has_its_own_limits(tmp_path: Path) -> None:

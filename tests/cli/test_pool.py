@@ -79,6 +79,8 @@ def test_a_pool_has_a_private_invite_for_every_node_and_prints_the_commands(
     assert "set origin.listen, relays.listen in" in printed, "the operator must be warned"
     init(config, tmp_path / "behind NAT", "--set", "origin.url=http://192.0.2.7:8710")
     assert "set relays.listen in" in capsys.readouterr().out
+    init(config, tmp_path / "local", url="http://127.0.0.1:8700")
+    assert "cannot reach" not in capsys.readouterr().out
 
 
 def test_each_of_the_learners_sites_has_an_invite_and_its_commands(
