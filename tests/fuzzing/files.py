@@ -40,7 +40,7 @@ def fuzz_files(random: Random, cases: int, note: Note) -> None:
     """Damage submissions, read them in quarantine, and report the outcomes."""
     files = [_file(random, **options) for options in _LAYOUTS]
     every = [file.data for file in files]
-    with Quarantine(MAX_ROWS, MAX_TOKENS, memory_bytes=256 << 20, timeout_s=10.0) as quarantine:
+    with Quarantine(MAX_ROWS, MAX_TOKENS, memory_bytes=256 << 20, cpu_s=10.0) as quarantine:
         for _ in range(cases):
             file = random.choice(files)
             match random.randrange(10):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -169,17 +170,44 @@ def test_ctrl_c_does_not_reach_the_child(quarantine: Quarantine) -> None:
 
 
 @pytest.mark.parametrize("data", [DATA, DATA + bytes(1 << 20)], ids=["fits the pipe", "fills the pipe"])
-def test_a_file_that_stalls_its_reader_is_refused_and_the_next_one_is_read(
+def test_a_file_that_stalls_two_readers_is_refused_and_the_next_one_is_read(
     quarantine: Quarantine, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child = pid(quarantine)
-    os.kill(child, signal.SIGSTOP)
+    start, started = quarantine._start, []
+
+    def stopped() -> Any:
+        started.append(child := start())
+        os.kill(child.pid, signal.SIGSTOP)
+        return child
+
+    os.kill(pid(quarantine), signal.SIGSTOP)
     with monkeypatch.context() as hasty:
         hasty.setattr(quarantine, "timeout_s", 0.2)
-        with pytest.raises(RolloutFileError, match=r"takes more than 0\.2 s to read"):
+        hasty.setattr(quarantine, "_start", stopped)
+        with pytest.raises(RolloutFileError, match=r"did not answer within 0\.2 s, twice"):
             quarantine.read(data)
-    assert not psutil.pid_exists(child)
+    assert not psutil.pid_exists(started[0].pid)
     quarantine.read(DATA)
+
+
+def test_a_slow_machine_is_not_the_files_fault(quarantine: Quarantine, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = quarantine._start
+
+    def faster() -> Any:
+        monkeypatch.setattr(quarantine, "timeout_s", 60.0)
+        return start()
+
+    os.kill(pid(quarantine), signal.SIGSTOP)
+    monkeypatch.setattr(quarantine, "timeout_s", 0.2)
+    monkeypatch.setattr(quarantine, "_start", faster)
+    assert list(quarantine.read(DATA).rows) == ROWS
+
+
+def test_a_file_that_takes_too_much_cpu_time_is_refused_and_the_next_one_is_read() -> None:
+    with Quarantine(8, 5_000_000, cpu_s=0.02) as quarantine:
+        with pytest.raises(RolloutFileError, match=r"takes more than 0\.02 s of CPU time to read"):
+            quarantine.read(long_submission(4_000_000))
+        assert list(quarantine.read(DATA).rows) == ROWS
 
 
 def test_a_child_that_does_not_start_is_not_blamed_on_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +242,7 @@ def test_the_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_child_that_reads_for_too_long_ends_itself() -> None:
-    command = [sys.executable, "-m", "shoal.store.decode", "16", str(1 << 30), "0.1"]
+    command = [sys.executable, "-m", "shoal.store.decode", "16", str(1 << 30), "20", "0.1"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
         child.stdin.write((1 << 20).to_bytes(8, "big") + (8).to_bytes(8, "big"))  # announces a file that never comes

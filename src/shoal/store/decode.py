@@ -243,10 +243,11 @@ def _int32(data: memoryview, at: int) -> tuple[int, int]:
 # --- the child process -----------------------------------------------------------------------------------------------
 
 
-def main(max_tokens: int, memory_bytes: int, alarm_s: float) -> None:
+def main(max_tokens: int, memory_bytes: int, cpu_s: float, alarm_s: float) -> None:
     """Decode files from stdin until it is closed.
 
-    memory_bytes: memory for one file, beyond what the imports use. The process ends if one file takes alarm_s.
+    memory_bytes: memory for one file, beyond what the imports use. The process ends if one file takes cpu_s of CPU time,
+    or alarm_s.
     """
     import pyarrow.compute  # noqa: F401  pyarrow imports it at first use, which would count against a file's memory
 
@@ -261,8 +262,10 @@ def main(max_tokens: int, memory_bytes: int, alarm_s: float) -> None:
         if len(prefix) < 16:
             return
         size_bytes, max_rows = int.from_bytes(prefix[:8], "big"), int.from_bytes(prefix[8:], "big")
-        signal.setitimer(signal.ITIMER_REAL, alarm_s)  # SIGALRM ends the process
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends the process
+        signal.setitimer(signal.ITIMER_REAL, alarm_s)  # SIGALRM, too
         _read(size_bytes, FileLimits(max_rows, max_tokens))
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -287,4 +290,4 @@ def _answer(about: dict[str, object], columns: bytes = b"") -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))

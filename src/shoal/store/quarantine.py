@@ -1,9 +1,10 @@
 """Read submissions in a child process, because one flipped bit in a file can crash pyarrow.
 
-Invariant: a file that crashes its reader, stalls it or exhausts its memory is refused like any other bad file, and
-costs the caller only the child. The child decodes the file. The parent takes plain arrays from the child, checks their
-sizes, and verifies the signature over them itself. The child ends when its parent ends, or when it has read one file
-for twice the time limit.
+Invariant: a file that crashes its reader, stalls it twice or exhausts its memory or CPU time is refused like any other
+bad file, and costs the caller only the child. A slow machine is never a file's fault: the limit counts the child's CPU
+time, and a child that does not answer is replaced once. The child decodes the file. The parent takes plain arrays from
+the child, checks their sizes, and verifies the signature over them itself. The child ends when its parent ends, or when
+it has read one file for twice the time limit.
 Called by the validator.
 Left out: a sandbox (a child guards against crashes, not against code execution by a file); a memory limit on systems other
 than Linux; reads by several threads at once.
@@ -45,12 +46,22 @@ class _Answer(BaseModel):
 class Quarantine:
     """Reads submissions. The first file starts the child, which is reused until it dies.
 
-    max_rows, max_tokens: as for `read_submission`. memory_bytes: the child's memory for one file.
+    max_rows, max_tokens: as for `read_submission`. memory_bytes, cpu_s: the child's memory and CPU time for one file.
+    timeout_s: how long to wait for a child's answer.
     """
 
-    def __init__(self, max_rows: int, max_tokens: int, *, memory_bytes: int = 1 << 30, timeout_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_tokens: int,
+        *,
+        memory_bytes: int = 1 << 30,
+        cpu_s: float = 20.0,
+        timeout_s: float = 120.0,
+    ) -> None:
         self.limits = FileLimits(max_rows, max_tokens)
         self.memory_bytes = memory_bytes
+        self.cpu_s = cpu_s
         self.timeout_s = timeout_s
         self.child: subprocess.Popen[bytes] | None = None
 
@@ -75,7 +86,7 @@ class Quarantine:
         limits = self.limits if max_rows is None else replace(self.limits, max_rows=min(max_rows, self.limits.max_rows))
         result = self._decode(data, limits) or self._decode(data, limits)
         if result is None:
-            raise RolloutFileError("its reader was killed twice")
+            raise RolloutFileError(f"its reader was killed or did not answer within {self.timeout_s:g} s, twice")
         answer, columns = result
         if answer.error is not None:
             raise RolloutFileError(answer.error)
@@ -83,14 +94,19 @@ class Quarantine:
         return verified_submission(Decoded(answer.header, answer.signature, unpacked), limits)
 
     def _decode(self, data: bytes, limits: FileLimits) -> tuple[_Answer, bytes] | None:
-        """Return the child's answer; None if somebody killed it. Raise RolloutFileError if the file ended the child."""
+        """Return the child's answer; None if somebody killed it, or if it does not answer.
+
+        Raise RolloutFileError if the file ended the child.
+        """
         child, self.child = self.child or self._start(), None  # the child is reused only if it answers
         try:
             answer = _exchange(child, data, limits, self.timeout_s)
-        except TimeoutError as error:
-            raise RolloutFileError(f"takes more than {self.timeout_s:g} s to read") from error
+        except TimeoutError:
+            return None
         if answer is not None:
             self.child = child
+        elif child.returncode == -signal.SIGPROF:
+            raise RolloutFileError(f"takes more than {self.cpu_s:g} s of CPU time to read")
         elif child.returncode == OUT_OF_MEMORY:
             raise RolloutFileError(f"takes more than {self.memory_bytes >> 20} MiB of memory to read")
         elif child.returncode not in KILLED:
@@ -98,7 +114,7 @@ class Quarantine:
         return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
-        limits = (self.limits.max_tokens, self.memory_bytes, 2 * self.timeout_s)
+        limits = (self.limits.max_tokens, self.memory_bytes, self.cpu_s, 2 * self.timeout_s)
         child = subprocess.Popen(
             [sys.executable, "-m", "shoal.store.decode", *map(str, limits)],
             stdin=subprocess.PIPE,
