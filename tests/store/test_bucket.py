@@ -159,7 +159,7 @@ def test_a_file_changed_in_the_bucket_is_refused(bucket: Bucket) -> None:
 
 def test_a_missing_bucket_says_nothing_about_a_file(bucket: Bucket) -> None:
     name = bucket.put("accepted", DATA)
-    with pytest.raises(BucketError, match="there is no bucket elsewhere at http"):
+    with pytest.raises(BucketError, match="the bucket elsewhere does not exist at http"):
         Bucket("s3://elsewhere/run", bucket.host, KEYS).get("accepted", name)
 
 

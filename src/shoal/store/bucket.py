@@ -182,7 +182,7 @@ class Bucket:
             yield
         except (FileNotFoundError, NotFoundError) as error:
             if "NoSuchBucket" in str(error):
-                raise BucketError(f"{what}: there is no bucket {self.name} at {self.host}") from error
+                raise BucketError(f"{what}: the bucket {self.name} does not exist at {self.host}") from error
             raise missing(f"{what}: it is not in {self}") from error
         except BaseError as error:
             raise BucketError(f"{what} in {self}: {first_line(error)[:200]}") from error

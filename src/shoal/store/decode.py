@@ -263,7 +263,7 @@ def main(max_tokens: int, memory_bytes: int, cpu_s: float, alarm_s: float) -> No
             return
         size_bytes, max_rows = int.from_bytes(prefix[:8], "big"), int.from_bytes(prefix[8:], "big")
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends the process
-        signal.setitimer(signal.ITIMER_REAL, alarm_s)  # SIGALRM, too
+        signal.setitimer(signal.ITIMER_REAL, alarm_s)  # SIGALRM ends it, too
         _read(size_bytes, FileLimits(max_rows, max_tokens))
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -119,7 +119,7 @@ def test_a_submission_whose_file_is_damaged_expires(site: Site) -> None:
 
 def test_while_the_bucket_does_not_answer_a_submission_stays(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def away(*_: object) -> bytes:
-        raise BucketError("there is no bucket")
+        raise BucketError("the bucket does not answer")
 
     worker, validator = site.clients["worker"], site.clients["validator"]
     task = task_of(worker)
@@ -127,7 +127,7 @@ def test_while_the_bucket_does_not_answer_a_submission_stays(site: Site, monkeyp
     validator.post("/v1/claims", json={"most": 1}).raise_for_status()
     with monkeypatch.context() as patched:
         patched.setattr(Folder, "get", away)
-        refused(validator.get(f"/v1/submissions/{task['id']}"), 503, "there is no bucket")
+        refused(validator.get(f"/v1/submissions/{task['id']}"), 503, "the bucket does not answer")
     assert validator.get(f"/v1/submissions/{task['id']}").content == b"rollouts"
 
 
