@@ -30,7 +30,8 @@ def main() -> int:
     parser.add_argument("--lies", nargs="+", default=["older_weights"], help="start a worker for each of these lies")
     parser.add_argument("--engine", default="torch", help="the liars' engine")
     arguments, more = parser.parse_known_args()
-    argv = [sys.executable, "-m", "shoal", "run", arguments.config, "--out", str(arguments.out), *more]
+    pair = ["--set", "validator.count=2"]  # one validator alone slashes nobody
+    argv = [sys.executable, "-m", "shoal", "run", arguments.config, *pair, "--out", str(arguments.out), *more]
     with subprocess.Popen(argv) as run, liars(run, arguments.out, arguments.lies, arguments.engine):
         try:
             return run.wait()

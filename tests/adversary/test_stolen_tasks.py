@@ -2,31 +2,21 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+from blake3 import blake3
 
-from shoal.protocol.messages import Assignment, ContentOwner, Reason
+from shoal.protocol.messages import Assignment, Reason
 from shoal.store.rollouts import read_submission
 from shoal.validator.service import Validator
 from shoal.worker.produce import Producer
 
-from ..coordinator.support import VALIDATOR, Harness, open_pool
+from ..coordinator.support import SIGNERS, Harness, open_pool
 from ..validator.support import SETTINGS, ValidatorsNode, make_producer
-from ..workers import ALICE, BOB, produced, signed
+from ..workers import ALICE, BOB, RUN, produced, signed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MALLORY = BOB
-
-
-@dataclass
-class PoolsNode(ValidatorsNode):
-    """A validator's node that asks a real pool who owns content."""
-
-    harness: Any = None
-
-    def get(self, path: str, answer: type[ContentOwner]) -> ContentOwner:
-        return self.harness.pool.judgement.content_owner(path.rpartition("/")[2])  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -38,28 +28,34 @@ class Site:
 
     def upload(self, worker: Producer, assignment: Assignment, data: bytes) -> None:
         self.validator.node.files[assignment.id] = data  # type: ignore[attr-defined]
-        self.harness.pool.assignments.uploaded(worker.identity.public, assignment.id, "9" * 64)
+        file_hash = blake3(data).hexdigest()
+        self.harness.pool.assignments.uploaded(worker.identity.public, assignment.id, file_hash)
 
     def judge(self) -> Reason | None:
-        """Judge the oldest upload. Return the reason for rejecting it, or None if it is accepted."""
-        [claim] = self.harness.claims(VALIDATOR, 1)
-        [(verdict, accepted)] = self.validator.check([claim])
-        submissions = self.harness.pool.judgement
-        if accepted is not None:
-            submissions.accepted_stored(VALIDATOR, claim.assignment.id, "8" * 64)
-            verdict = verdict.model_copy(update={"accepted_hash": "8" * 64})
-        submissions.judge(VALIDATOR, verdict)
-        return verdict.reason
+        """Let two validators judge the oldest upload. Return the reason for rejecting it, or None if it is accepted."""
+        judgement, reason = self.harness.pool.judgement, None
+        for key, signer in SIGNERS.items():
+            for claim in self.harness.claims(key, 1):
+                [result] = self.validator.check([claim])
+                if result.accepted is not None:
+                    judgement.accepted_stored(key, claim.assignment.id, "8" * 64)
+                judgement.judge(key, result.verdict(signer, "8" * 64 if result.accepted else ""))
+                reason = result.reason
+            if reason is None:
+                break
+        return reason
 
 
 @pytest.fixture
 def site(tiny_folder: Path) -> Site:
     harness = open_pool()
+    harness.pool.judgement.run = RUN
     harness.join(ALICE.public)
     harness.join(MALLORY.public, name="mallory")
-    harness.join(VALIDATOR, "validator")
+    for key in SIGNERS:
+        harness.join(key, "validator")
     harness.publish(0)
-    node = PoolsNode(policy_version=0, harness=harness)
+    node = ValidatorsNode(policy_version=0)
     validator = Validator(node, SETTINGS, tiny_folder, "", "float32")  # type: ignore[arg-type]
     validator.judge.load(tiny_folder)
     alice, mallory = (make_producer(tiny_folder, SETTINGS, identity=identity) for identity in (ALICE, MALLORY))
@@ -80,7 +76,7 @@ def test_whoever_uploads_a_workers_rollouts_first_is_slashed_and_the_worker_is_a
 def test_a_copy_without_a_verdict_does_not_own_its_content(site: Site) -> None:
     alices, mallorys = site.harness.task(ALICE.public), site.harness.task(MALLORY.public)
     site.upload(site.mallory, mallorys, signed(site.mallory, mallorys, produced(site.alice, alices)))
-    site.harness.claims("f" * 64, 1)  # another validator claims the copy and never judges it
+    site.harness.claims(list(SIGNERS)[-1], 1)  # another validator claims the copy and never judges it
     site.upload(site.alice, alices, site.alice.submission(alices))
     assert site.judge() is None
     assert site.harness.status().slashed == []
@@ -88,7 +84,9 @@ def test_a_copy_without_a_verdict_does_not_own_its_content(site: Site) -> None:
 
 def test_a_workers_next_rollouts_cannot_be_computed_before_its_assignment(site: Site) -> None:
     """The nonce is the only part of an assignment that is secret beforehand. Without it, the seeds are different."""
-    first = site.harness.accepted(ALICE.public, useful=(False, False))
+    first = site.harness.task(ALICE.public)
+    site.upload(site.alice, first, site.alice.submission(first))
+    assert site.judge() is None
     public = first.model_copy(update={"number": 1, "id": f"{ALICE.public[:16]}-000001"})
     alices = site.harness.task(ALICE.public)
     known = {"nonce": alices.nonce, "upload_path": alices.upload_path}

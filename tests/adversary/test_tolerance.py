@@ -13,6 +13,7 @@ import pytest
 from benchmarks.trust.adversary.attacks import ATTACKS, Attack, Lab
 from benchmarks.trust.adversary.tolerance import FAR, PLANS, SPENT, Plan, SpendsTolerance, Swap, Tried
 
+from shoal.coordinator.trust import shared_evidence
 from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
 from shoal.protocol.messages import ToleranceSpent
@@ -22,7 +23,7 @@ from shoal.validator.judge import Examined, Judge
 from shoal.validator.spending import regenerate, spent
 
 from ..coordinator.support import ALICE as KEY
-from ..coordinator.support import Harness, open_pool
+from ..coordinator.support import OTHER_VALIDATOR, VALIDATOR, Harness, open_pool
 from ..validator.support import judged as verdict_of
 from ..validator.support import make_validator
 from ..workers import ALICE, BOB, RUN, config
@@ -79,11 +80,14 @@ def pool() -> Harness:
 
 
 def uploaded(harness: Harness, used: ToleranceSpent) -> str:
-    """Upload another submission that spent this much, and return its state."""
-    task = harness.upload(KEY)
-    assert harness.claim() is not None
-    harness.judge(task.id, None, (False, False), spent=used)
-    return harness.state(task.id)
+    """Upload a submission that spent this much for each of two validators, and return the state of the last one."""
+    for validator in (VALIDATOR, OTHER_VALIDATOR):
+        task = harness.upload(KEY)
+        assert harness.claim(validator) is not None
+        harness.judge(task.id, None, (False, False), validator, spent=used)
+        if (state := harness.state(task.id)) == "rejected":
+            break
+    return state
 
 
 @pytest.mark.parametrize(("name", "sign"), [("spends_tolerance", 1), ("spends_tolerance_down", -1)])
@@ -105,7 +109,7 @@ def test_the_adaptive_attacker_is_dismissed(
 def test_an_honest_worker_is_not_dismissed(judge: Judge, engine: TorchEngine, talkative_folder: Path) -> None:
     harness, honest = pool(), attacker(Attack, talkative_folder, engine)
     assert {uploaded(harness, judged(judge, honest, number)[0]) for number in range(MAX_SUBMISSIONS)} == {"accepted"}
-    assert harness.pool.judgement.trust.evidence.of(KEY).evidence < 1
+    assert shared_evidence(harness.pool.judgement.trust.evidence.of(KEY)) < 1
 
 
 @pytest.mark.parametrize("name", ["spends_tolerance", "spends_tolerance_down"])
@@ -137,9 +141,10 @@ def test_a_verdict_counts_the_regenerated_rollouts_whose_reward_changed(
     validator = make_validator(talkative_folder, settings, version=assignment.policy_version)
     with validator.judge:
         verdict = verdict_of(validator, assignment, data)
-    assert verdict.spent is not None, verdict.detail
-    assert (verdict.spent.improved > 0) == (regenerated > 0)
-    assert verdict.spent.improved + verdict.spent.spoiled <= regenerated
+    used = verdict.opinion.spent
+    assert used is not None, verdict.detail
+    assert (used.improved > 0) == (regenerated > 0)
+    assert used.improved + used.spoiled <= regenerated
 
 
 # --- plans -------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
 
 import sqlite3
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from shoal.config import Config, parse
 from shoal.coordinator.http.reports import read_metrics, read_status
 from shoal.coordinator.nodes import Member
 from shoal.coordinator.pool import Pool
+from shoal.ledger.chain import sign_opinion
 from shoal.ledger.connection import Connection, SqliteConnection
 from shoal.ledger.table import Ledger
 from shoal.protocol.history import Status
@@ -28,6 +29,7 @@ from shoal.protocol.messages import (
     Heartbeat,
     HeartbeatAnswer,
     InvitePayload,
+    Opinion,
     PolicyVersion,
     Reason,
     Replay,
@@ -37,7 +39,12 @@ from shoal.protocol.messages import (
 )
 
 COORDINATOR = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))
-VALIDATOR, OTHER_VALIDATOR = "e" * 64, "f" * 64
+# Their keys begin with e, f and d.
+SIGNERS = {
+    each.public: each for n in (3, 9, 15) if (each := Identity(Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))))
+}
+VALIDATOR, OTHER_VALIDATOR, THIRD_VALIDATOR = SIGNERS
+FILE, ACCEPTED_FILE = "9" * 64, "8" * 64
 ALICE, BOB, CAROL = "a" * 64, "b" * 64, "c" * 64
 
 
@@ -55,7 +62,6 @@ class Harness:
 
     pool: Pool
     clock: Clock
-    contents: int = field(default=0)
 
     def join(self, key: str, role: Any = "worker", name: str = "") -> None:
         self.pool.members.register(key, payload(name or f"{role}-{key[0]}", role=role, nonce=key[:32]), None)
@@ -89,7 +95,7 @@ class Harness:
 
     def upload(self, key: str = ALICE, version: int = 0) -> Assignment:
         task = self.task(key, version)
-        self.pool.assignments.uploaded(key, task.id, "9" * 64)
+        self.pool.assignments.uploaded(key, task.id, FILE)
         return task
 
     def claim(self, validator: str = VALIDATOR) -> Claim | None:
@@ -110,7 +116,6 @@ class Harness:
         reason: Reason | None = None,
         useful: tuple[bool, ...] = (True, True),
         validator: str = VALIDATOR,
-        content: str | None = None,
         *,
         confirmed: bool = True,
         replay: Replay | None = None,
@@ -120,18 +125,15 @@ class Harness:
 
         If it accepts, the task gets as many groups as `useful`.
         """
-        self.contents += 1
         if reason is None:
             self.pool.db.connection.change("UPDATE submissions SET groups = ? WHERE id = ?", len(useful), id)
-            self.pool.judgement.accepted_stored(validator, id, "8" * 64)
-        given = verdict(id, reason, useful, content or f"{self.contents:064x}", replay)
-        given = given.model_copy(update={"spent": spent})
-        self.pool.judgement.judge(validator, given)
-        doubt = self.pool.judgement.checkers.replays.doubt(id)
-        if confirmed and doubt is not None and doubt.by == validator and self.state(id) == "uploaded":
+            self.pool.judgement.accepted_stored(validator, id, ACCEPTED_FILE)
+        opinion = {"replay": replay, "spent": spent}
+        self.pool.judgement.judge(validator, verdict(id, reason, useful, validator, **opinion))
+        if confirmed and self.state(id) == "uploaded":
             second = OTHER_VALIDATOR if validator == VALIDATOR else VALIDATOR
             self.lease(id, second)
-            self.pool.judgement.judge(second, given)
+            self.pool.judgement.judge(second, verdict(id, reason, useful, second, **opinion))
 
     def lease(self, id: str, validator: str, *, full_check: bool = True) -> None:
         """Claim only this submission."""
@@ -191,19 +193,26 @@ def strangers() -> InvitePayload:
 
 
 def verdict(
-    id: str, reason: Reason | None, useful: tuple[bool, ...], content: str | None, replay: Replay | None = None
+    id: str,
+    reason: Reason | None = None,
+    useful: tuple[bool, ...] = (True, True),
+    validator: str | Identity = VALIDATOR,
+    *,
+    run: str = "r",
+    file: str = FILE,
+    accepted: str = ACCEPTED_FILE,
+    **opinion: Any,
 ) -> Verdict:
+    """Return a signed verdict. `opinion`: further fields of the opinion."""
     groups = [GroupResult(reward_mean=0.5, useful=u, tokens=10) for u in useful] if reason is None else []
-    accepted_hash = None if reason else "8" * 64
+    accepted = "" if reason else accepted
+    signed = Opinion(run=run, submission=id, file=file, reason=reason, accepted=accepted, **opinion)
     return Verdict(
         submission=id,
-        reason=reason,
+        opinion=sign_opinion(signed, SIGNERS[validator] if isinstance(validator, str) else validator).model_dump_json(),
         detail="the proof is of other weights" if reason is Reason.PROOF else "",
         evidence={},
-        content=content,
-        accepted_hash=accepted_hash,
         groups=groups,
-        replay=replay,
     )
 
 
@@ -241,7 +250,9 @@ def open_pool(path: Path | str = ":memory:", clock: Clock | None = None, **setti
     connection = connect(path)
     clock = clock or Clock()
     ledger = Ledger(connection, COORDINATOR, clock=clock)
-    return Harness(Pool(connection, ledger, config(**settings), "r", clock, secret=b"secret"), clock)
+    pool = Pool(connection, ledger, config(**settings), "r", clock, secret=b"secret")
+    pool.checkers.random = lambda: 1.0  # no second opinion on accepted work
+    return Harness(pool, clock)
 
 
 def staffed_pool(

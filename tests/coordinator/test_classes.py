@@ -5,11 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator.checkers import MISMATCHES, WINDOW_S
+from shoal.coordinator.checkers import CONFIRMED, DOUBT_S, MISMATCHES, WINDOW_S
 from shoal.coordinator.database import PoolError
-from shoal.protocol.messages import Reason, Replay
+from shoal.protocol.messages import HARD, Evaluation, Reason, Replay
 
-from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool
+from .support import (
+    ACCEPTED_FILE,
+    ALICE,
+    BOB,
+    OTHER_VALIDATOR,
+    THIRD_VALIDATOR,
+    VALIDATOR,
+    Harness,
+    open_pool,
+    staffed_pool,
+    verdict,
+)
 
 pytestmark = pytest.mark.usefixtures("every_database_slow")
 
@@ -171,7 +182,7 @@ def test_if_the_second_validator_dies_the_first_one_judges_alone(harness: Harnes
     inexact(harness, VALIDATOR, id)
     harness.clock.now_s += 31
     harness.beat(VALIDATOR, fingerprint=ONE)
-    inexact(harness, VALIDATOR, id)
+    assert claimable(harness, VALIDATOR) == [], "nobody judges a submission twice"
     assert harness.state(id) == "rejected" and confirmed(harness) == 0
 
 
@@ -211,68 +222,129 @@ def test_the_second_validator_checks_all_of_a_submission_even_if_the_first_made_
 # --- a first verdict without a second one ----------------------------------------------------------------------------
 
 
-def doubted(harness: Harness) -> str:
-    """Let Alice upload a submission, and the first validator reject it. The second has not checked it. Return its id."""
+def doubted(harness: Harness, reason: Reason | None = Reason.PROOF) -> str:
+    """Let Alice upload a submission, and the first validator judge it. The second has not checked it. Return its id."""
     id = uploaded(harness)
     assert claimable(harness, VALIDATOR) == [id]
-    harness.judge(id, Reason.PROOF, confirmed=False)
+    harness.judge(id, reason, confirmed=False)
     assert harness.state(id) == "uploaded" and "slashed" not in harness.kinds()
     return id
 
 
-def slashed_by_the_first(harness: Harness, id: str) -> None:
-    assert harness.state(id) == "rejected" and "slashed" in harness.kinds()
-    [entry] = harness.pool.db.ledger.entries(kind="slashed")
-    body = json.loads(entry.body)
-    assert (body["submission"], body["reason"], body["validator"]) == (id, "proof", VALIDATOR)
+def costs_only_the_submission(harness: Harness, id: str, reason: Reason = Reason.PROOF) -> None:
+    assert harness.state(id) == "rejected" and not {"slashed", "forfeited"} & set(harness.kinds())
     [entry] = harness.pool.db.ledger.entries(kind="rejected")
-    assert json.loads(entry.body)["detail"] == "the proof is of other weights"
-    assert harness.beat(fingerprint=ONE).state == "evicted"
+    body = json.loads(entry.body)
+    assert (body["submission"], body["reason"], body["validator"]) == (id, reason.value, VALIDATOR)
+    assert len(body["opinions"]) == 1
+    assert harness.node().state == "active" and harness.beat(fingerprint=ONE).state != "evicted"
+
+
+@pytest.mark.parametrize("reason", sorted(CONFIRMED))
+@pytest.mark.parametrize("why", ["is late", "dies", "holds its lease too long", "is alone"])
+def test_one_validators_rejections_cost_only_the_submissions(reason: Reason, why: str) -> None:
+    """However many there are, and whether or not the second validator could have been asked."""
+    harness = classes(alice=ONE, first=ONE, second=ONE)
+    for _ in range(MISMATCHES if reason is Reason.INEXACT else MISMATCHES + 2):
+        if why == "is alone":
+            harness.clock.now_s += 31
+            harness.beat(VALIDATOR, wants=False, fingerprint=ONE)
+        else:
+            harness.beat(OTHER_VALIDATOR, wants=False, fingerprint=ONE)
+        id = uploaded(harness)
+        assert claimable(harness, VALIDATOR) == [id]
+        harness.judge(id, reason, confirmed=False)
+        if why == "dies":
+            harness.clock.now_s += 31
+            harness.beat(VALIDATOR, wants=False, fingerprint=ONE)
+        elif why != "is alone":
+            if why == "holds its lease too long":
+                assert claimable(harness, OTHER_VALIDATOR) == [id]
+            for _ in range(61):
+                harness.clock.now_s += 10
+                for key in (VALIDATOR, OTHER_VALIDATOR):
+                    harness.beat(key, wants=False, fingerprint=ONE)
+        harness.pool.judgement.close_waiting()
+        assert harness.state(id) == "rejected"
+        assert harness.node().state == "active" and not {"slashed", "forfeited"} & set(harness.kinds())
+        harness.beat(ALICE, wants=False, fingerprint=ONE)
+    assert harness.node().suspensions == 0
+    if reason in HARD:
+        assert any("no second validator confirmed it" in notice for notice in harness.status().notices)
 
 
 @pytest.mark.parametrize("second", ["claims too late", "claims it and dies", "never claims"])
-def test_the_first_verdict_slashes_the_worker_if_the_version_is_gone_before_a_second_one(
-    harness: Harness, second: str
-) -> None:
+def test_a_doubted_version_is_kept_until_the_doubt_is_settled_or_overdue(harness: Harness, second: str) -> None:
     id = doubted(harness)
     if second == "claims it and dies":
         assert claimable(harness, OTHER_VALIDATOR) == [id]
         harness.clock.now_s += 301
-    harness.publish(1, 2, 3, 4, 5)  # relays drop version 0, because they hold five versions
-    assert claimable(harness, VALIDATOR if second == "never claims" else OTHER_VALIDATOR) == []
-    slashed_by_the_first(harness, id)
+        for key in (VALIDATOR, OTHER_VALIDATOR):
+            harness.beat(key, wants=False, fingerprint=ONE)
+    harness.publish(1, 2, 3, 4)
+    harness.join("9" * 64, "relay")
+    assert harness.beat("9" * 64, wants=False).keep == [0], "it must be kept before the next publication drops it"
+    harness.publish(5, 6)
+    assert harness.beat("9" * 64, wants=False).keep == [0]
+    assert claimable(harness, VALIDATOR) == []
+    assert harness.state(id) in ("uploaded", "validating")
+    if second == "claims too late":
+        assert claimable(harness, OTHER_VALIDATOR) == [id]
+        harness.judge(id, Reason.PROOF, validator=OTHER_VALIDATOR)
+        assert harness.kinds()[-2:] == ["rejected", "slashed"]
+    else:
+        harness.clock.now_s += DOUBT_S
+        assert claimable(harness, VALIDATOR) == []
+        costs_only_the_submission(harness, id)
+    assert harness.beat("9" * 64, wants=False).keep == []
 
 
-def test_the_first_verdict_does_not_count_while_the_second_validator_has_a_lease(harness: Harness) -> None:
-    id = doubted(harness)
+def test_a_version_that_a_validator_checks_is_kept(harness: Harness) -> None:
+    """Otherwise a validator could reject it once nobody else can check it."""
+    id = uploaded(harness)
+    assert claimable(harness, VALIDATOR) == [id]
+    harness.publish(1, 2, 3, 4, 5, 6)
+    harness.join("9" * 64, "relay")
+    assert harness.beat("9" * 64, wants=False).keep == [0] and harness.beat(wants=False).keep == []
+    harness.judge(id, Reason.PROOF, confirmed=False)
     assert claimable(harness, OTHER_VALIDATOR) == [id]
-    harness.publish(1, 2, 3, 4, 5)
+
+
+def test_a_verdict_under_a_lease_counts_although_the_wait_is_over(harness: Harness) -> None:
+    id = doubted(harness)
+    harness.clock.now_s += DOUBT_S - 1
+    harness.beat(OTHER_VALIDATOR, wants=False, fingerprint=ONE)
+    harness.beat(VALIDATOR, wants=False, fingerprint=ONE)
+    assert claimable(harness, OTHER_VALIDATOR) == [id]
+    harness.clock.now_s += 100
     assert claimable(harness, VALIDATOR) == []
     harness.judge(id, validator=OTHER_VALIDATOR)
     assert harness.state(id) == "accepted" and "slashed" not in harness.kinds()
 
 
-def test_inexact_work_whose_version_is_gone_is_only_unpaid(harness: Harness) -> None:
-    id = uploaded(harness)
-    inexact(harness, VALIDATOR, id)
-    harness.publish(1, 2, 3, 4, 5)
-    assert claimable(harness, OTHER_VALIDATOR) == []
-    assert harness.state(id) == "rejected" and "slashed" not in harness.kinds() and confirmed(harness) == 0
-
-
-@pytest.mark.parametrize("claimed", [False, True])
-def test_at_the_runs_end_the_first_verdict_counts_before_anyone_is_paid(harness: Harness, claimed: bool) -> None:
-    """Validators end with the run, so there may be no second verdict."""
+@pytest.mark.parametrize("confirmed", [True, False])
+def test_at_the_runs_end_validators_settle_their_doubts_before_the_worker_is_paid(
+    harness: Harness, confirmed: bool
+) -> None:
     harness.judge(claimed_of(harness, uploaded(harness)))
     id = doubted(harness)
-    if claimed:
-        assert claimable(harness, OTHER_VALIDATOR) == [id]
     harness.end()
-    slashed_by_the_first(harness, id)
-    assert harness.pool.judgement.escrow.tokens_by_credit() == {(ALICE, "forfeited"): 20}
-    with pytest.raises(PoolError, match="rejected and not claimed"):
-        harness.judge(id, validator=OTHER_VALIDATOR)
-    harness.judge(id, Reason.PROOF, confirmed=False)  # the first validator repeats its verdict after a lost answer
+    harness.publish(6)
+    harness.pool.learning.evaluated(Evaluation(version=6, greedy=0.5, sampled=None, n=1, final=True))
+    assert harness.status().state == "running" and "credited" not in harness.kinds()
+    assert harness.beat(OTHER_VALIDATOR, wants=False, fingerprint=ONE).state == "running"
+    assert harness.beat(BOB, wants=False).state == "finished"
+    if confirmed:
+        assert claimable(harness, OTHER_VALIDATOR) == [id]
+        harness.judge(id, Reason.PROOF, validator=OTHER_VALIDATOR)
+        assert harness.pool.judgement.escrow.tokens_by_credit() == {(ALICE, "forfeited"): 20}
+    else:
+        harness.clock.now_s += DOUBT_S + 1
+        harness.pool.judgement.close_waiting()  # which the coordinator does all the time
+        costs_only_the_submission(harness, id)
+        assert harness.pool.judgement.escrow.tokens_by_credit() == {(ALICE, "credited"): 20}
+    assert harness.status().state == "finished"
+    assert harness.beat(OTHER_VALIDATOR, wants=False).state == "finished"
 
 
 def claimed_of(harness: Harness, id: str) -> str:
@@ -280,11 +352,14 @@ def claimed_of(harness: Harness, id: str) -> str:
     return id
 
 
-def test_after_the_runs_end_a_rejection_needs_no_confirmation(harness: Harness) -> None:
+def test_after_the_runs_end_a_rejection_needs_confirmation_too(harness: Harness) -> None:
     id = claimed_of(harness, uploaded(harness))
     harness.end()
     harness.judge(id, Reason.PROOF, confirmed=False)
-    slashed_by_the_first(harness, id)
+    assert harness.state(id) == "uploaded"
+    harness.clock.now_s += 31
+    harness.pool.judgement.close_waiting()
+    costs_only_the_submission(harness, id)
 
 
 def test_a_first_verdict_survives_a_restart_of_the_coordinator(tmp_path: Path) -> None:
@@ -295,9 +370,9 @@ def test_a_first_verdict_survives_a_restart_of_the_coordinator(tmp_path: Path) -
     harness.publish(0)
     id = doubted(harness)
     again = open_pool(tmp_path / "state.db", clock=harness.clock, prompts_per_step=64)
-    again.publish(1, 2, 3, 4, 5)
-    assert claimable(again, OTHER_VALIDATOR) == []
-    slashed_by_the_first(again, id)
+    assert claimable(again, OTHER_VALIDATOR) == [id]
+    again.judge(id, Reason.PROOF, validator=OTHER_VALIDATOR)
+    assert again.kinds()[-2:] == ["rejected", "slashed"]
 
 
 def test_two_doubted_lies_slash_the_worker_once(harness: Harness) -> None:
@@ -305,10 +380,99 @@ def test_two_doubted_lies_slash_the_worker_once(harness: Harness) -> None:
     assert claimable(harness, VALIDATOR) == [first, second]
     for id in (first, second):
         harness.judge(id, Reason.PROOF, confirmed=False)
-    harness.publish(1, 2, 3, 4, 5)
-    assert claimable(harness, OTHER_VALIDATOR) == []
-    slashed_by_the_first(harness, first)
-    assert harness.state(second) == "expired"
+    assert claimable(harness, OTHER_VALIDATOR) == [first, second]
+    harness.judge(first, Reason.PROOF, validator=OTHER_VALIDATOR)
+    assert harness.state(second) == "expired" and harness.kinds().count("slashed") == 1
+
+
+# --- two that disagree, and draws ------------------------------------------------------------------------------------
+
+Y, N = None, Reason.PROOF
+
+
+def opinions(harness: Harness, reasons: tuple[Reason | None, ...]) -> str:
+    """Let the validators judge one submission of Alice in turn. Return its state."""
+    id = uploaded(harness)
+    for validator, reason in zip((VALIDATOR, OTHER_VALIDATOR, THIRD_VALIDATOR), reasons, strict=False):
+        assert claimable(harness, validator) == [id]
+        harness.judge(id, reason, validator=validator, confirmed=False)
+    return harness.state(id)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "state", "slashed"),
+    [
+        ((Y,), "accepted", False),
+        ((N,), "uploaded", False),
+        ((N, N), "rejected", True),
+        ((N, Y), "uploaded", False),
+        ((N, Y, Y), "accepted", False),
+        ((N, Y, N), "rejected", True),
+        ((N, Reason.CONTEXT), "rejected", False),
+        ((Reason.CONTEXT, Y, Y), "accepted", False),
+        ((Reason.UNREPEATABLE,), "rejected", False),
+    ],
+)
+def test_a_third_validator_decides_between_two(
+    harness: Harness, reasons: tuple[Reason | None, ...], state: str, slashed: bool
+) -> None:
+    harness.join(THIRD_VALIDATOR, "validator")
+    assert opinions(harness, reasons) == state
+    assert ("slashed" in harness.kinds()) == slashed
+    if state == "accepted" and len(reasons) > 1:
+        assert harness.beat(VALIDATOR, fingerprint=ONE, renews=False).renewals == 1, "the outvoted one must renew"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "state", "slashed"),
+    [((Y, Y), "accepted", False), ((Y, N, N), "rejected", True), ((Y, N, Y), "accepted", False)],
+)
+def test_a_drawn_share_of_accepted_work_is_judged_again(
+    harness: Harness, reasons: tuple[Reason | None, ...], state: str, slashed: bool
+) -> None:
+    """So a validator that accepts a friend's lies is found, and the friend is slashed."""
+    harness.join(THIRD_VALIDATOR, "validator")
+    harness.pool.checkers.random = lambda: 0.0
+    assert opinions(harness, reasons) == state
+    assert ("slashed" in harness.kinds()) == slashed
+    [entry] = harness.pool.db.ledger.entries(kind=state)
+    assert len(json.loads(entry.body)["opinions"]) == len(reasons)
+
+
+def test_if_two_disagree_and_nobody_else_is_live_the_worker_is_paid(harness: Harness) -> None:
+    harness.pool.checkers.random = lambda: 0.0
+    assert opinions(harness, (Y, N)) == "accepted"
+    submission = harness.pool.db.submissions.get(f"{ALICE[:16]}-000000")
+    assert submission is not None and submission.accepted_hash == ACCEPTED_FILE and submission.validator == VALIDATOR
+    assert "slashed" not in harness.kinds()
+    assert any("but validator-e did not" in notice for notice in harness.status().notices), (
+        "the operator must hear of it"
+    )
+
+
+def test_a_worker_cannot_choose_the_second_validator_by_its_fingerprint() -> None:
+    harness = classes(alice=ONE, first=ONE, second=TWO)
+    id = uploaded(harness)
+    assert claimable(harness, OTHER_VALIDATOR) == [], "only its class gives the first opinion"
+    assert claimable(harness, VALIDATOR) == [id]
+    harness.pool.checkers.random = lambda: 0.0
+    harness.judge(id, validator=VALIDATOR, confirmed=False)
+    assert claimable(harness, OTHER_VALIDATOR) == [id]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"run": "other"}, {"submission": f"{ALICE[:16]}-000009"}, {"file": "7" * 64}, {"signer": OTHER_VALIDATOR}],
+)
+def test_an_opinion_counts_only_for_the_file_that_its_validator_signed_it_for(
+    harness: Harness, changed: dict[str, str]
+) -> None:
+    id = claimed_of(harness, uploaded(harness))
+    signer = changed.pop("signer", VALIDATOR)
+    given = verdict(changed.pop("submission", id), Reason.PROOF, (), signer, **changed)
+    with pytest.raises(PoolError) as refused:
+        harness.pool.judgement.judge(VALIDATOR, given.model_copy(update={"submission": id}))
+    assert refused.value.status == 400 and harness.state(id) == "validating"
 
 
 # --- renewals and suspension -----------------------------------------------------------------------------------------
@@ -392,3 +556,10 @@ def test_mismatches_uploaded_before_a_renewal_count_once(harness: Harness) -> No
     assert all(harness.state(id) == "rejected" for id in ids)
     assert confirmed(harness) == 1
     assert harness.beat(fingerprint=ONE).assignment is not None
+
+
+def test_the_operator_is_told_what_a_single_validator_can_do() -> None:
+    harness = staffed_pool(validators=(VALIDATOR,))
+    assert any(notice.startswith("one validator:") for notice in harness.status().notices)
+    harness = staffed_pool(validators=())
+    assert harness.status().notices == []

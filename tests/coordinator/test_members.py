@@ -14,6 +14,7 @@ from .support import (
     ALICE,
     BOB,
     CAROL,
+    FILE,
     OTHER_VALIDATOR,
     VALIDATOR,
     Harness,
@@ -22,7 +23,6 @@ from .support import (
     payload,
     staffed_pool,
     strangers,
-    verdict,
 )
 
 pytestmark = pytest.mark.usefixtures("every_database_slow")
@@ -422,9 +422,11 @@ def test_a_slash_gives_the_stake_to_the_pool(staking: Harness) -> None:
     book(staking, "stake", 100)
     staking.pool.members.register(ALICE, strangers(), None)
     task = staking.task()
-    staking.pool.assignments.uploaded(ALICE, task.id, "0" * 64)
-    staking.pool.judgement.claim(VALIDATOR, 1)
-    staking.pool.judgement.judge(VALIDATOR, verdict(task.id, Reason.PROOF, (), "1" * 64))
+    staking.pool.assignments.uploaded(ALICE, task.id, FILE)
+    for validator in (VALIDATOR, OTHER_VALIDATOR):
+        staking.join(validator, "validator")
+    staking.claim()
+    staking.judge(task.id, Reason.PROOF)
     stakes = booked(staking.pool)
     assert (stakes.accounts.book().pool, stakes.at_risk(ALICE)) == (100, 0)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from blake3 import blake3
 
 from shoal.config import dumps
 from shoal.config.config import Config
@@ -131,8 +132,9 @@ def test_a_coordinator_on_another_machine_continues_where_the_first_was_killed(
         for number, (task, data) in enumerate(tasks):
             assert validator.fetch_file(f"/v1/submissions/{task.id}", max_bytes=1 << 20) == data
             stored = validator.send_file(f"/v1/accepted/{task.id}", ACCEPTED + bytes([number]))
-            accepted = verdict(task.id, None, (True, True), f"{number:064x}")
-            validator.post("/v1/verdicts", accepted.model_copy(update={"accepted_hash": stored.hash}), Ok)
+            file = blake3(data).hexdigest()
+            signed = {"validator": validator.identity, "run": RUN, "file": file, "accepted": stored.hash}
+            validator.post("/v1/verdicts", verdict(task.id, **signed), Ok)
         batch = learner.get("/v1/batches/0", Batch)
         assert (
             batch.ready and learner.fetch_file(f"/v1/accepted/{tasks[1][0].id}", max_bytes=1 << 20) == ACCEPTED + b"\1"

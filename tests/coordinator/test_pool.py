@@ -15,7 +15,7 @@ from shoal.ledger.chain import verify_chain
 from shoal.protocol.history import MAX_SAMPLES, RunHistory
 from shoal.protocol.messages import GroupResult, Reason, Sample, StepReport
 
-from .support import ALICE, BOB, COORDINATOR, VALIDATOR, Harness, open_pool, verdict
+from .support import ALICE, BOB, COORDINATOR, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, verdict
 
 pytestmark = pytest.mark.usefixtures("every_database")
 
@@ -34,6 +34,7 @@ def scenario(harness: Harness, die_at: int) -> None:
     for key in (ALICE, BOB):
         harness.join(key)
     harness.join(VALIDATOR, "validator")
+    harness.join(OTHER_VALIDATOR, "validator")
     harness.publish(0)
     harness.accepted()
     harness.rejected(Reason.PROOF, BOB)
@@ -42,10 +43,10 @@ def scenario(harness: Harness, die_at: int) -> None:
     harness.publish(1)
 
 
-KINDS = [*["registered"] * 3, "policy", "accepted", "rejected", "slashed", "accepted", "batch", "trained", "policy"]
+KINDS = [*["registered"] * 4, "policy", "accepted", "rejected", "slashed", "accepted", "batch", "trained", "policy"]
 
 
-@pytest.mark.parametrize("die_at", [1, 5, 6, 7, 8, 9, 10])
+@pytest.mark.parametrize("die_at", [1, 6, 7, 8, 9, 10, 11])
 def test_a_pool_killed_inside_a_transaction_reopens_as_before_that_transaction(tmp_path: Path, die_at: int) -> None:
     path = tmp_path / "pool.sqlite"
     killed = multiprocessing.get_context("fork").Process(target=lambda: scenario(open_pool(path), die_at))
@@ -53,7 +54,7 @@ def test_a_pool_killed_inside_a_transaction_reopens_as_before_that_transaction(t
     killed.join(120)
     assert killed.exitcode == 9
     harness = open_pool(path)
-    whole = die_at - 1 - (die_at in (7, 9))  # "slashed" and "batch" share the transaction of the entry before
+    whole = die_at - 1 - (die_at in (8, 10))  # "slashed" and "batch" share the transaction of the entry before
     assert harness.kinds() == KINDS[:whole]
     verify_chain(harness.pool.db.ledger.entries(), COORDINATOR.public)
     status = harness.status()
@@ -63,9 +64,11 @@ def test_a_pool_killed_inside_a_transaction_reopens_as_before_that_transaction(t
     assert sum(node.accepted for node in status.nodes) == accepted
     assert bool(status.slashed) == ("slashed" in KINDS[:whole])
     assert status.trained == KINDS[:whole].count("trained")
-    if die_at in (5, 6, 8, 9):  # it died while it recorded a verdict, which the validator repeats
-        harness.contents = 100
-        harness.judge(harness.claimed().assignment.id)
+    if die_at in (6, 7, 9, 10):  # it died while it recorded a verdict, which the validator repeats
+        validator = OTHER_VALIDATOR if die_at == 7 else VALIDATOR
+        claim = harness.claim(validator)
+        assert claim is not None
+        harness.judge(claim.assignment.id, validator=validator)
         assert "accepted" in harness.kinds()[whole:]
 
 
@@ -151,8 +154,7 @@ def test_a_page_is_bounded_in_bytes_and_a_larger_entry_is_sent_alone(harness: Ha
 def accept_with_sample(harness: Harness) -> str:
     task = harness.upload(ALICE)
     harness.claim(VALIDATOR)
-    harness.contents += 1
-    given = verdict(task.id, None, (True, True), f"{harness.contents:064x}")
+    given = verdict(task.id)
     groups = [GroupResult(reward_mean=0.5, useful=False, tokens=2, sample=SAMPLE)]
     harness.pool.judgement.accepted_stored(VALIDATOR, task.id, "8" * 64)
     harness.pool.judgement.judge(VALIDATOR, given.model_copy(update={"groups": groups}))

@@ -148,7 +148,7 @@ def test_scores_beyond_one_per_completion_are_refused() -> None:
 
 
 def test_prometheus_metrics_count_submissions_verdicts_and_nodes() -> None:
-    harness = staffed_pool(validators=(VALIDATOR,), prompts_per_step=20)
+    harness = staffed_pool(prompts_per_step=20)
     harness.accepted()
     unchecked = harness.upload()
     harness.pool.db.connection.change("UPDATE submissions SET full_check = FALSE WHERE id = ?", unchecked.id)

@@ -15,8 +15,11 @@ from random import Random
 from typing import Any, get_args
 from urllib.parse import quote
 
+from blake3 import blake3
+
+from shoal.ledger.chain import sign_opinion
 from shoal.protocol.identity import Identity, Signed
-from shoal.protocol.messages import VERSION, Role
+from shoal.protocol.messages import VERSION, Opinion, Reason, Role
 from shoal.protocol.signing import sign_request
 
 from .damage import VALUES, damaged
@@ -32,7 +35,6 @@ ROUTES = [
     ("PUT", "/v1/submissions/{id}", "worker"),
     ("POST", "/v1/claims", "validator"),
     ("GET", "/v1/submissions/{id}", "validator"),
-    ("GET", "/v1/contents/{digest}", "validator"),
     ("PUT", "/v1/accepted/{id}", "validator"),
     ("POST", "/v1/verdicts", "validator"),
     ("POST", "/v1/policies", "origin"),
@@ -53,6 +55,7 @@ class Site:
     coordinator: Identity
     members: dict[str, Identity] = field(default_factory=dict)
     ids: list[str] = field(default_factory=lambda: ["0" * 16 + "-000000"])
+    files: dict[str, str] = field(default_factory=dict)  # hash of the file of each uploaded submission
     sent: list[bytes] = field(default_factory=list)  # honest requests, to damage and replay
 
     async def join(self) -> None:
@@ -87,13 +90,13 @@ class Site:
             self.ids = [*self.ids[-8:], answer["assignment"]["id"]]
         stage, id = self.random.randrange(4), self.ids[-1]
         if stage > 0:
-            await self.honest("worker", "PUT", f"/v1/submissions/{id}", secrets.token_bytes(8))
+            await self.honest("worker", "PUT", f"/v1/submissions/{id}", data := secrets.token_bytes(8))
+            self.files[id] = blake3(data).hexdigest()
         if stage > 1:
             await self.honest("validator", "POST", "/v1/claims", {"most": 1})
         if stage > 2:
             stored = await self.honest("validator", "PUT", f"/v1/accepted/{id}", b"accepted")
-            verdict = self.body("/v1/verdicts") | {"submission": id, "accepted_hash": stored and stored["hash"]}
-            await self.honest("validator", "POST", "/v1/verdicts", verdict)
+            await self.honest("validator", "POST", "/v1/verdicts", self.verdict(id, None, stored and stored["hash"]))
 
     async def case(self) -> tuple[bytes, bool, bool]:
         """Return a request, whether it is complete HTTP, and whether a node of the route's role signed it."""
@@ -129,10 +132,16 @@ class Site:
             path = path.replace(name, value if random.random() < 0.6 else junk)
         return path + random.choice(["", "", "", "", "?", "?a=b", "?" + "x" * 500, "/", "//"])
 
+    def verdict(self, id: str, reason: Reason | None, accepted: str | None) -> dict[str, Any]:
+        file = self.files.get(id, "0" * 64)
+        opinion = Opinion(run=RUN, submission=id, file=file, reason=reason, accepted=accepted or "")
+        signed = sign_opinion(opinion, self.members["validator"]).model_dump_json()
+        groups = [{"reward_mean": 0.5, "useful": True, "tokens": 3}] * 2
+        return {"submission": id, "opinion": signed, "detail": "", "evidence": {"margin": 0.5}, "groups": groups}
+
     def body(self, path: str) -> dict[str, Any]:
         """Return an honest body for this path."""
         id = self.random.choice(self.ids)
-        group = {"reward_mean": 0.5, "useful": True, "tokens": 3}
         bodies: dict[str, Callable[[], dict[str, Any]]] = {
             "/v1/register": lambda: {
                 "protocol": VERSION,
@@ -141,15 +150,7 @@ class Site:
             },
             "/v1/heartbeat": lambda: {"policy_version": 0, "wants_task": True, "stats": {"doing": "x", "tokens": 5}},
             "/v1/claims": lambda: {"most": 2},
-            "/v1/verdicts": lambda: {
-                "submission": id,
-                "reason": self.random.choice([None, "bounds", "unreadable"]),
-                "detail": "",
-                "evidence": {"margin": 0.5},
-                "content": secrets.token_hex(32),
-                "accepted_hash": "0" * 64,
-                "groups": [group, group],
-            },
+            "/v1/verdicts": lambda: self.verdict(id, self.random.choice([None, Reason.BOUNDS, Reason.UNREADABLE]), ""),
             "/v1/policies": lambda: {"version": self.random.randrange(3), "digest": "d" * 64, "size_bytes": 1},
             "/v1/steps": lambda: {"step": self.random.randrange(3), "metrics": {"loss": 0.5}, "trained": [id]},
             "/v1/evaluations": lambda: {"version": 0, "greedy": 0.5, "sampled": None, "n": 9, "final": False},

@@ -11,10 +11,11 @@ from shoal.config import Config
 from shoal.model.dtype import DtypeName
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Assignment, Claim, ContentOwner, Verdict
+from shoal.protocol.messages import Assignment, Claim
 from shoal.validator.case import Case
 from shoal.validator.judge import Judge
 from shoal.validator.service import Validator
+from shoal.validator.verdict import Result
 
 from .. import workers
 from ..workers import ALICE, VALIDATOR, FakeNode
@@ -44,10 +45,6 @@ class ValidatorsNode(FakeNode):
 
     identity: Identity = VALIDATOR
     files: dict[str, bytes] = field(default_factory=dict)  # uploaded file by submission
-    owner: str | None = None
-
-    def get(self, path: str, answer: type[ContentOwner]) -> ContentOwner:
-        return ContentOwner(submission=self.owner)
 
     def fetch_file(self, path: str, *, max_bytes: int) -> bytes:
         if (id := path.removeprefix("/v1/submissions/")) not in self.files:
@@ -83,13 +80,14 @@ def claim(given: Assignment = ASSIGNMENT, worker: Identity = ALICE, *, full: boo
     return Claim(assignment=given, worker=worker.public, lease_s=0.0, full=full)
 
 
-def checked(validator: Validator, claim: Claim, data: bytes) -> tuple[Verdict, bytes | None]:
-    """Return the validator's verdict on one file, and the accepted file."""
+def checked(validator: Validator, claim: Claim, data: bytes) -> tuple[Result, bytes | None]:
+    """Return the validator's result for one file, and the accepted file."""
     validator.node.files[claim.assignment.id] = data  # type: ignore[attr-defined]
-    return validator.check([claim])[0]
+    [result] = validator.check([claim])
+    return result, result.accepted
 
 
-def judged(validator: Validator, given: Assignment, data: bytes, worker: Identity = ALICE) -> Verdict:
+def judged(validator: Validator, given: Assignment, data: bytes, worker: Identity = ALICE) -> Result:
     return checked(validator, claim(given, worker), data)[0]
 
 

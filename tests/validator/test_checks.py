@@ -12,7 +12,7 @@ import torch
 from shoal import toploc
 from shoal.config.sections import MISMATCH_SHARE
 from shoal.model.load import load_model, save_model
-from shoal.protocol.messages import Reason, Verdict
+from shoal.protocol.messages import Reason
 from shoal.store import rollouts as rollout_file
 from shoal.store.rollouts import Rollout, read_accepted
 from shoal.tasks import Grade
@@ -20,14 +20,11 @@ from shoal.tasks.rewards import graders
 from shoal.validator.case import Case
 from shoal.validator.checks import (
     DISTRIBUTION_EVIDENCE,
-    FILE,
     OUTLIERS,
     Rules,
-    derived_tasks,
     distribution,
     endings,
     logprobs,
-    replayed,
     run,
     sampling,
     special_tokens,
@@ -36,6 +33,7 @@ from shoal.validator.checks import (
 from shoal.validator.rounding import FAR
 from shoal.validator.service import Validator
 from shoal.validator.spending import spent
+from shoal.validator.verdict import Result
 from shoal.worker.produce import Producer
 
 from ..workers import ALICE, BOB, produced, signed
@@ -60,7 +58,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def verdict_on(worker: Producer, validator: Validator) -> Callable[[list[Rollout]], Verdict]:
+def verdict_on(worker: Producer, validator: Validator) -> Callable[[list[Rollout]], Result]:
     """Return a function that gives the verdict on rows that Alice signed for her assignment."""
     return lambda rows: judged(validator, ASSIGNMENT, signed(worker, ASSIGNMENT, rows))
 
@@ -139,14 +137,14 @@ def sharpened(folder: Path, to: Path, factor: float) -> Path:
 
 
 @pytest.mark.parametrize("claimed", [1.0, float("inf"), 3e38])
-def test_a_forged_reward_is_rejected(honest: list[Rollout], verdict_on: Callable[..., Verdict], claimed: float) -> None:
+def test_a_forged_reward_is_rejected(honest: list[Rollout], verdict_on: Callable[..., Result], claimed: float) -> None:
     verdict = verdict_on(with_row(honest, 5, reward=claimed))
     assert verdict.reason is Reason.REWARD
     assert (verdict.evidence["wrong"], verdict.evidence["rollouts"]) == (1, 8)
 
 
 def test_a_worker_need_not_claim_rewards(
-    honest: list[Rollout], worker: Producer, validator: Validator, verdict_on: Callable[..., Verdict]
+    honest: list[Rollout], worker: Producer, validator: Validator, verdict_on: Callable[..., Result]
 ) -> None:
     """A worker claims no rewards if its own grader failed. The accepted file then has the validator's rewards."""
     assert verdict_on(with_row(honest, 5, reward=float("nan"))).reason is None
@@ -162,7 +160,7 @@ def test_nobody_is_accused_because_of_a_grade_that_may_differ_on_another_machine
     honest: list[Rollout],
     worker: Producer,
     validator: Validator,
-    verdict_on: Callable[..., Verdict],
+    verdict_on: Callable[..., Result],
     failed: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -204,7 +202,7 @@ def first_is(name: str, value: float) -> Callable[[Rollout], dict[str, Any]]:
     ],
 )
 def test_logprobs_or_tokens_or_counts_out_of_range_are_rejected(
-    honest: list[Rollout], verdict_on: Callable[..., Verdict], change: Callable[[Rollout], dict[str, Any]]
+    honest: list[Rollout], verdict_on: Callable[..., Result], change: Callable[[Rollout], dict[str, Any]]
 ) -> None:
     fewer = with_row(honest, 1, proofs=[])  # so that a change may add a proof without exceeding the file's limit
     verdict = verdict_on(with_row(fewer, 0, **change(honest[0])))
@@ -215,7 +213,7 @@ def test_logprobs_or_tokens_or_counts_out_of_range_are_rejected(
     "proof", [b"\xff" * 258, (40_000).to_bytes(2, "big") + b"\x12" * 256], ids=["malformed", "other"]
 )
 def test_one_false_proof_among_honest_ones_is_rejected(
-    honest: list[Rollout], verdict_on: Callable[..., Verdict], proof: bytes
+    honest: list[Rollout], verdict_on: Callable[..., Result], proof: bytes
 ) -> None:
     verdict = verdict_on(with_row(honest, 0, proofs=[honest[0].proofs[0], proof]))
     assert verdict.reason is Reason.PROOF
@@ -249,7 +247,7 @@ def test_work_for_another_submission_number_is_rejected(worker: Producer, valida
     ],
 )
 def test_missing_or_moved_or_doubled_rows_and_wrong_seeds_or_targets_are_rejected(
-    honest: list[Rollout], verdict_on: Callable[..., Verdict], change: Callable[[list[Rollout]], list[Rollout]]
+    honest: list[Rollout], verdict_on: Callable[..., Result], change: Callable[[list[Rollout]], list[Rollout]]
 ) -> None:
     verdict = verdict_on(change(honest))
     assert verdict.reason is Reason.TASKS
@@ -373,26 +371,17 @@ def test_a_completion_must_run_to_its_end_and_no_further(
 # --- signer and assignment -------------------------------------------------------------------------------------------
 
 
-def test_another_workers_rows_are_rejected_with_reason_tasks_and_not_as_a_replay(
-    tiny_folder: Path, honest: list[Rollout]
-) -> None:
+def test_another_workers_rows_are_rejected_with_reason_tasks(tiny_folder: Path, honest: list[Rollout]) -> None:
     validator, thief = make_validator(tiny_folder, SETTINGS), make_producer(tiny_folder, SETTINGS, identity=BOB)
     given = assignment(worker=BOB)
-    validator.node.owner = ASSIGNMENT.id  # type: ignore[attr-defined]
     assert judged(validator, given, signed(thief, given, honest), worker=BOB).reason is Reason.TASKS
-    assert FILE.index(derived_tasks) < FILE.index(replayed)
 
 
-def test_only_a_workers_own_earlier_rollouts_are_a_replay(
-    tiny_folder: Path, worker: Producer, honest: list[Rollout], rules: Rules, case: Case
+def test_a_workers_own_earlier_rollouts_are_rejected_because_their_seeds_follow_from_another_nonce(
+    validator: Validator, worker: Producer, honest: list[Rollout]
 ) -> None:
-    """Seeds are public, so anyone with the weights can compute Alice's rollouts and upload them for another task."""
-    validator = make_validator(tiny_folder, SETTINGS)
-    for owner in (assignment(worker=BOB).id, ASSIGNMENT.id):
-        validator.node.owner = owner  # type: ignore[attr-defined]
-        assert judged(validator, ASSIGNMENT, signed(worker, ASSIGNMENT, honest)).reason is None
-    outcome = replayed(rules, replace(case, content_owner=assignment(1).id))
-    assert outcome.finding is not None and outcome.finding.reason is Reason.REPLAYED
+    later = assignment(1)
+    assert judged(validator, later, signed(worker, later, honest)).reason is Reason.TASKS
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def judged(validator: Validator, worker: Producer, rows: list[Rollout], fingerpr
     """Return the verdict on the rows of a worker that reports this fingerprint."""
     given: Claim = claim(ASSIGNMENT).model_copy(update={"fingerprint": fingerprint})
     validator.node.files[ASSIGNMENT.id] = signed(worker, ASSIGNMENT, rows)  # type: ignore[attr-defined]
-    return validator.check([given])[0][0]
+    return validator.check([given])[0]
 
 
 # --- bitwise equality ------------------------------------------------------------------------------------------------
@@ -71,8 +71,8 @@ def judged(validator: Validator, worker: Producer, rows: list[Rollout], fingerpr
 def test_honest_work_is_bitwise_equal(validator: Validator, worker: Producer, rows: list[Rollout]) -> None:
     verdict = judged(validator, worker, rows)
     assert verdict.reason is None, verdict.detail
-    assert verdict.replay is not None and verdict.replay.mismatched == 0
-    assert verdict.replay.tokens == sum(len(row.logprobs) for row in rows)
+    assert verdict.opinion.replay is not None and verdict.opinion.replay.mismatched == 0
+    assert verdict.opinion.replay.tokens == sum(len(row.logprobs) for row in rows)
 
 
 def off_by_one_bit(rows: list[Rollout]) -> list[Rollout]:
@@ -90,7 +90,7 @@ def test_a_logprob_off_by_one_bit_is_inexact_only_in_the_validators_class(
     assert "1 of" in verdict.detail and "rollout 3" in verdict.detail
     for claimed in ("", TWO):
         verdict = judged(validator, worker, off_by_one_bit(rows), claimed)
-        assert verdict.reason is None and verdict.replay is None
+        assert verdict.reason is None and verdict.opinion.replay is None
 
 
 def test_a_validator_reloads_its_weights_for_inexact_work_only_rarely(
@@ -162,7 +162,9 @@ def test_a_validator_without_a_fingerprint_uses_tolerances(
     with validator.judge:
         assert validator.node.fingerprint is None
         verdict = judged(validator, worker, rows)
-    assert verdict.reason is None and verdict.replay is None, "tolerances must be used if arithmetic depends on batches"
+    assert verdict.reason is None and verdict.opinion.replay is None, (
+        "tolerances must be used if arithmetic depends on batches"
+    )
 
 
 # --- faults of a machine ---------------------------------------------------------------------------------------------
@@ -183,7 +185,7 @@ def test_work_with_a_faked_fingerprint_is_inexact_and_not_slashed(validator: Val
     rows = produced(other, ASSIGNMENT)
     assert judged(validator, other, rows, TWO).reason is None, "the work must be accepted if it claims another class"
     verdict = judged(validator, other, rows, ONE)
-    assert verdict.reason is Reason.INEXACT and verdict.replay is not None
+    assert verdict.reason is Reason.INEXACT and verdict.opinion.replay is not None
 
 
 def test_a_worker_with_a_changed_library_is_not_slashed_and_its_fingerprint_changes(

@@ -127,10 +127,10 @@ def test_slow_programs_of_the_runs_own_model_are_blamed_on_nobody(
         assert verdict.reason is None and accepted is not None
         first, second = verdict.groups
         assert first.outcomes.grader_error == 0 and second.outcomes.grader_error == 4
-        assert "validator's time limit" in second.error and verdict.spent is None
+        assert "validator's time limit" in second.error and verdict.opinion.spent is None
     monkeypatch.undo()
     verdict, _ = checked(validator, claim(), signed(worker, ASSIGNMENT, honest))
-    assert verdict.spent is not None, "a submission that is graded in time must count as evidence"
+    assert verdict.opinion.spent is not None, "a submission that is graded in time must count as evidence"
 
 
 def test_one_slow_submission_takes_no_time_from_the_others(

@@ -7,7 +7,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from blake3 import blake3
 
+from shoal.ledger.chain import open_opinion
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import (
     Claim,
@@ -85,7 +87,7 @@ def test_an_honest_file_is_decoded_only_in_the_child_process(
 @pytest.mark.parametrize("data", [b"", b"PAR1", random.Random(0).randbytes(5_000), b"PAR1" + b"\x00" * 99 + b"PAR1"])
 def test_other_and_truncated_files_are_unreadable(modelless: Validator, file: bytes, data: bytes) -> None:
     verdict, accepted = checked(modelless, claim(), data)
-    assert (verdict.reason, accepted, verdict.content) == (Reason.UNREADABLE, None, None)
+    assert (verdict.reason, accepted, verdict.groups) == (Reason.UNREADABLE, None, ())
     assert modelless.judge.model is None
     for cut in range(0, len(file), len(file) // 20):
         assert checked(modelless, claim(), file[:cut])[0].reason is Reason.UNREADABLE
@@ -196,7 +198,9 @@ def test_the_validator_checks_its_claims_and_ends_with_the_run(tiny_folder: Path
     validator, node = scripted(tiny_folder, file)
     assert validator.run(threading.Event()) == "finished"
     (verdict,) = node.verdicts
-    assert verdict.reason is None and verdict.accepted_hash == "7" * 64
+    opinion = open_opinion(verdict.opinion, VALIDATOR.public)
+    assert (opinion.run, opinion.submission, opinion.reason) == (RUN, ASSIGNMENT.id, None)
+    assert (opinion.file, opinion.accepted) == (blake3(file).hexdigest(), "7" * 64)
     assert len(node.uploads) == 1
     assert node.tokens == sum(group.tokens for group in verdict.groups)
 
@@ -231,10 +235,11 @@ def test_each_of_several_claims_gets_its_own_verdict(tiny_folder: Path, worker: 
     assert validator.run(threading.Event()) == "finished"
     assert node.limits == [BATCH] * 2
     reasons = {0: None, 1: Reason.UNREADABLE, 2: Reason.REWARD, 3: Reason.PROOF, 4: None}
-    assert [(verdict.submission, verdict.reason) for verdict in node.verdicts] == [
+    opinions = [open_opinion(verdict.opinion, VALIDATOR.public) for verdict in node.verdicts]
+    assert [(opinion.submission, opinion.reason) for opinion in opinions] == [
         (given[number].id, reasons[number]) for number in (0, 1, 2, 3, 4, 2, 3)
     ]
-    assert [verdict.spent is None for verdict in node.verdicts] == [False, *[True] * 6], (
+    assert [opinion.spent is None for opinion in opinions] == [False, *[True] * 6], (
         "only work that is accepted after a full check may report the tolerance it used"
     )
     assert set(node.uploads) == {f"/v1/accepted/{given[n].id}" for n in (0, 4)}
@@ -267,6 +272,6 @@ def test_a_stopped_validator_claims_nothing(tiny_folder: Path, file: bytes) -> N
 def test_a_file_that_the_coordinator_lost_does_not_end_the_validator(validator: Validator, file: bytes) -> None:
     lost = claim(assignment(number=1))
     validator.node.files[ASSIGNMENT.id] = file  # type: ignore[attr-defined]
-    [(verdict, _)] = validator.check([lost, claim()])
-    assert verdict.submission == ASSIGNMENT.id and verdict.reason is None
+    [result] = validator.check([lost, claim()])
+    assert result.opinion.submission == ASSIGNMENT.id and result.reason is None
     assert validator.check([lost]) == []

@@ -166,7 +166,7 @@ async def serve_store(
         log.info("listening at %s%s", here, f", announced as {url}" if url != here else "")
         node = await asyncio.to_thread(Node.join, invite, folder, url=url, stop=stop)
         with node.heartbeats():
-            banning = asyncio.create_task(_ban(node, guard))
+            banning = asyncio.create_task(_obey(node, guard, store))
             try:
                 return await live(node)
             finally:
@@ -175,9 +175,10 @@ async def serve_store(
         await runner.cleanup()
 
 
-async def _ban(node: Node, guard: Guard) -> None:
-    """Stop serving nodes that the coordinator evicts, from the next heartbeat on."""
+async def _obey(node: Node, guard: Guard, store: ShardStore) -> None:
+    """From the next heartbeat on, stop serving nodes that the coordinator evicts, and keep the versions that it names."""
     while True:
         if node.answer:
             guard.ban(frozenset(node.answer.banned))
+            store.pinned = frozenset(node.answer.keep)
         await asyncio.sleep(WATCH_S)

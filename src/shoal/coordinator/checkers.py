@@ -1,21 +1,27 @@
-"""Which validator may check a submission, and when a second validator must confirm a rejection.
+"""Which validators judge a submission, how many, and what follows if they disagree.
 
 Nodes whose fingerprints agree compute bit-identically: they form one exactness class. A node reports a fingerprint for
 each version that it loads. Two nodes are in one class if their fingerprints agree for the newest version that both
 reported. A submission goes to a live validator of its worker's class if there is one. That validator then compares the
 worker's fingerprint for the submission's version with its own to decide whether the tolerance is zero.
 
-A rejection waits for a second verdict if it is hard or its reason is `inexact`, and if another live validator can judge
-the submission. The submission returns to the queue, and the second verdict counts. Without another validator, the first
-verdict counts. If a prefill gives a hard reason, the validator reloads its weights and repeats the prefill before it
-rejects.
+Each verdict holds an opinion that its validator signed. Another live validator must judge the submission, too, if
 
-    both reject           hard: the worker is slashed. inexact: no credit, and the mismatch is counted
-    the second accepts    the worker gets credit; the first validator is suspect and is asked for a new fingerprint
-    no second verdict     the first verdict counts. hard: the worker is slashed. inexact: no credit
+    an opinion rejects it for a reason that may have consequences beyond this submission
+    an opinion accepts it, and a random draw after the verdict decides so (SECOND_OPINIONS)
+    two opinions contradict each other
 
-Once the relays have dropped the version, or the run's last step is trained, nobody can confirm a rejection. Then the
-first verdict counts (`judgement`), so a liar gains nothing by a delay.
+The opinions of at most MAX_OPINIONS validators count. More rejections than acceptances reject the submission:
+
+    two hard reasons         the worker is slashed
+    two unusable files       counted; repeated ones suspend the worker (`judgement`)
+    two inexact results      no credit, and the mismatch is counted
+    one rejection            costs only the submission
+
+Otherwise the worker gets credit. A validator whose opinion was outvoted is asked for a new fingerprint, and the operator
+is told. If no other validator is live, or none judges within DOUBT_S, the opinions so far decide. So one validator
+alone can neither slash, dismiss nor suspend anybody. If a prefill gives a hard reason, the validator reloads its
+weights and repeats the prefill before it rejects.
 
 A worker with an inexact submission is asked to reload its weights and to report a new fingerprint. A different
 fingerprint puts it into another class. MISMATCHES confirmed inexact submissions within WINDOW_S suspend the worker. The
@@ -23,22 +29,23 @@ same number of unconfirmed ones excludes it from all classes for WINDOW_S. Its w
 costs the worker nothing and saves the validator a second prefill. Inexact submissions that were uploaded before the
 worker could report a new fingerprint count as one mismatch.
 
-Invariants: a worker gains nothing by a false fingerprint, which only chooses the validator and makes the check
+Invariants: a worker gains nothing by a false fingerprint, which only chooses the first validator and makes the check
 stricter. A flipped bit in any machine costs at most the credit of the submissions that it made inexact. A submission
-keeps the fingerprint that its worker had when it was first claimed. Only a submission's first rejection can wait for
-confirmation.
+keeps the fingerprint that its worker had when it was first claimed. Nobody judges a submission twice.
 docs/trust.md explains why one validator's rejection needs confirmation, even though validators are trusted.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from random import SystemRandom
 
 from shoal.config import Config
 from shoal.coordinator.database import Database
 from shoal.coordinator.submissions import Submission
+from shoal.ledger.chain import open_opinion
 from shoal.ledger.connection import Connection
-from shoal.protocol.messages import HARD, Heartbeat, Reason, Verdict
+from shoal.protocol.messages import HARD, LEASE_S, UNUSABLE, Heartbeat, Opinion, Reason, Verdict
 
 MAX_VERSIONS = 8  # number of fingerprints kept per node
 SCHEMA = [
@@ -50,11 +57,18 @@ SCHEMA = [
     """CREATE TABLE IF NOT EXISTS mismatches (
     key TEXT NOT NULL, at_s DOUBLE PRECISION NOT NULL, confirmed BIGINT NOT NULL)""",
     "CREATE INDEX IF NOT EXISTS mismatches_by_key ON mismatches (key)",
+    """CREATE TABLE IF NOT EXISTS opinions (
+    submission TEXT NOT NULL, validator TEXT NOT NULL, reason TEXT, verdict TEXT NOT NULL, at_s DOUBLE PRECISION NOT NULL,
+    PRIMARY KEY (submission, validator))""",
     """CREATE TABLE IF NOT EXISTS replays (
-    submission TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, doubted_by TEXT, doubt TEXT, verdict TEXT,
+    submission TEXT PRIMARY KEY, fingerprint TEXT NOT NULL,
     tokens BIGINT NOT NULL DEFAULT 0, mismatched BIGINT NOT NULL DEFAULT 0, accepted BOOLEAN NOT NULL DEFAULT FALSE)""",
 ]
 MISMATCHES, WINDOW_S = 3, 3600.0
+MAX_OPINIONS = 3  # opinions on one submission
+SECOND_OPINIONS = 1 / 32  # share of accepted submissions that a second validator judges, too
+DOUBT_S = 2 * LEASE_S  # longest wait for another opinion
+CONFIRMED = HARD | UNUSABLE | {Reason.INEXACT}  # reasons that may have consequences beyond the submission
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +89,17 @@ class Renewal:
 
 
 @dataclass(frozen=True)
-class Doubt:
-    """A rejection that another validator must confirm."""
+class Judged:
+    """One validator's verdict on a submission."""
 
-    by: str
-    reason: Reason
-    verdict: str  # JSON of the first verdict, which counts if no second one follows
+    validator: str
+    verdict: Verdict
+    opinion: Opinion  # as the validator signed it
+    at_s: float
+
+    @property
+    def reason(self) -> Reason | None:
+        return self.opinion.reason
 
 
 class Fingerprints:
@@ -145,8 +164,42 @@ class Fingerprints:
         self.connection.change("DELETE FROM mismatches WHERE key = ?", key)
 
 
+class Opinions:
+    """The verdicts on submissions."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def of(self, submission: str) -> list[Judged]:
+        """Return the verdicts on a submission, oldest first."""
+        rows = self.connection.rows(
+            "SELECT validator, verdict, at_s FROM opinions WHERE submission = ? ORDER BY at_s, validator", submission
+        )
+        verdicts = [(validator, Verdict.model_validate_json(text), at_s) for validator, text, at_s in rows]
+        return [Judged(each, given, open_opinion(given.opinion, each), at_s) for each, given, at_s in verdicts]
+
+    def add(self, judged: Judged) -> None:
+        text = judged.verdict.model_dump_json()
+        self.connection.change(
+            "INSERT INTO opinions (submission, validator, reason, verdict, at_s) VALUES (?, ?, ?, ?, ?)",
+            *(judged.opinion.submission, judged.validator, judged.reason, text, judged.at_s),
+        )
+
+    def count_confirmed(self, worker: str, reasons: Collection[Reason], newest: int) -> int:
+        """Count those of a worker's `newest` judged submissions that two validators rejected for one of these reasons."""
+        marks = ", ".join("?" * len(reasons))
+        return int(
+            self.connection.value(
+                "SELECT count(*) FROM (SELECT id FROM submissions WHERE worker = ? AND judged_s IS NOT NULL"
+                " ORDER BY seq DESC LIMIT ?) AS judged WHERE"
+                f" (SELECT count(*) FROM opinions WHERE submission = judged.id AND reason IN ({marks})) > 1",
+                *(worker, newest, *map(str, reasons)),
+            )
+        )
+
+
 class Replays:
-    """For each claimed submission: its worker's fingerprint, any doubt about it, and the result of its exact replay."""
+    """For each claimed submission: its worker's fingerprint, and the result of its exact replay."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -156,23 +209,8 @@ class Replays:
         value: str | None = self.connection.value("SELECT fingerprint FROM replays WHERE submission = ?", submission)
         return value
 
-    def doubt(self, submission: str) -> Doubt | None:
-        row = self.connection.row("SELECT doubted_by, doubt, verdict FROM replays WHERE submission = ?", submission)
-        return Doubt(row[0], Reason(row[1]), row[2]) if row and row[0] else None
-
     def add(self, submission: str, fingerprint: str) -> None:
         self.connection.change("INSERT INTO replays (submission, fingerprint) VALUES (?, ?)", submission, fingerprint)
-
-    def set_doubt(self, submission: str, validator: str, reason: str, verdict: str) -> None:
-        self.connection.change(
-            "UPDATE replays SET doubted_by = ?, doubt = ?, verdict = ? WHERE submission = ?",
-            *(validator, reason, verdict, submission),
-        )
-
-    def doubted(self) -> list[str]:
-        """Return every submission that was ever doubted."""
-        rows = self.connection.rows("SELECT submission FROM replays WHERE doubted_by IS NOT NULL ORDER BY submission")
-        return [submission for (submission,) in rows]
 
     def set_replayed(self, submission: str, *, tokens: int, mismatched: int, accepted: bool) -> None:
         self.connection.change(
@@ -196,7 +234,9 @@ class Checkers:
         self.db = db
         self.config = config
         self.notify = notify
+        self.random = SystemRandom().random  # uniform in [0, 1)
         self.fingerprints, self.replays = Fingerprints(db.connection), Replays(db.connection)
+        self.opinions = Opinions(db.connection)
 
     # --- what nodes report -------------------------------------------------------------------------------------------
 
@@ -255,21 +295,19 @@ class Checkers:
     def may_check(self, validator: str, submission: Submission) -> bool:
         """Return whether this validator may check a submission now.
 
-        If the worker's class has live validators, only they may check it. A doubted submission goes to a different
-        validator. Only a validator of the worker's class can confirm that work is inexact. Any validator can confirm a
-        hard rejection.
+        If the worker's class has live validators, only they may give the first opinion. Any other live validator may
+        give a further one, so a worker cannot choose it by its fingerprint.
         """
-        eligible, doubt = self.peers(submission.worker), self.replays.doubt(submission.id)
-        if doubt is not None:
-            confirmers = self.confirmers(submission, doubt.by, doubt.reason)
-            eligible = [key for key in confirmers if key in eligible] or confirmers
-        eligible = eligible or self.live_validators()
+        if submission.opinions:
+            return validator in self.others(submission.worker, self.opinions.of(submission.id))
+        eligible = self.peers(submission.worker) or self.live_validators()
         return validator in eligible or not eligible
 
-    def confirmers(self, submission: Submission, validator: str, reason: Reason) -> list[str]:
-        """Return the other live validators that could confirm this validator's rejection."""
-        keys = self.peers(submission.worker) if reason is Reason.INEXACT else self.live_validators()
-        return [key for key in keys if key != validator]
+    def others(self, worker: str, judged: Sequence[Judged]) -> list[str]:
+        """Return the live validators that may give a further opinion. Only the worker's class can replay its work."""
+        inexact = any(each.reason is Reason.INEXACT for each in judged)
+        keys = self.peers(worker) if inexact else self.live_validators()
+        return [key for key in keys if all(key != each.validator for each in judged)]
 
     def fingerprint(self, submission: Submission) -> str:
         """Return the worker's fingerprint for the submission's version, as it was at the first claim."""
@@ -281,48 +319,47 @@ class Checkers:
 
     # --- second opinions ---------------------------------------------------------------------------------------------
 
-    def defer(self, submission: Submission, validator: str, verdict: Verdict) -> bool:
-        """Return whether this verdict waits for a second one. If so, put the submission back into the queue."""
-        reason = verdict.reason
-        if reason is None or not (reason in HARD or reason is Reason.INEXACT) or self.replays.doubt(submission.id):
+    def needs_another(self, worker: str, judged: Sequence[Judged]) -> bool:
+        """Return whether a further validator must judge a submission with these opinions, and can. Draw if all accept."""
+        if len(judged) >= MAX_OPINIONS or not self.others(worker, judged):
             return False
-        if self.db.is_trained(self.config.run.steps) or not self.confirmers(submission, validator, reason):
-            return False
-        self.replays.set_doubt(submission.id, validator, reason.value, verdict.model_dump_json())
-        # Discard the file that this validator stored. The next validator prefills the whole submission.
-        return self.db.submissions.move(submission, "doubt", validator=None, accepted_hash=None, full_check=True)
+        if len(judged) > 1:
+            accepting, rejecting = sides([each.opinion for each in judged])
+            return bool(accepting) and bool(rejecting)
+        reason = judged[0].reason
+        return self.random() < SECOND_OPINIONS if reason is None else reason in CONFIRMED
 
-    def first_verdict(self, submission: Submission) -> tuple[str, Verdict] | None:
-        """Return a doubted submission's first validator and its verdict; None for other submissions."""
-        doubt = self.replays.doubt(submission.id)
-        return None if doubt is None else (doubt.by, Verdict.model_validate_json(doubt.verdict))
+    def is_overdue(self, submission: Submission) -> bool:
+        """Return whether a submission that waits for a further opinion must be decided without it."""
+        judged = self.opinions.of(submission.id)
+        return not self.others(submission.worker, judged) or self.db.clock() > judged[-1].at_s + DOUBT_S
 
-    def is_repeat(self, submission: Submission, validator: str) -> bool:
-        """Return whether this validator gave the first verdict and does not hold the current claim."""
-        doubt = self.replays.doubt(submission.id)
-        return doubt is not None and doubt.by == validator != submission.validator
+    def decide(self, submission: Submission, judged: Sequence[Judged]) -> tuple[Judged, bool]:
+        """Return the opinion that stands, and whether a second validator shares it.
 
-    def settle(self, submission: Submission, validator: str, verdict: Verdict, reason: Reason | None) -> Reason | None:
-        """Return the reason of the final verdict; None if it accepts.
-
-        Record a mismatch of the worker, or ask a validator that is at fault for a new fingerprint.
+        Record a mismatch of the worker, and ask validators that were outvoted for a new fingerprint.
         """
-        first = self.replays.doubt(submission.id)
-        if first is not None and first.by == validator:
-            first = None  # the same validator judges again, because no other one is left
-        if first and first.reason is Reason.INEXACT and verdict.replay is None and reason is None:
-            # The second validator is in another class, so it cannot refute the first.
-            self._renew(validator, f"could not replay {submission.id} exactly, unlike {self.db.nodes.name(first.by)}")
-            reason, first = Reason.INEXACT, None
-        if first and not (reason is not None and (reason in HARD or reason is Reason.INEXACT)):
-            who = self.db.nodes.name(validator)
-            self._renew(first.by, f"rejected {submission.id} ({first.reason.value}), but {who} did not")
-        if reason is Reason.INEXACT:
-            self._mismatch(submission, confirmed=first is not None)
-        if verdict.replay is not None and (reason is None or reason is Reason.INEXACT):
-            tokens, mismatched = verdict.replay.tokens, verdict.replay.mismatched
-            self.replays.set_replayed(submission.id, tokens=tokens, mismatched=mismatched, accepted=reason is None)
-        return reason
+        opinion, sharing = standing([each.opinion for each in judged])
+        stands = next(each for each in judged if each.opinion is opinion)
+        for each in judged:
+            if (each.reason is None) != (opinion.reason is None):
+                self._renew(each.validator, f"{_said(each)} {submission.id}, but {self._names(judged, each)} did not")
+        if opinion.reason is Reason.INEXACT:
+            self._mismatch(submission, confirmed=sharing > 1)
+        if opinion.replay is not None and opinion.reason in (None, Reason.INEXACT):
+            tokens, mismatched = opinion.replay.tokens, opinion.replay.mismatched
+            accepted = opinion.reason is None
+            self.replays.set_replayed(submission.id, tokens=tokens, mismatched=mismatched, accepted=accepted)
+        if opinion.reason in HARD and sharing == 1:
+            name = self.db.nodes.name(submission.worker)
+            self.notify(
+                f"{submission.id} by {name} is rejected as {opinion.reason}, but no second validator confirmed it: the"
+                " worker keeps its membership, stake and credit. Run two validators, or evict it"
+            )
+        return stands, sharing > 1
+
+    def _names(self, judged: Sequence[Judged], but: Judged) -> str:
+        return " and ".join(self.db.nodes.name(each.validator) for each in judged if each is not but)
 
     def _mismatch(self, submission: Submission, *, confirmed: bool) -> None:
         renewal, uploaded_s = self.fingerprints.renewal(submission.worker), submission.uploaded_s or 0.0
@@ -353,3 +390,31 @@ class Checkers:
         text = f"{self.db.nodes.name(validator)} must reload its weights: it {why}"
         self.notify(text)
         log.info("%s", text)
+
+
+def sides(opinions: Sequence[Opinion]) -> tuple[list[Opinion], list[Opinion]]:
+    """Return the opinions that accept, and those that reject.
+
+    If one finds the work inexact, an acceptance without exact replay refutes nothing, so it is on no side.
+    """
+    rejecting = [each for each in opinions if each.reason is not None]
+    inexact = any(each.reason is Reason.INEXACT for each in rejecting)
+    accepting = [each for each in opinions if each.reason is None and not (inexact and each.replay is None)]
+    return accepting, rejecting
+
+
+def standing(opinions: Sequence[Opinion]) -> tuple[Opinion, int]:
+    """Return the opinion that stands, and how many validators share it. `opinions`: of different validators."""
+    accepting, rejecting = sides(opinions)
+    hard = [each for each in rejecting if each.reason in HARD]
+    if len(rejecting) <= len(accepting):
+        sharing = accepting
+    elif len(hard) > 1:
+        sharing = hard
+    else:  # one hard reason among several rejections is unconfirmed, so a soft one stands
+        sharing = [each for each in rejecting if each.reason not in HARD] or hard
+    return sharing[-1], len(sharing)
+
+
+def _said(judged: Judged) -> str:
+    return "accepted" if judged.reason is None else f"rejected ({judged.reason})"

@@ -23,7 +23,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -60,13 +60,12 @@ class Escrow:
     def accepted(self, worker: str, submission: str, tokens: int) -> None:
         """Escrow the credit of an accepted submission. Release the credit that this worker's later checks now cover.
 
-        After the run's last step no more work follows, so all of the worker's credit is released at once.
+        After the run's last step no more work follows, so `close` releases it.
         """
         self.db.connection.change(
             "UPDATE submissions SET tokens = ?, credit = 'pending' WHERE id = ?", tokens, submission
         )
         if self.db.is_trained(self.config.run.steps):
-            self._settle(worker, "credited", self._pending(worker))
             return
         covered = self.db.connection.rows(  # submissions followed by at least `escrow_checks` accepted full checks
             "SELECT id, tokens FROM submissions WHERE worker = ? AND credit = 'pending' AND seq <"
@@ -80,10 +79,12 @@ class Escrow:
         """Forfeit all of a worker's pending credit."""
         self._settle(worker, "forfeited", self._pending(worker))
 
-    def close(self) -> None:
-        """Release all pending credit, because the run assigns no more work."""
+    def close(self, doubted: Collection[str]) -> None:
+        """Release all pending credit, because the run assigns no more work, except of the `doubted` workers."""
         waiting = "SELECT DISTINCT worker FROM submissions WHERE credit = 'pending' ORDER BY worker"
         for (worker,) in self.db.connection.rows(waiting):
+            if worker in doubted:
+                continue
             self._settle(worker, "credited", self._pending(worker))
 
     def pending_of(self, worker: str) -> tuple[int, int]:

@@ -26,10 +26,11 @@ from shoal.ledger.chain import JSON
 from shoal.ledger.connection import SERIAL, Connection, table_digest
 from shoal.ledger.table import Ledger
 from shoal.protocol.history import MAX_SAMPLES, History, WorkerSample
-from shoal.protocol.messages import VERSION, Evaluation
+from shoal.protocol.messages import MAX_KEPT, VERSION, Evaluation
 from shoal.protocol.pace import Refusal
+from shoal.shardcast.store import KEEP
 
-FORMAT = 11  # version of tables, manifests and submissions; a run in another format is not resumed
+FORMAT = 12  # version of tables, manifests and submissions; a run in another format is not resumed
 POLICIES = """CREATE TABLE IF NOT EXISTS policies (
     version BIGINT PRIMARY KEY, digest TEXT NOT NULL, size_bytes BIGINT NOT NULL, published_s DOUBLE PRECISION NOT NULL)"""
 HISTORY = f"""CREATE TABLE IF NOT EXISTS history (
@@ -188,8 +189,20 @@ class Database:
         return self.history.has("step", str(steps - 1))
 
     def is_finished(self, steps: int) -> bool:
-        """Return whether the run has ended: the version after `steps` steps was evaluated."""
-        return self.history.has("evaluation", f"{steps} final")
+        """Return whether the run has ended: the version after `steps` steps was evaluated, and no work is in doubt."""
+        return self.history.has("evaluation", f"{steps} final") and not self.submissions.doubted_workers()
+
+    def oldest_held(self) -> int | None:
+        """Return the oldest version that origin and relays keep anyway; None if they have not dropped any."""
+        return self.policies.oldest_of_newest(KEEP)
+
+    def kept_versions(self) -> list[int]:
+        """Return the older versions that origin and relays keep, because validators judge work of them.
+
+        The oldest version that they keep anyway may be among these, because the next publication drops it.
+        """
+        oldest = self.oldest_held()
+        return [] if oldest is None else self.submissions.versions_in_check(oldest + 1, self.clock(), MAX_KEPT)
 
 
 def record_start(db: Database, run: str, key: str, config: Config) -> None:

@@ -1,34 +1,29 @@
 """Claims and verdicts: a validator claims uploaded submissions, and its verdicts accept or reject them.
 
-Invariants: only the validator with the claim gives the verdict; groups are credited exactly when their submission is
-accepted. A hard rejection counts once a second validator confirms it (`checkers`), or if no second validator can. A
-ban drops all of the worker's unjudged submissions: nothing from a banned key is accepted or credited.
-
-The pool itself rejects for one hard reason, `replayed`: an earlier submission of the same worker with the same content
-was accepted. Earlier copies that were rejected or not yet judged, or that another worker submitted, do not count,
-because anyone can upload a copy.
+Invariants: only the validator with the claim gives a verdict, and signs it. `checkers` says how many validators must
+judge a submission, and which opinion stands. Groups are credited exactly when their submission is accepted. Only a hard
+reason that two validators signed slashes. A ban drops all of the worker's unjudged submissions: nothing from a banned
+key is accepted or credited. Nothing that a validator reports without its signature has consequences for a worker, except
+the figures of an accepted file, which an audit compares with the file.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.config import Config
 from shoal.coordinator.arrivals import Arrivals
 from shoal.coordinator.batches import Batches
-from shoal.coordinator.checkers import Checkers
+from shoal.coordinator.checkers import Checkers, Judged
 from shoal.coordinator.credit import Escrow
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.submissions import UNSETTLED, Submission
 from shoal.coordinator.trust import Trust
 from shoal.errors import printable
+from shoal.ledger.chain import JSON, LedgerError, open_opinion
 from shoal.protocol.history import WorkerSample
-from shoal.protocol.messages import HARD, LEASE_S, Assignment, Claim, Claims, ContentOwner, Reason, Verdict
-from shoal.shardcast.store import KEEP
+from shoal.protocol.messages import HARD, LEASE_S, UNUSABLE, Assignment, Claim, Claims, Opinion, Reason, Verdict
 
-# Soft reasons that depend on the file alone. `unrepeatable` is not among them, because its cause is a program
-# that the model wrote.
-UNUSABLE = (Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT)
 ACCIDENTS, REMEMBERED = 1, 20  # up to ACCIDENTS unusable files among the newest REMEMBERED have no further consequence
 
 log = logging.getLogger(__name__)
@@ -38,6 +33,7 @@ log = logging.getLogger(__name__)
 class Judgement:
     db: Database
     config: Config
+    run: str
     describe: Callable[[Submission], Assignment]
     arrivals: Arrivals
     batches: Batches
@@ -50,17 +46,15 @@ class Judgement:
 
         A repeated claim does not extend its lease. A submission with an expired lease goes to another validator if one may
         check it. A random draw decides here, after the upload, whether to prefill a submission whole, so no worker knows
-        the result in advance. A submission whose version the relays have dropped expires, because waiting for that
-        version would block a validator. If it already has a first verdict, that verdict counts instead.
+        the result in advance.
         """
+        self.close_waiting()
         with self.db.transaction():
             now_s = self.db.clock()
-            lines = self._close_uncheckable(validator, now_s)
             waiting = self.db.submissions.claimable(validator, now_s)
             eligible = [submission for submission in waiting if self._may_claim(validator, submission, now_s)]
             taken = [submission for submission in eligible if submission.version == eligible[0].version][:limit]
             claims = [self._lease(validator, submission, now_s) for submission in taken]
-        _log_all(lines)
         return Claims(claims=claims)
 
     def _may_claim(self, validator: str, submission: Submission, now_s: float) -> bool:
@@ -85,31 +79,34 @@ class Judgement:
             fingerprint=self.checkers.fingerprint(submission),
         )
 
-    def _close_uncheckable(self, validator: str, now_s: float) -> list[str]:
-        """Close submissions that no validator can check any more. Return lines to log."""
-        oldest_held = self.db.policies.oldest_of_newest(KEEP)
+    def close_waiting(self) -> None:
+        """Close submissions that no validator will judge any more.
+
+        Relays have dropped the version, so waiting for it would block a validator; or a further opinion is overdue.
+        The opinions so far decide. Without any, the submission expires.
+        """
         lines: list[str] = []
-        for submission in self.db.submissions.claimable(validator, now_s):
-            if oldest_held is None or submission.version >= oldest_held or self._get(submission.id).state == "expired":
-                continue
-            if (first := self.checkers.first_verdict(submission)) is not None:
-                lines += self._conclude(submission, *first)
-                continue
-            self.db.submissions.move(submission, "drop")
-            name = self.db.nodes.name(submission.worker)
-            lines.append(
-                f"{submission.id} by {name} expired unchecked: relays no longer hold version {submission.version}"
-            )
-        return lines
+        with self.db.transaction():
+            now_s, oldest_held = self.db.clock(), self.db.oldest_held()
+            kept = self.db.kept_versions() if oldest_held is not None else []
+            for submission in self.db.submissions.waiting(now_s):
+                gone = oldest_held is not None and submission.version < oldest_held and submission.version not in kept
+                if self._get(submission.id).state == "expired":  # with its worker's ban, just now
+                    continue
+                if submission.opinions and (gone or self.checkers.is_overdue(submission)):
+                    lines += self._conclude(submission, self.checkers.opinions.of(submission.id))
+                elif gone and not submission.opinions:
+                    self.db.submissions.move(submission, "drop")
+                    name, version = self.db.nodes.name(submission.worker), submission.version
+                    lines.append(
+                        f"{submission.id} by {name} expired unchecked: relays no longer hold version {version}"
+                    )
+        _log_all(lines)
 
     def damaged(self, id: str) -> None:
         """Let a submission expire whose file is damaged. Its groups are assigned again."""
         if self.db.submissions.move(self._get(id), "drop"):
             log.error("%s expires: its file in the store is damaged", id)
-
-    def content_owner(self, content: str) -> ContentOwner:
-        """Return the accepted submission with this content."""
-        return ContentOwner(submission=self.db.submissions.content_owner(content))
 
     def hashes(self, id: str) -> tuple[str, str]:
         """Return the content hashes of the uploaded and the accepted file, "" for a missing one."""
@@ -127,63 +124,80 @@ class Judgement:
             self.db.submissions.set_accepted_hash(id, content_hash)
 
     def judge(self, validator: str, verdict: Verdict) -> None:
-        """Accept or reject. A hard rejection, once confirmed by a second validator, slashes the worker and bans it."""
+        """Record a verdict. Accept or reject the submission, unless another validator must judge it, too."""
         size, max_tokens = self.config.sampling.group_size, self.config.sampling.max_tokens
         with self.db.transaction():
             submission = self._get(verdict.submission)
+            opinion = self._opinion(submission, validator, verdict)
             if len(verdict.groups) > submission.groups or any(g.tokens > size * max_tokens for g in verdict.groups):
                 raise PoolError(f"{submission.id}: the verdict has more groups or tokens than its task allows", 400)
-            if submission.state in ("accepted", "rejected") and submission.validator == validator:
+            judged = self.checkers.opinions.of(submission.id)
+            if any(each.validator == validator for each in judged):
                 return  # the validator repeats its verdict because it did not get the response
-            if self.checkers.is_repeat(submission, validator):
-                return  # the validator repeats a first verdict that awaits confirmation
             submission = self._claimed(validator, verdict.submission)
-            if self.checkers.defer(submission, validator, verdict):
-                rejected = f"{submission.id} rejected by {validator[:16]}: {verdict.reason}"
-                lines = [f"{rejected}; another validator must confirm it"]
+            if opinion.reason is None and submission.accepted_hash != opinion.accepted:
+                raise PoolError(f"{submission.id}: store the accepted file before accepting it")
+            own = Judged(validator, verdict, opinion, self.db.clock())
+            self.checkers.opinions.add(own)
+            judged.append(own)
+            if self.checkers.needs_another(submission.worker, judged):
+                # The next validator stores its own accepted file, and prefills the whole submission.
+                cleared = {"validator": None, "accepted_hash": None, "full_check": True, "opinions": len(judged)}
+                self.db.submissions.move(submission, "doubt", **cleared)
+                outcome = f"rejected by {validator[:16]}: {opinion.reason}" if opinion.reason else "accepted by one"
+                lines = [f"{submission.id} {outcome}; another validator must judge it"]
             else:
-                lines = self._conclude(submission, validator, verdict)
+                lines = self._conclude(submission, judged)
         _log_all(lines)
+
+    def _opinion(self, submission: Submission, validator: str, verdict: Verdict) -> Opinion:
+        """Return the opinion. Raise PoolError unless this validator signed it about this submission's file."""
+        try:
+            opinion = open_opinion(verdict.opinion, validator)
+        except LedgerError as error:
+            raise PoolError(f"{submission.id}: {error}", 400) from error
+        if (opinion.run, opinion.submission, opinion.file) != (self.run, submission.id, submission.file_hash):
+            raise PoolError(f"{submission.id}: the signed opinion is about another run, submission or file", 400)
+        if (opinion.reason is None) != bool(opinion.accepted):
+            raise PoolError(f"{submission.id}: an opinion names an accepted file if it accepts, and only then", 400)
+        return opinion
 
     def close(self) -> None:
-        """After the run's last step: let deferred first verdicts count, then release all pending credit."""
+        """After the run's last step: release all pending credit, except of workers whose work is still in doubt."""
         with self.db.transaction():
-            lines: list[str] = []
-            for id in self.checkers.replays.doubted():
-                submission = self._get(id)
-                if (
-                    submission.state in ("uploaded", "validating")
-                    and (first := self.checkers.first_verdict(submission)) is not None
-                ):
-                    lines += self._conclude(submission, *first)
-            self.escrow.close()
-        _log_all(lines)
+            self.escrow.close(doubted=self.db.submissions.doubted_workers())
 
-    def _conclude(self, submission: Submission, validator: str, verdict: Verdict) -> list[str]:
-        """Carry out a final verdict. Return lines to log."""
-        reason = self.checkers.settle(submission, validator, verdict, self._reason(submission, verdict))
-        detail = verdict.detail
-        if reason is None and (why := self.trust.observe(submission, verdict)):
+    def _conclude(self, submission: Submission, judged: Sequence[Judged]) -> list[str]:
+        """Carry out the opinion that stands. Return lines to log."""
+        standing, confirmed = self.checkers.decide(submission, judged)
+        reason, detail = standing.reason, standing.verdict.detail
+        if reason is None and (why := self.trust.observe(submission, standing.validator, standing.opinion)):
             reason, detail = Reason.SPENDING, why
-        if reason is None and (submission.accepted_hash is None or submission.accepted_hash != verdict.accepted_hash):
-            raise PoolError(f"{submission.id}: store the accepted file before accepting it")
         self.db.submissions.move(
             submission,
             "reject" if reason else "accept",
-            validator=validator,
+            validator=standing.validator,
+            accepted_hash=standing.opinion.accepted or None,
             reason=reason,
-            content=verdict.content,
-            verdict=verdict.model_dump_json(exclude={"groups": {"__all__": {"sample"}}}),
+            opinions=0,
+            verdict=standing.verdict.model_dump_json(exclude={"groups": {"__all__": {"sample"}}}),
             judged_s=self.db.clock(),
         )
-        submission = replace(submission, validator=validator)
-        return self._reject(submission, reason, detail) if reason else self._accept(submission, verdict)
+        submission = replace(submission, validator=standing.validator, accepted_hash=standing.opinion.accepted)
+        entry = _entry(submission) | {"opinions": [each.verdict.opinion for each in judged]}
+        if reason is None:
+            lines = self._accept(submission, standing.verdict, entry)
+        else:
+            lines = self._reject(submission, reason, detail, entry, confirmed=confirmed)
+        if self.db.is_trained(self.config.run.steps):
+            self.close()
+        return lines
 
-    def _accept(self, submission: Submission, verdict: Verdict) -> list[str]:
+    def _accept(self, submission: Submission, verdict: Verdict, entry: Mapping[str, JSON]) -> list[str]:
         tokens = sum(group.tokens for group in verdict.groups)
         self.arrivals.accepted(submission)
         counts = {"tokens": tokens, "groups": len(verdict.groups), "accepted": submission.accepted_hash}
-        self.db.ledger.append("accepted", _entry(submission) | counts)
+        self.db.ledger.append("accepted", {**entry, **counts})
         filled = self.batches.credit(
             submission.id, submission.version, verdict.groups, checked=bool(submission.full_check)
         )
@@ -193,15 +207,17 @@ class Judgement:
         full = [f"batch of step {step + 1} of {self.config.run.steps} is full" for step in filled]
         return [f"{submission.id} by {worker} accepted, {len(verdict.groups)} groups", *full]
 
-    def _reject(self, submission: Submission, reason: Reason, detail: str) -> list[str]:
-        self.db.ledger.append("rejected", _entry(submission) | {"reason": reason.value, "detail": detail})
+    def _reject(
+        self, submission: Submission, reason: Reason, detail: str, entry: Mapping[str, JSON], *, confirmed: bool
+    ) -> list[str]:
+        self.db.ledger.append("rejected", {**entry, "reason": reason.value, "detail": detail})
         worker = self.db.nodes.name(submission.worker)
         lines = [f"{submission.id} by {worker} rejected: {reason}: {printable(detail[:200], keep='')}"]
         if reason is Reason.SPENDING and self.trust.dismiss(submission.worker, submission.id, detail):
             self.escrow.forfeit(submission.worker)
         if reason in UNUSABLE:
             self._back_off(submission.worker, reason)
-        if reason in HARD and self._slash(submission, reason):
+        if reason in HARD and confirmed and self._slash(submission, reason):
             lines.append(f"{worker} slashed and evicted: {reason} in {submission.id}")
         return lines
 
@@ -218,23 +234,11 @@ class Judgement:
 
     def _back_off(self, worker: str, reason: Reason) -> None:
         """Suspend a worker after repeated unusable files, because each may cost a validator its whole time limit. A
-        single one does not count, because a disk error may be its cause."""
-        faults = self.db.submissions.count_rejected(worker, [str(reason) for reason in UNUSABLE], newest=REMEMBERED)
+        single one does not count, because a disk error may be its cause, nor one that a single validator rejected."""
+        faults = self.checkers.opinions.count_confirmed(worker, UNUSABLE, newest=REMEMBERED)
         if faults > ACCIDENTS:
             why = f"{faults} of its newest {REMEMBERED} files were unusable, the last one: {reason.value}"
             self.db.nodes.suspend(worker, why, self.db.clock())
-
-    def _reason(self, submission: Submission, verdict: Verdict) -> Reason | None:
-        """Return the validator's reason, or another one if it accepted content that was already accepted.
-
-        Content of the worker's own earlier submission is `replayed`. Content of another worker's submission is
-        `context`, a soft reason. Rows contain their worker's seeds. So if the rows of two workers are equal, a
-        validator is broken, and nobody knows which worker lied.
-        """
-        owner = self.db.submissions.content_owner(verdict.content) if verdict.content else None
-        if verdict.reason is not None or owner is None:
-            return verdict.reason
-        return Reason.REPLAYED if self._get(owner).worker == submission.worker else Reason.CONTEXT
 
     def _get(self, id: str) -> Submission:
         if (submission := self.db.submissions.get(id)) is None:
@@ -272,7 +276,7 @@ def _log_all(lines: Iterable[str]) -> None:
         log.info("%s", line)
 
 
-def _entry(submission: Submission) -> dict[str, str | int | bool | None]:
+def _entry(submission: Submission) -> dict[str, JSON]:
     """Return the fields common to ledger entries about a submission."""
     return {
         "submission": submission.id,

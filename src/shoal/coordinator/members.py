@@ -40,6 +40,10 @@ Download = tuple[str, int, float, float, int]  # key, version, start and end by 
 RECORDS_PER_S = 4.0  # recorded heartbeats per node, with a burst of 10 s; a busy node sends one a second
 IMMEDIATE_PER_S = 50.0  # heartbeats of all nodes together that are written at once
 FLUSH_S = 0.25
+ONE_VALIDATOR = (
+    "one validator: it alone decides what is accepted, and nobody is slashed, dismissed or suspended for a false file;"
+    " with two or more (validator.count), they check each other"
+)
 MAX_DOWNLOAD_S = 86_400.0  # limit on a download's duration, and on the time since its end
 
 log = logging.getLogger(__name__)
@@ -132,6 +136,8 @@ class Members:
             name, entry = _entry(key, invite)
             self.db.nodes.add(key, name, invite.role, url, entry, self.db.clock())
             self._report(key, capability)
+            if invite.role == "validator" and len(self.checkers.live_validators()) == 1:
+                self.checkers.notify(ONE_VALIDATOR)
             paid_by = {"payer": payer} if payer else {}
             self.db.ledger.append("registered", {"key": key, "name": name, "role": invite.role} | paid_by)
         log.info("%s joined as %s, key %s", name, invite.role, key[:16])
@@ -194,6 +200,7 @@ class Members:
                 newest_version=self.db.policies.newest(),
                 relays=self.db.nodes.relay_urls(),
                 banned=self.db.nodes.evicted_keys() if node.role in ("origin", "relay") else [],
+                keep=self.db.kept_versions() if node.role in ("origin", "relay") else [],
                 renewals=self.checkers.renewals(key),
             )
             if not beat.wants_task or answer.state != "running" or node.role != "worker":
@@ -228,15 +235,18 @@ class Members:
     def _state_for(self, node: Member) -> Literal["running", "finished", "left"]:
         """Return the state to report to a node.
 
-        Workers, validators and the learner finish when the last version is published. Other roles finish when that
-        version is evaluated.
+        Workers, validators and the learner finish when the last version is published, but validators not while work is
+        in doubt. Other roles finish when that version is evaluated, too.
         """
-        role = node.role
+        role, steps = node.role, self.config.run.steps
         if node.state == "left":
             return "left"
-        if role in ("worker", "validator", "learner"):
-            return "finished" if self.db.policies.newest() == self.config.run.steps else "running"
-        return "finished" if self.db.is_finished(self.config.run.steps) else "running"
+        ended = self.db.policies.newest() == steps
+        if role == "validator":
+            ended = ended and not self.db.submissions.doubted_workers()
+        elif role not in ("worker", "learner"):
+            ended = self.db.is_finished(steps)
+        return "finished" if ended else "running"
 
 
 class HeartbeatBuffer:

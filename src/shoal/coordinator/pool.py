@@ -60,7 +60,7 @@ class Pool:
         escrow = Escrow(db, config)
         self.trust = trust.Trust(db, config, escrow, random.SystemRandom().random)
         describe = self.assignments.describe
-        self.judgement = Judgement(db, config, describe, arrivals, self.batches, self.checkers, self.trust, escrow)
+        self.judgement = Judgement(db, config, run, describe, arrivals, self.batches, self.checkers, self.trust, escrow)
         self.learning = Learning(db, config, self.judgement.close)
 
     def ledger_page(self, after: int) -> bytes:

@@ -6,7 +6,7 @@
 
     miss    its worker requests another task instead of uploading it, or uploads a file other than the announced one
     drop    its worker was dismissed or banned, or no validator can get its version any more
-    doubt   the verdict needs confirmation by a second validator
+    doubt   another validator must judge it, too
 
 Invariants: an id, made of the worker's key and the submission's number, is unique. Only `move` writes the state, by
 compare-and-swap. Accepted, rejected, expired and stale are final. Only `credit` writes `tokens` and `credit`.
@@ -24,11 +24,10 @@ SCHEMA = [
     version BIGINT NOT NULL, digest TEXT NOT NULL, groups BIGINT NOT NULL, deadline_s DOUBLE PRECISION NOT NULL,
     state TEXT NOT NULL, announced TEXT NOT NULL DEFAULT '', file_hash TEXT, accepted_hash TEXT, nonce TEXT NOT NULL,
     assigned_s DOUBLE PRECISION NOT NULL, validator TEXT, full_check BOOLEAN,
-    lease_s DOUBLE PRECISION, content TEXT, reason TEXT, verdict TEXT, uploaded_s DOUBLE PRECISION,
+    lease_s DOUBLE PRECISION, opinions BIGINT NOT NULL DEFAULT 0, reason TEXT, verdict TEXT, uploaded_s DOUBLE PRECISION,
     judged_s DOUBLE PRECISION, tokens BIGINT NOT NULL DEFAULT 0, credit TEXT NOT NULL DEFAULT '')""",
     "CREATE INDEX IF NOT EXISTS submissions_state ON submissions (state, seq)",
     "CREATE INDEX IF NOT EXISTS submissions_worker ON submissions (worker, state, seq)",
-    "CREATE INDEX IF NOT EXISTS submissions_content ON submissions (content)",
     "CREATE INDEX IF NOT EXISTS submissions_file ON submissions (file_hash)",
     "CREATE INDEX IF NOT EXISTS submissions_accepted ON submissions (accepted_hash)",
 ]
@@ -42,7 +41,7 @@ TABLE: dict[tuple[State, Event], State] = {
     ("open", "late"): "stale",
     ("open", "drop"): "expired",
     ("uploaded", "claim"): "validating",
-    ("uploaded", "accept"): "accepted",  # by the first verdict, when no second one can follow
+    ("uploaded", "accept"): "accepted",  # by the opinions so far, when no other one can follow
     ("uploaded", "reject"): "rejected",
     ("uploaded", "drop"): "expired",
     ("validating", "claim"): "validating",  # by the same validator, or after the lease
@@ -54,7 +53,7 @@ TABLE: dict[tuple[State, Event], State] = {
 UNSETTLED: tuple[State, ...] = ("open", "uploaded", "validating")
 EVENT_COLUMNS = {
     *("file_hash", "uploaded_s", "accepted_hash", "validator", "lease_s", "full_check"),
-    *("reason", "content", "verdict", "judged_s"),
+    *("reason", "verdict", "judged_s", "opinions"),
 }
 
 
@@ -78,6 +77,7 @@ class Submission:
     full_check: bool | None = None  # whether it is prefilled whole; drawn at the first claim
     uploaded_s: float | None = None
     lease_s: float = 0.0  # end of the validator's claim
+    opinions: int = 0  # of validators that judged it while it waits for another one's
 
 
 COLUMNS = ", ".join(field.name for field in fields(Submission))
@@ -158,12 +158,25 @@ class Submissions:
             validator,
         )
 
-    def content_owner(self, content: str) -> str | None:
-        """Return the id of the accepted submission with this content."""
-        id: str | None = self.connection.value(
-            "SELECT id FROM submissions WHERE content = ? AND state = 'accepted' ORDER BY seq LIMIT 1", content
+    def waiting(self, now_s: float) -> list[Submission]:
+        """Return submissions that wait for a verdict and that no validator holds, oldest first."""
+        return self._all("state = 'uploaded' OR (state = 'validating' AND lease_s < ?) ORDER BY seq", now_s)
+
+    def versions_in_check(self, below: int, now_s: float, limit: int) -> list[int]:
+        """Return the newest versions below this one of which a validator holds work, or should judge doubted work."""
+        rows = self.connection.rows(
+            "SELECT DISTINCT version FROM submissions WHERE version < ? AND state IN ('uploaded', 'validating')"
+            " AND (opinions > 0 OR (state = 'validating' AND lease_s >= ?)) ORDER BY version DESC LIMIT ?",
+            *(below, now_s, limit),
         )
-        return id
+        return [version for (version,) in rows]
+
+    def doubted_workers(self) -> list[str]:
+        """Return the workers with submissions that wait for a further opinion."""
+        rows = self.connection.rows(
+            "SELECT DISTINCT worker FROM submissions WHERE state IN ('uploaded', 'validating') AND opinions > 0"
+        )
+        return [worker for (worker,) in rows]
 
     def set_accepted_hash(self, id: str, accepted_hash: str) -> None:
         """Record the file that the claiming validator has stored."""
@@ -176,17 +189,6 @@ class Submissions:
             " (SELECT coalesce(max(seq), 0) FROM submissions WHERE worker = ? AND state = 'rejected')",
             worker,
             worker,
-        )
-
-    def count_rejected(self, worker: str, reasons: list[str], newest: int) -> int:
-        """Count rejections for one of these reasons among the worker's `newest` judged submissions."""
-        marks = ", ".join("?" * len(reasons))
-        return self._integer(
-            "SELECT count(*) FROM (SELECT reason FROM submissions WHERE worker = ? AND judged_s IS NOT NULL"
-            f" ORDER BY seq DESC LIMIT ?) AS judged WHERE reason IN ({marks})",
-            worker,
-            newest,
-            *reasons,
         )
 
     def groups_unchecked(self) -> int:

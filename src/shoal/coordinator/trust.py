@@ -5,7 +5,7 @@
 Any rejection, even a soft one, resets n to 0. Every submission gets the cheap checks and a prefill of a few rollouts;
 `share` is the probability that it is prefilled whole. The draw uses the system's randomness and happens when a
 validator claims the submission, so nobody can predict it. Once the waiting unchecked groups are as many as a batch may
-take, every submission is fully checked.
+take, every submission is fully checked. The same holds while only one validator is live, because it cannot slash.
 
 Each submission that was prefilled whole and judged by tolerances is one observation. A bet gains if the observed
 figures exceed the honest bounds in `[evidence]`, and loses otherwise (`shoal.evidence`). Over all observations, these
@@ -18,17 +18,21 @@ bets detect a worker that exploits the tolerances a little at a time:
     distribution       tokens are more, or less, likely than sampling explains
     improved, spoiled  rollouts are better, or worse, than their seeds yield (if `evidence.regenerated`)
 
+One validator's figures dismiss nobody. Each validator's opinions on a worker are a test of their own. The evidence that
+counts is the sum over all validators but the one with the most. The product of such tests is a test again.
+
 Invariants: every worker is checked sometimes. The probability that an honest worker is ever dismissed is at most
-`evidence.ALPHA`, over all bets and any length of time. The evidence is statistical and rests on calibration, so it
-slashes nobody: the worker is dismissed. It gets no more tasks, its unbatched groups are dropped and its pending credit
-is forfeited (docs/trust.md). Exactly replayed submissions do not count: they have no tolerance to exploit. A worker's
-evidence changes in the transaction that judges the submission, so a restart neither loses nor repeats it.
+`evidence.ALPHA`, over all bets and any length of time, if at most one validator lies. The evidence is statistical and
+rests on calibration, so it slashes nobody: the worker is dismissed. It gets no more tasks, its unbatched groups are
+dropped and its pending credit is forfeited (docs/trust.md). Exactly replayed submissions do not count: they have no
+tolerance to exploit. A worker's evidence changes in the transaction that judges the submission, so a restart neither
+loses nor repeats it.
 """
 
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from shoal.config import Config
 from shoal.config.sections import Limit
@@ -38,11 +42,12 @@ from shoal.coordinator.submissions import Submission
 from shoal.evidence import ALPHA, REWARD_TILT, Process, frequency
 from shoal.evidence import share as bet_share
 from shoal.ledger.connection import Connection
-from shoal.protocol.messages import ToleranceSpent, Verdict
+from shoal.protocol.messages import Opinion, ToleranceSpent
 
 SCHEMA = [
     """CREATE TABLE IF NOT EXISTS evidence (
-    worker TEXT PRIMARY KEY, observations BIGINT NOT NULL, money TEXT NOT NULL)"""
+    worker TEXT NOT NULL, validator TEXT NOT NULL, observations BIGINT NOT NULL, money TEXT NOT NULL,
+    PRIMARY KEY (worker, validator))"""
 ]
 TRUST_AFTER = 32  # passed full checks in a row that halve the share
 UNCHECKED_SHARE = 0.5  # largest share of a batch's groups from submissions that were not prefilled whole
@@ -71,20 +76,21 @@ class EvidenceTable:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
-    def of(self, worker: str) -> Process:
-        row = self.connection.row("SELECT observations, money FROM evidence WHERE worker = ?", worker)
-        return Process() if row is None else Process(row[0], json.loads(row[1]))
+    def of(self, worker: str) -> dict[str, Process]:
+        """Return the evidence against a worker, by validator."""
+        rows = self.connection.rows("SELECT validator, observations, money FROM evidence WHERE worker = ?", worker)
+        return {validator: Process(observations, json.loads(money)) for validator, observations, money in rows}
 
-    def all(self) -> dict[str, Process]:
-        """Return the evidence against each worker that has some, by key."""
-        rows = self.connection.rows("SELECT worker, observations, money FROM evidence")
-        return {worker: Process(observations, json.loads(money)) for worker, observations, money in rows}
+    def all(self) -> dict[str, dict[str, Process]]:
+        """Return the evidence against each worker that has some, by worker and validator."""
+        workers = self.connection.rows("SELECT DISTINCT worker FROM evidence")
+        return {worker: self.of(worker) for (worker,) in workers}
 
-    def put(self, worker: str, process: Process) -> None:
+    def put(self, worker: str, validator: str, process: Process) -> None:
         self.connection.change(
-            "INSERT INTO evidence (worker, observations, money) VALUES (?, ?, ?)"
-            " ON CONFLICT (worker) DO UPDATE SET observations = excluded.observations, money = excluded.money",
-            *(worker, process.observations, json.dumps(dict(process.money))),
+            "INSERT INTO evidence (worker, validator, observations, money) VALUES (?, ?, ?, ?) ON CONFLICT"
+            " (worker, validator) DO UPDATE SET observations = excluded.observations, money = excluded.money",
+            *(worker, validator, process.observations, json.dumps(dict(process.money))),
         )
 
     def forget(self, worker: str) -> None:
@@ -110,7 +116,7 @@ class Trust:
         holds fewer than n * `groups` groups, the submission is always fully checked. Without this rule, a worker that
         lies in a large task could risk only the credit of small ones.
         """
-        if self.random() < self.share(worker):
+        if len(self.db.nodes.live_validators(self.db.clock())) < 2 or self.random() < self.share(worker):
             return True
         unchecked = self.db.groups.count_waiting_unchecked() + self.db.submissions.groups_unchecked()
         if unchecked >= max_unchecked(self.config):
@@ -118,19 +124,20 @@ class Trust:
         waiting, held = self.escrow.pending_of(worker)
         return held < min(waiting, self.config.validator.escrow_checks) * groups
 
-    def observe(self, submission: Submission, verdict: Verdict) -> str:
+    def observe(self, submission: Submission, validator: str, opinion: Opinion) -> str:
         """Bet on a submission that passed its checks. Return why it must still be rejected as `spending`; "" if not."""
         if (node := self.db.nodes.get(submission.worker)) is not None and node.state == "dismissed":
             return "its worker was dismissed"
-        if verdict.spent is None or verdict.replay is not None:
+        if opinion.spent is None or opinion.replay is not None:
             return ""
-        process = self.evidence.of(submission.worker).after(bets(verdict.spent, self.config))
-        self.evidence.put(submission.worker, process)
-        if process.evidence < DISMISSAL_NATS:
+        process = self.evidence.of(submission.worker).get(validator, Process())
+        process = process.after(bets(opinion.spent, self.config))
+        self.evidence.put(submission.worker, validator, process)
+        if (nats := shared_evidence(self.evidence.of(submission.worker))) < DISMISSAL_NATS:
             return ""
         return (
-            f"its {process.observations} submissions together are e^{process.evidence:.0f} times likelier if it"
-            f" exploits the limits than if it is honest (strongest bets: {', '.join(process.strongest(2))})"
+            f"its submissions together are e^{nats:.0f} times likelier if it exploits the limits than if it is honest,"
+            f" by the figures of several validators (strongest bets: {', '.join(process.strongest(2))})"
         )
 
     def dismiss(self, worker: str, submission: str, why: str) -> bool:
@@ -139,8 +146,9 @@ class Trust:
         Return False if it was already dismissed, or if the evidence does not suffice, because a verdict alone dismisses
         nobody.
         """
-        process = self.evidence.of(worker)
-        if process.evidence < DISMISSAL_NATS or not self.db.nodes.move(worker, "dismiss", why, self.db.clock()):
+        processes = self.evidence.of(worker)
+        nats = shared_evidence(processes)
+        if nats < DISMISSAL_NATS or not self.db.nodes.move(worker, "dismiss", why, self.db.clock()):
             return False
         self.db.submissions.drop_all(worker)
         self.db.groups.mark_all_stale(worker)
@@ -149,13 +157,17 @@ class Trust:
             {
                 "worker": worker,
                 "submission": submission,
-                "submissions": process.observations,
-                "evidence": process.evidence,
-                "bets": process.strongest(),
+                "submissions": sum(process.observations for process in processes.values()),
+                "evidence": nats,
             },
         )
         log.info("%s dismissed: %s", worker[:16], why)
         return True
+
+
+def shared_evidence(processes: Mapping[str, Process]) -> float:
+    """Return the evidence of all validators but the one with the most, in nats; 0 of fewer than two."""
+    return sum(sorted(process.evidence for process in processes.values())[:-1])
 
 
 def bets(spent: ToleranceSpent, config: Config) -> dict[str, float]:

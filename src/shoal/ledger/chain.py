@@ -22,10 +22,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shoal.errors import ShoalError
 from shoal.files import write_pieces
 from shoal.protocol.identity import Identity, IdentityError, Signed, verify
-from shoal.protocol.messages import Hex64
+from shoal.protocol.messages import Hex64, Opinion
 
 JSON: TypeAlias = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
-DOMAIN, HEAD_DOMAIN = "ledger", "ledger-head"
+DOMAIN, HEAD_DOMAIN, OPINION_DOMAIN = "ledger", "ledger-head", "opinion"
 GENESIS = "0" * 64
 KIND = re.compile("[a-z][a-z_]{0,31}")
 HEAD = re.compile("([0-9]{1,15}):([0-9a-f]{64})")
@@ -165,6 +165,21 @@ def open_head(signed: Signed, key: str) -> Head:
         return Head.model_validate_json(signed.open(key, domain=HEAD_DOMAIN))
     except (IdentityError, ValidationError) as error:
         raise LedgerError(f"not a head that {key[:16]} signed: {error}") from error
+
+
+# --- opinions ------------------------------------------------------------------------------------------------------------
+
+
+def sign_opinion(opinion: Opinion, identity: Identity) -> Signed:
+    return Signed.make(identity, opinion.model_dump_json(), domain=OPINION_DOMAIN)
+
+
+def open_opinion(text: str, key: str) -> Opinion:
+    """Verify and parse the JSON of a signed opinion. Raise LedgerError unless `key` signed it."""
+    try:
+        return Opinion.model_validate_json(Signed.model_validate_json(text).open(key, domain=OPINION_DOMAIN))
+    except (IdentityError, ValidationError) as error:
+        raise LedgerError(f"not an opinion that {key[:16]} signed: {error}") from error
 
 
 def check_contains(chain: Sequence[Entry], head: Head, source: str) -> None:

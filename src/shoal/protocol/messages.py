@@ -14,7 +14,6 @@ This module imports nothing else of Shoal.
     worker        PUT  /v1/submissions/{id}             Parquet -> Stored
     validator     POST /v1/claims                       ClaimRequest -> Claims (all of one policy version; empty: wait)
     validator     GET  /v1/submissions/{id}             -> Parquet
-    validator     GET  /v1/contents/{digest}            -> ContentOwner (the accepted submission with these rollouts)
     validator     PUT  /v1/accepted/{id}                Parquet -> Stored
     validator     POST /v1/verdicts                     Verdict -> Ok
     origin        POST /v1/policies                     PolicyVersion -> Ok
@@ -39,8 +38,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 LEASE_S = 300.0  # a validator's time from a claim to its verdict
 LARGEST = 2**53 - 1  # largest integer that every JSON reader and SQLite represent exactly
 MAX_SENDERS = 64  # senders of one version that a node reports
+MAX_KEPT = 2  # older versions that origin and relays keep for validators
 MAX_IN_FLIGHT = 16  # submissions that a worker generates at once (`workers.in_flight`)
-VERSION = 4  # of this protocol; each side refuses a peer with another version
+VERSION = 5  # of this protocol; each side refuses a peer with another version
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
 NodeState = Literal["active", "suspended", "draining", "left", "dismissed", "banned"]  # coordinator/nodes
@@ -209,6 +209,8 @@ class HeartbeatAnswer(Message):
     waiting_for: str = ""  # why there is no assignment
     reader_grant: str = ""  # a short-lived permission to read from relays and the origin; "" if the node is evicted
     banned: list[str] = []  # keys that get no weights any more; for origin and relays only
+    # older versions to keep, because validators still judge work of them; for origin and relays only
+    keep: list[Annotated[int, Field(ge=0, le=LARGEST)]] = Field(default=[], max_length=MAX_KEPT)
     renewals: Count = 0  # number of requests to this node to reload its weights and report a new fingerprint
 
 
@@ -313,12 +315,11 @@ class Evaluation(Message):
 
 
 class Reason(StrEnum):
-    """Why a submission was rejected: one word per lie. `HARD` reasons slash the worker."""
+    """Why a submission was rejected: one word per lie. A `HARD` reason that two validators sign slashes the worker."""
 
     UNREADABLE = "unreadable"  # not a rollout file, or beyond its size limits
     SIGNATURE = "signature"  # not signed by the worker that has the task, or the signature does not match the rows
     CONTEXT = "context"  # made for another assignment, or for other prompts
-    REPLAYED = "replayed"  # the worker's own accepted submission already has these rollouts
     TASKS = "tasks"  # the tasks, targets or seeds are not the derived ones
     BOUNDS = "bounds"  # token ids, lengths or numbers are out of range
     ENVIRONMENT = "environment"  # an environment's answer is false or missing
@@ -335,8 +336,8 @@ class Reason(StrEnum):
 
 
 # Soft reasons can be caused by a broken disk, a coordinator restored to an older state, an answer changed in transit, or
-# a program that the model wrote. A hard reason follows from the worker's signature, so nobody else can cause it
-# (docs/trust.md).
+# a program that the model wrote. A hard reason follows from what the worker signed. It slashes the worker if two
+# validators sign one (docs/trust.md).
 SOFT = frozenset(
     {
         Reason.UNREADABLE,
@@ -349,6 +350,9 @@ SOFT = frozenset(
     }
 )
 HARD = frozenset(Reason) - SOFT
+# Soft reasons that depend on the file alone. `unrepeatable` is not among them, because its cause is a program that the
+# model wrote.
+UNUSABLE = frozenset({Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT})
 
 
 class ClaimRequest(Message):
@@ -367,10 +371,6 @@ class Claim(Message):
 
 class Claims(Message):
     claims: list[Claim]
-
-
-class ContentOwner(Message):
-    submission: str | None
 
 
 class Sample(Message):
@@ -457,16 +457,28 @@ class ToleranceSpent(Message):
     def _consistent(self) -> "ToleranceSpent":
         if list(self.beyond) != sorted(self.beyond, reverse=True):
             raise ValueError("the counts in `beyond` must not grow with the margin")
+        if not self.beyond[0] and any((self.better, self.worse, self.easier, self.harder)):
+            raise ValueError("without a differing token there is no evidence about where differing tokens are")
         return self
 
 
-class Verdict(Message):
+class Opinion(Message):
+    """What one validator says about one file of a worker. The validator signs it, and the ledger keeps it."""
+
+    run: str = Field(max_length=200)
     submission: str = SubmissionId
-    reason: Reason | None  # None: accepted
-    detail: str = Field(max_length=2_000)
-    evidence: dict[str, float]
-    content: str | None = None  # digest of the rollouts; None if unreadable
-    accepted_hash: str | None = None
-    groups: list[GroupResult] = []
+    file: str = Hex64  # BLAKE3 of the worker's file
+    reason: Reason | None  # None: it accepts the file
+    accepted: str = MaybeHex64  # BLAKE3 of the accepted file; "" if it rejects the worker's
     replay: Replay | None = None  # None: judged by tolerances, or without a prefill
     spent: ToleranceSpent | None = None  # for accepted submissions that were prefilled whole and judged by tolerances
+
+
+class Verdict(Message):
+    """A validator's signed opinion, and what it reports for people and for batches."""
+
+    submission: str = SubmissionId
+    opinion: str = Field(max_length=8_000)  # the signed Opinion, as JSON
+    detail: str = Field(max_length=2_000)
+    evidence: dict[str, float]
+    groups: list[GroupResult] = []

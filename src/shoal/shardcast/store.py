@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -55,6 +55,7 @@ class ShardStore:
         of this machine may read the store, whatever the umask."""
         self.path, self.file_mode = path, FILE_MODE if public else None
         self.keep, self.lease_s = keep, lease_s
+        self.pinned: Set[int] = frozenset()  # older versions to keep
         self._requested_s: dict[int, float] = {}
         self._via: tuple[str, ...] | None = None
         self.newest: SignedNewest | None = None  # the origin's latest statement that this store has
@@ -157,13 +158,13 @@ class ShardStore:
                 self._requested_s.pop(version, None)
 
     def wanted(self, held: Mapping[int, Manifest]) -> set[int]:
-        """Return the versions to keep: the newest ones, leased ones, and the parents of both."""
+        """Return the versions to keep: the newest, pinned and leased ones, and their parents."""
         wanted: set[int] = set()
         now_s, leases = time.monotonic(), self.keep
         for place, version in enumerate(sorted(held, reverse=True)):
             leased = leases > 0 and now_s - self._requested_s.get(version, -inf) < self.lease_s
-            if place < self.keep or leased:
-                leases -= place >= self.keep
+            leases -= leased and place >= self.keep
+            if place < self.keep or leased or version in self.pinned:
                 wanted |= set(chain(held, version))
         return wanted
 

@@ -53,7 +53,6 @@ class Case:
     plans: list[GroupPlan]  # one per group, derived from the assignment
     tasks: list[Task]  # one per group
     prompts: list[list[int]]  # one per group
-    content_owner: str | None = None  # id of the accepted submission with the same rollouts
     rewards: list[float] = field(default_factory=list)  # one per rollout, recomputed; empty before grading
     grades: list[Grade] = field(default_factory=list)  # one per rollout; empty before grading
     prefill: Prefill | None = None

@@ -14,8 +14,8 @@ work beyond the limits is a lie in any class. Work that is within the limits but
 rejection, because a flipped bit or an updated library can cause it.
 Invariants: a worker's figures are compared, never used. A hard reason follows from data that the worker itself signed, so
 no other party can cause it. `context` comes first, and its rejections are soft, so that a file that reaches another
-check was signed for exactly this assignment. `derived_tasks` rejects rows that were made with another worker's seeds.
-It comes before `replayed`, so that only a worker's own earlier rollouts count as a replay.
+check was signed for exactly this assignment. `derived_tasks` rejects rows that were made for another task, so also a
+worker's own earlier rollouts: their seeds follow from another nonce.
 docs/trust.md lists the lies that are not caught.
 Papers: TOPLOC (arXiv 2501.16007); INTELLECT-2 (arXiv 2505.07291), section on validators.
 """
@@ -124,14 +124,6 @@ def prompts(rules: Rules, case: Case) -> Outcome:
     if case.header.prompts != prompts_digest(case.prompts):
         return rejected(Reason.CONTEXT, "the signed prompts are not those of its tasks")
     return PASSED
-
-
-def replayed(rules: Rules, case: Case) -> Outcome:
-    """Is this the first time that the worker submits these rollouts?"""
-    owner = case.content_owner
-    if owner in (None, case.assignment.id) or not owner.startswith(f"{case.worker[:16]}-"):
-        return PASSED  # another worker copied these rows: `derived_tasks` has shown that they are this worker's
-    return rejected(Reason.REPLAYED, f"the same rollouts as in submission {owner}")
 
 
 def bounds(rules: Rules, case: Case) -> Outcome:
@@ -386,7 +378,7 @@ def _tolerance(reward: float) -> float:
     return REWARD_TOLERANCE * max(1.0, abs(reward))
 
 
-FILE: list[Check] = [context, derived_tasks, prompts, replayed, bounds, endings, commitments]
+FILE: list[Check] = [context, derived_tasks, prompts, bounds, endings, commitments]
 EXPENSIVE: list[Check] = [proof, sampling, logprobs, termination, special_tokens, distribution]
 EXACT: list[Check] = [exact_tokens, exact_logprobs, exact_proofs]
 ANSWERS: list[Check] = [environment]

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
 from pydantic import ValidationError
 
 from shoal.config import Config
@@ -27,11 +28,10 @@ from shoal.protocol.messages import (
     Claim,
     ClaimRequest,
     Claims,
-    ContentOwner,
     Fingerprint,
     Ok,
+    Opinion,
     Reason,
-    Verdict,
 )
 from shoal.protocol.node import Node
 from shoal.shardcast import Client, Manifest
@@ -39,9 +39,10 @@ from shoal.shardcast.fetch.cache import Cache, forget_verified
 from shoal.shardcast.fetch.client import fetch_published
 from shoal.tasks import TaskSet
 from shoal.validator.case import Case, Finding
+from shoal.validator.checks import replay
 from shoal.validator.judge import LATE, Examined, Judge
 from shoal.validator.spending import regenerate, spent
-from shoal.validator.verdict import group_results, unreadable, verdict_on
+from shoal.validator.verdict import Result, group_results
 
 IDLE_S = 0.1
 BATCH = 4  # largest number of submissions checked in one prefill; all are of one version
@@ -150,8 +151,8 @@ class Validator:
                     stop.wait(self.node.pause_s(IDLE_S))
                     continue
                 self.load(claims[0].assignment.policy_version, claims[0].assignment.policy_digest)
-                for verdict, accepted in self.check(claims):
-                    self.upload(verdict, accepted)
+                for result in self.check(claims):
+                    self.upload(result)
         return "stopped"
 
     def renew(self) -> None:
@@ -169,17 +170,17 @@ class Validator:
             self.node.doing("submissions", waiting=True)
         return claims
 
-    def check(self, claims: list[Claim]) -> list[tuple[Verdict, bytes | None]]:
-        """Return each claim's verdict and accepted file. All claims must be of the loaded version.
+    def check(self, claims: list[Claim]) -> list[Result]:
+        """Return each claim's result. All claims must be of the loaded version.
 
         Leave out claims whose file the coordinator has lost.
         """
-        opened = [(claim, case) for claim in claims if (case := self.open(claim)) is not None]
-        pairs = [(claim, case) for claim, case in opened if isinstance(case, Case)]
+        opened = [(claim, *pair) for claim in claims if (pair := self.open(claim)) is not None]
+        pairs = [(claim, case) for claim, _, case in opened if isinstance(case, Case)]
         examined = iter(self.examine([case for _, case in pairs], [claim for claim, _ in pairs]))
         return [
-            self.conclude(claim, next(examined)) if isinstance(case, Case) else (unreadable(claim, case), None)
-            for claim, case in opened
+            self.conclude(claim, file, next(examined) if isinstance(case, Case) else case)
+            for claim, file, case in opened
         ]
 
     def examine(self, cases: Sequence[Case], claims: Sequence[Claim]) -> list[Examined]:
@@ -216,8 +217,8 @@ class Validator:
             for case, claim in zip(cases, claims, strict=True)
         ]
 
-    def open(self, claim: Claim) -> Case | Finding | None:
-        """Fetch and read one submission; return None if the coordinator's file is damaged."""
+    def open(self, claim: Claim) -> tuple[str, Case | Finding] | None:
+        """Fetch and read one submission; return its file's hash too, or None if the coordinator's file is damaged."""
         limit = self.config.max_submission_bytes
         try:
             data = self.node.fetch_file(f"/v1/submissions/{claim.assignment.id}", max_bytes=limit)
@@ -226,43 +227,41 @@ class Validator:
                 raise
             log.error("%s cannot be checked: %s", claim.assignment.id, error)
             return None
-        case = self.judge.open(claim.assignment, claim.worker, data)
-        if isinstance(case, Finding):
-            return case
-        owner = self.node.get(f"/v1/contents/{case.header.content}", ContentOwner).submission
-        return replace(case, content_owner=owner)
+        return blake3(data).hexdigest(), self.judge.open(claim.assignment, claim.worker, data)
 
-    def conclude(self, claim: Claim, examined: Examined) -> tuple[Verdict, bytes | None]:
-        verdict = verdict_on(claim, examined)
-        if examined.finding is not None:
-            return verdict, None
-        case = examined.case
+    def conclude(self, claim: Claim, file: str, outcome: Examined | Finding) -> Result:
+        """Return the result for a file with this hash."""
+        opinion = Opinion(run=self.node.invite.run, submission=claim.assignment.id, file=file, reason=None)
+        if isinstance(outcome, Finding):
+            return Result(opinion.model_copy(update={"reason": outcome.reason}), outcome.detail)
+        case, finding = outcome.case, outcome.finding
+        if case.exact and case.prefill:
+            opinion = opinion.model_copy(update={"replay": replay(case)})
+        if finding is not None:
+            return Result(opinion.model_copy(update={"reason": finding.reason}), finding.detail, outcome.evidence)
         self.node.tokens += sum(model_tokens(row.turns, len(row.tokens)) for row in case.rows)
         groups = group_results(case, self.judge.tokenizer)
-        by_tolerances = case.prefill is not None and verdict.replay is None and LATE not in case.grades
-        used = spent(case, self.config, examined.evidence) if by_tolerances else None
+        by_tolerances = case.prefill is not None and opinion.replay is None and LATE not in case.grades
+        used = spent(case, self.config, outcome.evidence) if by_tolerances else None
         if used is not None and self.config.evidence.regenerated:
             improved, spoiled = regenerate(self.judge, case, self.config.evidence.regenerated)
             used = used.model_copy(update={"improved": improved, "spoiled": spoiled})
-        verdict = verdict.model_copy(update={"groups": groups, "spent": used})
-        return verdict, self.judge.accepted_file(case, self.node.identity)
+        opinion = opinion.model_copy(update={"spent": used})
+        accepted = self.judge.accepted_file(case, self.node.identity)
+        return Result(opinion, "", outcome.evidence, groups, accepted)
 
-    def upload(self, verdict: Verdict, accepted: bytes | None) -> None:
+    def upload(self, result: Result) -> None:
         """Upload the accepted file, if any, then the verdict. Drop the verdict if this node has lost the claim."""
+        id, reason, stored = result.opinion.submission, result.reason, ""
         try:
-            if accepted is not None:
-                stored = self.node.send_file(f"/v1/accepted/{verdict.submission}", accepted)
-                verdict = verdict.model_copy(update={"accepted_hash": stored.hash})
-            self.node.post("/v1/verdicts", verdict, Ok)
-            log.info(
-                "submission %s: %s",
-                verdict.submission,
-                f"rejected ({verdict.reason}): {verdict.detail!r}" if verdict.reason else "accepted",
-            )
+            if result.accepted is not None:
+                stored = self.node.send_file(f"/v1/accepted/{id}", result.accepted).hash
+            self.node.post("/v1/verdicts", result.verdict(self.node.identity, stored), Ok)
+            log.info("submission %s: %s", id, f"rejected ({reason}): {result.detail!r}" if reason else "accepted")
         except RefusedError as refusal:
             if refusal.status != 409:
                 raise
-            self.node.doing(f"dropping the verdict on {verdict.submission}: {refusal}")
+            self.node.doing(f"dropping the verdict on {id}: {refusal}")
 
     def co_sign(self, *, last: bool = False) -> None:
         """Co-sign the ledger's newest entry if a co-signature is due. `last`: co-sign even if none is due."""

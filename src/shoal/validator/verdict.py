@@ -1,40 +1,49 @@
-"""A verdict: the result of the checks, and figures of each group of an accepted case.
+"""A verdict: the validator's signed opinion, and figures of each group of an accepted case.
 
 Invariant: the validator has recomputed every figure; none comes from the worker.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.ledger.chain import sign_opinion
 from shoal.model.turns import model_tokens
-from shoal.protocol.messages import MILLION, Claim, GroupResult, Outcomes, Sample, Verdict
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import MILLION, GroupResult, Opinion, Outcomes, Reason, Sample, Verdict
 from shoal.tasks import Grade
 from shoal.tasks.budget import rewards_differ
 from shoal.tasks.prompt import completion_text
-from shoal.validator.case import Case, Finding
-from shoal.validator.checks import replay
-from shoal.validator.judge import Examined
+from shoal.validator.case import Case
 
 SAMPLE_CHARACTERS = 2_000  # longest prompt or completion in a sample for people
 
 
-def unreadable(claim: Claim, finding: Finding) -> Verdict:
-    """Return the verdict on an unreadable file."""
-    return Verdict(submission=claim.assignment.id, reason=finding.reason, detail=finding.detail[:2000], evidence={})
+@dataclass(frozen=True)
+class Result:
+    """What a validator says about one file, unsigned."""
 
+    opinion: Opinion
+    detail: str = ""  # of the finding
+    evidence: Mapping[str, float] = field(default_factory=dict)
+    groups: Sequence[GroupResult] = ()
+    accepted: bytes | None = None  # the accepted file
 
-def verdict_on(claim: Claim, examined: Examined) -> Verdict:
-    """Return the verdict on an examined case, without its groups."""
-    finding = examined.finding
-    return Verdict(
-        submission=claim.assignment.id,
-        reason=finding.reason if finding else None,
-        detail=finding.detail[:2000] if finding else "",
-        evidence=examined.evidence,
-        content=examined.case.header.content,
-        replay=replay(examined.case) if examined.case.exact and examined.case.prefill else None,
-    )
+    @property
+    def reason(self) -> Reason | None:
+        return self.opinion.reason
+
+    def verdict(self, identity: Identity, accepted_hash: str = "") -> Verdict:
+        """Return the signed verdict. `accepted_hash`: of the stored accepted file."""
+        opinion = self.opinion.model_copy(update={"accepted": accepted_hash})
+        return Verdict(
+            submission=opinion.submission,
+            opinion=sign_opinion(opinion, identity).model_dump_json(),
+            detail=self.detail[:2000],
+            evidence=dict(self.evidence),
+            groups=list(self.groups),
+        )
 
 
 def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:

@@ -30,7 +30,6 @@ REASONS: dict[str, str] = {
     Reason.UNREADABLE: "The file could not be read as rollouts. It is damaged, cut off, or larger than allowed.",
     Reason.SIGNATURE: "The file is not signed by the worker that has the task, or its rows were changed after signing.",
     Reason.CONTEXT: "The file was made for a different task than the one it was uploaded for.",
-    Reason.REPLAYED: "The worker submitted rollouts that were accepted before.",
     Reason.TASKS: "The worker solved tasks that it was not assigned, or used other seeds.",
     Reason.BOUNDS: "Token ids, lengths or numbers are outside their range, or proofs are missing.",
     Reason.ENVIRONMENT: "The file holds a tool answer that the tool does not give, or lacks one.",

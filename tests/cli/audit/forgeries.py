@@ -7,7 +7,7 @@ worker.
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +15,14 @@ from typing import Any
 
 from shoal.coordinator.pool import TABLE_NAMES
 from shoal.learner.report import DOMAIN
-from shoal.ledger.chain import Entry, Head, canonical_json, next_entry, open_head, sign_head
+from shoal.ledger.chain import Entry, Head, canonical_json, next_entry, open_head, sign_head, sign_opinion
 from shoal.ledger.connection import SqliteConnection, table_digest
 from shoal.protocol.identity import Identity, Signed
+from shoal.protocol.messages import Opinion, Reason
 from shoal.store.folder import Folder
 from shoal.store.rollouts import read_submission, write_submission
 
-from .recorded import ALICE, BOB, COORDINATOR, LEARNER, MALLORY, RUN, VALIDATOR
+from .recorded import ALICE, BOB, COORDINATOR, LEARNER, MALLORY, RUN, SECOND, SPENT, VALIDATOR
 
 Body = dict[str, Any]
 
@@ -104,22 +105,45 @@ def forging(folder: Path) -> Iterator[Ledger]:
 # --- framed workers --------------------------------------------------------------------------------------------------
 
 
-def reject(ledger: Ledger, facts: Body, reason: str) -> Body:
-    body = facts | {"reason": reason, "detail": ""}
+def opinion(validator: Identity, facts: Body, reason: str | None, **fields: Any) -> str:
+    """Let a validator sign an opinion on the file that these facts name."""
+    about = {"run": RUN, "submission": facts["submission"], "file": facts["file"], "reason": reason and Reason(reason)}
+    return sign_opinion(Opinion(**(about | fields)), validator).model_dump_json()
+
+
+def reject(ledger: Ledger, facts: Body, reason: str, opinions: Sequence[str] | None = None) -> Body:
+    """Reject a file. By default two validators that collude with the coordinator sign the reason."""
+    if opinions is None:
+        signers = (SECOND, VALIDATOR)
+        signed = {"reason": reason} if reason != "spending" else {"reason": None, "spent": SPENT, "accepted": "ab" * 32}
+        opinions = [opinion(validator, facts, **signed) for validator in signers]
+    body = facts | {"validator": VALIDATOR.public, "reason": reason, "detail": "", "opinions": list(opinions)}
     ledger.add("rejected", body)
     return body
 
 
-def slash(ledger: Ledger, facts: Body, reason: str) -> None:
+def slash(ledger: Ledger, facts: Body, reason: str, opinions: Sequence[str] | None = None) -> None:
     """Reject Bob's file and slash him."""
-    body = reject(ledger, facts, reason)
-    ledger.add("slashed", {name: value for name, value in body.items() if name != "detail"})
+    body = reject(ledger, facts, reason, opinions)
+    ledger.add("slashed", {name: value for name, value in body.items() if name not in ("detail", "opinions")})
     ledger.set_node(BOB, state="banned")
+
+
+def slash_by(ledger: Ledger, *signed: tuple[Identity, Body]) -> None:
+    """Slash Bob for a proof, with opinions that these validators signed with changed facts."""
+    facts = ledger.file(BOB, 5)
+    slash(ledger, facts, "proof", [opinion(validator, facts | other, "proof") for validator, other in signed])
+
+
+def slash_against_acceptances(ledger: Ledger) -> None:
+    facts = ledger.file(BOB, 5)
+    accepted = [opinion(SECOND, facts, None, accepted="ab" * 32)]
+    slash(ledger, facts, "proof", [*accepted, opinion(VALIDATOR, facts, "proof")])
 
 
 def slash_with_anothers_file(ledger: Ledger) -> None:
     """Slash Bob for another worker's file, with a task number that was never assigned and a nonce of zeros."""
-    theirs = ledger.find("rejected", reason="proof")
+    theirs = {name: value for name, value in ledger.find("rejected", reason="proof").items() if name != "opinions"}
     facts = {"worker": BOB.public, "submission": f"{BOB.public[:16]}-000077", "nonce": "0" * 32}
     slash(ledger, {**theirs, **facts}, "proof")
 
@@ -127,16 +151,6 @@ def slash_with_anothers_file(ledger: Ledger) -> None:
 def slash_with_no_rollout_file(ledger: Ledger) -> None:
     file = Folder(ledger.folder / "coordinator" / "store").put("submissions", b"PAR1 no rollouts PAR1")
     slash(ledger, ledger.file(BOB, 5) | {"file": file}, "proof")
-
-
-def slash_as_replayed(ledger: Ledger) -> None:
-    """Slash Bob for replaying another worker's accepted rollouts."""
-    theirs, facts = ledger.find("accepted", worker=ALICE.public), ledger.file(BOB, 5)
-    store = Folder(ledger.folder / "coordinator" / "store")
-    rows = read_submission(store.get("submissions", theirs["file"]), max_rows=64, max_tokens=64).rows
-    header = read_submission(store.get("submissions", facts["file"]), max_rows=64, max_tokens=64).header
-    facts["file"] = store.put("submissions", write_submission(header, rows, BOB))
-    slash(ledger, facts, "replayed")
 
 
 def slash_nobody(ledger: Ledger) -> None:
@@ -148,7 +162,7 @@ def slash_nobody(ledger: Ledger) -> None:
 
 def dismissal(ledger: Ledger, evidence: float, submissions: int) -> None:
     facts = reject(ledger, ledger.file(BOB, 5), "spending")
-    body = {"worker": BOB.public, "submission": facts["submission"], "submissions": submissions, "bets": []}
+    body = {"worker": BOB.public, "submission": facts["submission"], "submissions": submissions}
     ledger.add("dismissed", body | {"evidence": evidence})
 
 
@@ -254,7 +268,35 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
         "says policy_version",
     ),
     "slash with no rollout file": (slash_with_no_rollout_file, "not a readable rollout file"),
-    "slash as replayed": (slash_as_replayed, "no accepted file of its worker has the same rollouts"),
+    "slash by one validator": (lambda run: slash_by(run, (VALIDATOR, {})), "that only one validator signed"),
+    "slash by one validator twice": (
+        lambda run: slash_by(run, (VALIDATOR, {}), (VALIDATOR, {})),
+        "two opinions of one validator",
+    ),
+    "slash with an opinion on another file": (
+        lambda run: slash_by(run, (SECOND, {"file": "ab" * 32}), (VALIDATOR, {})),
+        "or one on something else",
+    ),
+    "slash with an opinion on another submission": (
+        lambda run: slash_by(run, (SECOND, {"submission": f"{BOB.public[:16]}-000001"}), (VALIDATOR, {})),
+        "or one on something else",
+    ),
+    "slash with a worker's opinion": (
+        lambda run: slash_by(run, (ALICE, {}), (VALIDATOR, {})),
+        "was not registered as validator before",
+    ),
+    "slash without opinions": (lambda run: slash_by(run), "holds 0 opinions"),
+    "slash with an invented opinion": (
+        lambda run: run.find("rejected", reason="proof")["opinions"].insert(0, run.find("accepted")["opinions"][0]),
+        "or one on something else",
+    ),
+    "reject what as many validators accept": (slash_against_acceptances, "does not stand"),
+    "an opinion that was changed": (
+        lambda run: run.find("accepted").update(
+            opinions=[run.find("accepted")["opinions"][0].replace("3.0", "2.0")],
+        ),
+        "not an opinion that",
+    ),
     "slash for a soft reason": (lambda run: slash(run, run.file(BOB, 5), "bounds"), "without a hard rejection"),
     "slash with other facts": (lambda run: run.find("slashed").update(file="ab" * 32), "with facts that differ"),
     "slash nobody": (slash_nobody, "nobody is slashed for"),

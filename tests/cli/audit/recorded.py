@@ -5,6 +5,7 @@ One worker has one file rejected for a soft reason, and is slashed for another f
 """
 
 import json
+import math
 import shutil
 from pathlib import Path
 from random import Random
@@ -25,7 +26,7 @@ from shoal.coordinator.pool import TABLE_NAMES, Pool
 from shoal.files import copy_tree, digests
 from shoal.learner.groups import Gathering
 from shoal.learner.report import sign_folder, signed_record
-from shoal.ledger.chain import Head, sign_head
+from shoal.ledger.chain import Head, sign_head, sign_opinion
 from shoal.ledger.connection import open_sqlite
 from shoal.ledger.table import Ledger
 from shoal.protocol.identity import Identity
@@ -39,6 +40,7 @@ from shoal.protocol.messages import (
     GroupResult,
     Heartbeat,
     InvitePayload,
+    Opinion,
     Outcomes,
     PolicyVersion,
     Reason,
@@ -54,7 +56,6 @@ from shoal.store.rollouts import (
     AcceptedRollout,
     Header,
     Rollout,
-    read_submission,
     write_accepted,
     write_submission,
 )
@@ -80,8 +81,10 @@ def identity(number: int) -> Identity:
     return Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32))
 
 
-COORDINATOR, LEARNER, ORIGIN, VALIDATOR, ALICE, BOB, MALLORY = map(identity, range(1, 8))
-ROLES = {"learner": LEARNER, "origin": ORIGIN, "validator": VALIDATOR, "alice": ALICE, "bob": BOB, "mallory": MALLORY}
+COORDINATOR, LEARNER, ORIGIN, VALIDATOR, ALICE, BOB, MALLORY, SECOND = map(identity, range(1, 9))
+VALIDATORS = {"validator": VALIDATOR, "second": SECOND}
+WORKERS = {"alice": ALICE, "bob": BOB, "mallory": MALLORY}
+ROLES = {"learner": LEARNER, "origin": ORIGIN} | VALIDATORS | WORKERS
 RUN = run_id("tampered", COORDINATOR.public)
 
 
@@ -115,9 +118,11 @@ class Recorded:
         self.pool = Pool(self.database, ledger, self.config, RUN, self.clock, secret=b"secret")
         self.store = Folder(self.coordinator / "store")
         self.origin = Origin(folder / "origin" / "store", ORIGIN.private_key, run=RUN, shard_size_bytes=4096)
+        self.pool.checkers.random = lambda: 1.0  # no second opinion on accepted work
+        self.pool.db.nodes.timeout_s = math.inf
         record_start(self.pool.db, RUN, COORDINATOR.public, self.config)
         for name, key in ROLES.items():
-            role: Any = "worker" if key in (ALICE, BOB, MALLORY) else name
+            role: Any = "worker" if name in WORKERS else "validator" if name in VALIDATORS else name
             invite = InvitePayload(run=RUN, role=role, name=name, nonce=key.public[:32], expires_s=2_000_000_000)
             self.pool.members.register(key.public, invite, None)
 
@@ -175,19 +180,25 @@ class Recorded:
             for number in range(task.groups * SIZE)
         ]
         data = write_submission(header, rows, key)
-        self.pool.assignments.uploaded(key.public, task.id, self.store.put("submissions", data))
-        [claim] = self.pool.judgement.claim(VALIDATOR.public, ClaimRequest(most=1).most).claims
-        assert claim.assignment.id == task.id
-        content = read_submission(data, max_rows=64, max_tokens=64).header.content
-        verdict = Verdict(submission=task.id, reason=reason, detail="", evidence={}, content=content)
+        file = self.store.put("submissions", data)
+        self.pool.assignments.uploaded(key.public, task.id, file)
+        stored, groups = "", []
         if reason is None:
             accepted = [AcceptedRollout(r.group, r.task, [1, 2], r.tokens, r.logprobs, r.reward) for r in rows]
             judged = header.model_copy(update={"prefilled": prefilled})
             stored = self.store.put("accepted", write_accepted(judged, accepted, VALIDATOR))
-            self.pool.judgement.accepted_stored(VALIDATOR.public, task.id, stored)
             groups = [group_result(number) for number in range(task.groups)]
-            verdict = verdict.model_copy(update={"accepted_hash": stored, "groups": groups, "spent": SPENT})
-        self.pool.judgement.judge(VALIDATOR.public, verdict)
+        opinion = Opinion(run=RUN, submission=task.id, file=file, reason=reason, accepted=stored)
+        if reason is None:
+            opinion = opinion.model_copy(update={"spent": SPENT})
+        for validator in (VALIDATOR, SECOND) if reason else (VALIDATOR,):
+            [claim] = self.pool.judgement.claim(validator.public, ClaimRequest(most=1).most).claims
+            assert claim.assignment.id == task.id
+            if stored:
+                self.pool.judgement.accepted_stored(validator.public, task.id, stored)
+            signed = sign_opinion(opinion, validator).model_dump_json()
+            verdict = Verdict(submission=task.id, opinion=signed, detail="", evidence={}, groups=groups)
+            self.pool.judgement.judge(validator.public, verdict)
 
     def train(self, step: int, before: str) -> str:
         """Write the records of a trained step. Return the digest of the next weights."""
@@ -225,7 +236,6 @@ class Recorded:
         copy_tree(self.folder / "learner" / "versions" / f"v{STEPS:06d}", self.folder / "model")
         self.pool.learning.evaluated(Evaluation(version=STEPS, greedy=0.5, sampled=0.25, n=4, final=True))
         self.pool.judgement.checkers.fingerprints.request_renewal(BOB.public)
-        self.pool.judgement.checkers.replays.set_doubt("d" * 16 + "-000000", VALIDATOR.public, "inexact", "{}")
         (self.folder / "config.toml").write_text(config_module.dumps(self.config))
         record = RunRecord(self.folder, lambda line: None)
         record.add_history(self.pool.db.history.after(0))

@@ -10,6 +10,7 @@ import pytest
 from shoal.cli.audit.pay import Accepted
 from shoal.cli.audit.walk import Walk
 from shoal.config import Config, sections
+from shoal.protocol.messages import Opinion
 
 from ...coordinator.support import ALICE, VALIDATOR, open_pool
 
@@ -23,8 +24,11 @@ def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SUBMISSION = Accepted(
     id="", number=0, worker=ALICE, validator=VALIDATOR, step=0, version=0, nonce="", full=True, tokens=10, useful=[True],
-    group_tokens=[10], file="", accepted="", content="", config=Config(),
+    group_tokens=[10], file="", accepted="", config=Config(),
 )  # fmt: skip
+
+
+OPINION = Opinion(run="r", submission=f"{ALICE[:16]}-000000", file="0" * 64, reason=None)
 
 
 def name(number: int) -> str:
@@ -42,7 +46,7 @@ def walk(*accepted: int, full: bool = True) -> Walk:
 
 def accept(walk: Walk, submission: Accepted) -> None:
     walk.state.accepted[submission.id] = submission
-    walk.pay.accepted(submission)
+    walk.pay.accepted(submission, OPINION)
 
 
 def pay(walk: Walk, *numbers: int) -> None:

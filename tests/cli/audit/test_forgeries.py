@@ -34,11 +34,11 @@ def test_a_lie_signed_with_the_coordinators_key_is_found(finished: Path, tmp_pat
 @pytest.mark.parametrize(
     ("evidence", "submissions", "named"),
     [
-        (0.5, 1, "on evidence of 0.5 nats"),
-        (math.nan, 1, "on evidence of nan nats|must be JSON"),
+        (0.5, 1, "the opinions give"),
+        (math.nan, 1, "says nan|must be JSON"),
         (99.0, 0, "for 0 submissions"),
         (99.0, 50, "for 50 submissions, but not all of them were judged before"),
-        (99.0, 2, "the verdicts give evidence of"),
+        (99.0, 2, "the opinions give .* the entry says 99"),
     ],
 )
 def test_a_dismissal_needs_evidence_that_follows_from_the_verdicts(

@@ -59,12 +59,12 @@ def slashed(run: Any, data: bytes, reason: str = "proof") -> AuditState:
     digests = ["00" * 32] * VERSION + [weights.hexdigest()]
     state.records = [SimpleNamespace(before=digests[0], after=after, computed=computed) for after in digests[1:]]  # type: ignore[misc]
     body = {"worker": ALICE.public, "reason": reason, "version": VERSION, "file": run.store.put("submissions", data)}
-    state.rejected[ASSIGNMENT.id] = Rejected(body, SETTINGS)
+    state.rejected[ASSIGNMENT.id] = Rejected(body, SETTINGS, confirmed=True)
     return state
 
 
 def test_a_slash_for_an_honest_file_is_a_broken_link(run: Any, honest: bytes) -> None:
-    with pytest.raises(BrokenError, match="was slashed for proof, but a validator would accept") as broken:
+    with pytest.raises(BrokenError, match="was rejected as proof, but a validator would accept") as broken:
         judge_rejections(run, slashed(run, honest), limit=4)
     assert broken.value.link == f"rejection of {ASSIGNMENT.id}"
 
@@ -121,7 +121,7 @@ def judge(run: Any, submission: bytes, accepted: bytes, edit: Edit) -> AuditStat
     state.names[VALIDATOR.public] = "vera"
     state.batched = {(ASSIGNMENT.id, group) for group in range(GROUPS)}
     facts: dict[str, Any] = {"worker": ALICE.public, "validator": VALIDATOR.public, "full": True, "nonce": header.nonce}
-    facts |= {"step": 3, "version": VERSION, "tokens": 0, "useful": [], "group_tokens": [], "content": ""}
+    facts |= {"step": 3, "version": VERSION, "tokens": 0, "useful": [], "group_tokens": []}
     facts |= {"file": run.store.put("submissions", submission), "config": SETTINGS}
     stored = run.store.put("accepted", write_accepted(header, rows, VALIDATOR))
     weights = run.folder / "learner" / "versions" / version_name(VERSION)

@@ -24,7 +24,7 @@ from shoal.protocol.invite import Address, InviteError, make_invite
 from shoal.protocol.messages import LARGEST, VERSION, RunDescriptor
 from shoal.protocol.signing import SignedAuth
 
-from ..support import metrics_of
+from ..support import metrics_of, verdict
 from .support import ANYONE, CONFIG, ROLES, RUN, Site, refused, sending, served, task_of
 
 LIMITS = [("/v1/register", 4 << 10), ("/v1/heartbeat", 32 << 10)]
@@ -163,7 +163,6 @@ ALLOWED = {
     ("PUT", "/v1/submissions/{id}"): {"worker"},
     ("GET", "/v1/submissions/{id}"): {"validator"},
     ("POST", "/v1/claims"): {"validator"},
-    ("GET", "/v1/contents/{digest}"): {"validator"},
     ("PUT", "/v1/accepted/{id}"): {"validator"},
     ("GET", "/v1/accepted/{id}"): {"learner"},
     ("POST", "/v1/verdicts"): {"validator"},
@@ -376,20 +375,12 @@ def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_p
             (claim,) = validator.post("/v1/claims", json={"most": 4}).raise_for_status().json()["claims"]
             assert claim["assignment"]["id"] == task["id"]
             assert validator.get(task["upload_path"]).content == b"rollouts"
-            verdict = {
-                "submission": task["id"],
-                "reason": None,
-                "detail": "",
-                "evidence": {},
-                "content": f"{len(groups):064x}",
-                "accepted_hash": "0" * 64,
-                "groups": [{"reward_mean": 0.5, "useful": True, "tokens": 3}] * 2,
-            }
-            refused(validator.post("/v1/verdicts", json=verdict), 409, "store the accepted file")
+            signed = {"validator": own.identities["validator"], "run": RUN, "file": stored["hash"]}
+            given = verdict(task["id"], **signed).model_dump(mode="json")
+            refused(validator.post("/v1/verdicts", json=given), 409, "store the accepted file")
             stored = validator.put(f"/v1/accepted/{task['id']}", content=b"accepted").raise_for_status().json()
-            validator.post("/v1/verdicts", json=verdict | {"accepted_hash": stored["hash"]}).raise_for_status()
-            owner = validator.get(f"/v1/contents/{verdict['content']}").json()
-            assert owner == {"submission": task["id"]}
+            given = verdict(task["id"], accepted=stored["hash"], **signed).model_dump(mode="json")
+            validator.post("/v1/verdicts", json=given).raise_for_status()
             groups += [{"submission": task["id"], "group": 0}, {"submission": task["id"], "group": 1}]
         batch = learner.get("/v1/batches/0").raise_for_status().json()
         assert batch["ready"] and batch["groups"] == groups

@@ -15,7 +15,7 @@ from shoal.coordinator.http.serving import WorkLog
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Evaluation, PolicyVersion, Reason, StepReport
 
-from ..support import ALICE, BOB, Harness, config
+from ..support import ALICE, BOB, FILE, Harness, config
 
 pytestmark = pytest.mark.usefixtures("every_database_slow")
 USELESS = (False, False)  # fills no batch, so any number can be accepted
@@ -89,7 +89,7 @@ def test_a_submission_is_recorded_when_it_settles(harness: Harness, monkeypatch:
         harness.accepted(ALICE, useful=USELESS)
     assert [submissions(work) for _ in range(4)] == [[2, 3], [4, 5], [6], []]
     assert [line["submission"] for line in work.in_progress()] == [1]
-    harness.pool.assignments.uploaded(BOB, slow.id, "7" * 64)
+    harness.pool.assignments.uploaded(BOB, slow.id, FILE)
     assert work.in_progress()[0]["state"] == "uploaded"
     harness.judge(harness.claimed().assignment.id, Reason.BOUNDS)
     assert (submissions(work), submissions(work), work.in_progress()) == ([1], [], [])

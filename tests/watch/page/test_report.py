@@ -58,7 +58,7 @@ def test_a_report_uses_no_network_and_its_policy_allows_only_its_own_scripts(fin
 
 def test_a_report_holds_the_run_as_data(finished: Path) -> None:
     data = embedded(finished)
-    assert data["/api/overview"]["overview"]["trained"] == 3 and len(data["/api/nodes"]["nodes"]) == 6
+    assert data["/api/overview"]["overview"]["trained"] == 3 and len(data["/api/nodes"]["nodes"]) == 7
     assert {row["reason"] for row in data["/api/validation"]["rejected"]} == {"proof", "bounds"}
     assert "[sampling]" in data["/api/about"]["config"] and data["/api/about"]["audit"] is None
     assert data["/api/about"]["samples"][0]["completion"] == MARKUP

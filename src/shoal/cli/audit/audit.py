@@ -8,26 +8,23 @@ Left out: entries that other runs settled in the same contract.
 """
 
 import json
-import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from random import Random
 
 from shoal.cli.audit.files import check_files
-from shoal.cli.audit.pay import AuditState, Pay
+from shoal.cli.audit.pay import AuditState
 from shoal.cli.audit.run import AuditedRun, BrokenError, check_end, check_heads, checking, open_run, settings_of
 from shoal.cli.audit.walk import Walk
 from shoal.coordinator.checkers import MISMATCHES
-from shoal.coordinator.judgement import ACCIDENTS, UNUSABLE
+from shoal.coordinator.judgement import ACCIDENTS
 from shoal.coordinator.nodes import Member, Nodes
 from shoal.coordinator.submissions import Submissions
-from shoal.coordinator.trust import bets
-from shoal.evidence import Process
 from shoal.ledger.connection import Connection
 from shoal.ledger.evm import KINDS, not_on_chain
-from shoal.protocol.messages import Reason, ToleranceSpent
+from shoal.protocol.messages import UNUSABLE, Reason
 
 Say = Callable[[str], None]
 CLOCK_S = 300.0  # how far the coordinator's clock may have been set back
@@ -65,10 +62,7 @@ def audit(
     state = walk.walk()
     if sealed and run.connection is not None:
         with checking("tables"):  # their rows are the coordinator's, so they may hold anything
-            check_members(run, state, walk.pay, run.connection)
-    elif walk.pay.dismissals:
-        why = "dismissals: their evidence is in the tables, which are not compared"
-        state.unproven[why] += len(walk.pay.dismissals)
+            check_members(run, state, walk.pay.ever_dismissed, run.connection)
     counts = f"{len(state.accepted)} accepted, {len(state.rejected)} rejected"
     say(f"submissions: {counts}; every file is signed and matches its entry")
     for change in state.changes:
@@ -123,10 +117,9 @@ def _recompute(run: AuditedRun, state: AuditState, steps: int, proofs: int, rand
 # --- members' states in the tables -----------------------------------------------------------------------------------
 
 
-def check_members(run: AuditedRun, state: AuditState, pay: Pay, connection: Connection) -> None:
-    """Compare members' states with the ledger, and recompute the evidence of dismissals. Raise BrokenError."""
+def check_members(run: AuditedRun, state: AuditState, dismissed: Set[str], connection: Connection) -> None:
+    """Compare members' states with the ledger. `dismissed`: workers that an entry dismisses. Raise BrokenError."""
     missed = Submissions(connection).count_missed()
-    dismissed = {str(body["worker"]) for _, body, _ in pay.dismissals}
     for node in Nodes(connection).all():
         link = f"table nodes: {node.name}"
         if node.role == "worker":
@@ -139,19 +132,11 @@ def check_members(run: AuditedRun, state: AuditState, pay: Pay, connection: Conn
                 raise BrokenError(link, f"suspended, but nothing in its record explains it ({node.reason})")
         if node.role == "validator" and node.state in ("left", "banned"):
             _check_no_later_verdict(run, node)
-    for link, body, observed in pay.dismissals:
-        spent = [(figures, config) for id, config in observed if (figures := _spent(connection, id)) is not None]
-        process = Process()
-        for figures, config in spent[-body["submissions"] :]:
-            process = process.after(bets(figures, config))
-        same = math.isclose(process.evidence, body["evidence"], rel_tol=1e-6)
-        if process.observations != body["submissions"] or not same:
-            why = f"the verdicts give evidence of {process.evidence:.3f} nats, not {body['evidence']:.3f}"
-            raise BrokenError(link, why)
 
 
 def _may_be_suspended(node: Member, state: AuditState, missed: int) -> bool:
-    reasons = [rejected.reason for rejected in state.rejected.values() if rejected.worker == node.key]
+    confirmed = (rejected for rejected in state.rejected.values() if rejected.confirmed)
+    reasons = [rejected.reason for rejected in confirmed if rejected.worker == node.key]
     unusable = sum(reason in UNUSABLE for reason in reasons)
     return missed > 0 or unusable > ACCIDENTS or reasons.count(Reason.INEXACT) >= MISMATCHES
 
@@ -161,14 +146,6 @@ def _check_no_later_verdict(run: AuditedRun, node: Member) -> None:
         judges = entry.kind in ("accepted", "rejected") and body["validator"] == node.key
         if judges and entry.time_s > node.state_s + CLOCK_S:
             raise BrokenError(f"ledger entry {entry.seq}", f"judged by {node.name}, which had already left")
-
-
-def _spent(connection: Connection, id: str) -> ToleranceSpent | None:
-    """Return the tolerance that a verdict reports as used; None if the verdict does not measure it."""
-    verdict = json.loads(connection.value("SELECT verdict FROM submissions WHERE id = ?", id) or "{}")
-    if verdict.get("spent") is None or verdict.get("replay") is not None:
-        return None
-    return ToleranceSpent.model_validate_json(json.dumps(verdict["spent"]))
 
 
 # --- the contract on a chain -----------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 An entry of one of these kinds must come after:
 
-    slashed      a hard rejection of the same submission, with the same facts
-    dismissed    a rejection with the reason "spending"; the evidence must also exceed the run's limit
-                 (`audit.check_members` computes the evidence again)
+    slashed      a hard rejection of the same submission, with the same facts, that two validators signed
+    dismissed    a rejection with the reason "spending"; the evidence follows from what several validators signed, and
+                 exceeds the run's limit
     credited     accepted work that is not settled yet; before the last step is trained, later checks must cover it
     forfeited    accepted work of a worker that was slashed or dismissed
 
@@ -13,8 +13,8 @@ prefilled whole.
 
 Invariants, if no error is raised: accepted work is paid as soon as later checks cover it, and by the run's end at the
 latest. Work that was unpaid when its worker was slashed or dismissed is forfeited instead. Work that was accepted after
-a slash may be paid or forfeited. A worker with a hard rejection is slashed. `AuditState` contains only facts that
-passed the checks.
+a slash may be paid or forfeited. A worker is slashed for a hard rejection that two validators signed. `AuditState`
+contains only facts that passed the checks.
 Left out: the operator's reason to readmit a worker, because no entry states it.
 """
 
@@ -26,9 +26,10 @@ from typing import Any
 
 from shoal.cli.audit.run import BrokenError, first_three
 from shoal.config import Config
-from shoal.evidence import ALPHA
+from shoal.coordinator.trust import DISMISSAL_NATS, bets, shared_evidence
+from shoal.evidence import Process
 from shoal.ledger.chain import Entry
-from shoal.protocol.messages import HARD, Reason, StepRecord
+from shoal.protocol.messages import HARD, Opinion, Reason, StepRecord
 
 # If an entry of these kinds requires another entry, such as a slash, that one must come before the next of these kinds.
 NEXT = ("accepted", "rejected", "trained")
@@ -51,7 +52,6 @@ class Accepted:
     group_tokens: list[int]
     file: str  # hash in the store
     accepted: str  # hash in the store
-    content: str  # digest of its rows
     config: Config  # in force at its entry
 
 
@@ -61,6 +61,7 @@ class Rejected:
 
     body: dict[str, Any]
     config: Config  # in force at that entry
+    confirmed: bool  # whether two validators signed a reason of its kind
 
     @property
     def worker(self) -> str:
@@ -105,8 +106,9 @@ class Pay:
 
     def __init__(self, state: AuditState) -> None:
         self.state = state
-        self.observed: dict[str, list[tuple[str, Config]]] = {}  # worker -> submissions that may be evidence against it
-        self.dismissals: list[tuple[str, dict[str, Any], list[tuple[str, Config]]]] = []  # link, body, observations
+        # worker -> (submission, validator, the bets on its opinion) of each submission that is evidence
+        self._observed: dict[str, list[tuple[str, str, dict[str, float]]]] = {}
+        self.ever_dismissed: set[str] = set()
         self._dismissed: set[str] = set()  # dismissed workers that were not readmitted
         self._lost: set[str] = set()  # submissions that may only be forfeited
         self._work: dict[str, list[Accepted]] = {}  # by worker
@@ -136,23 +138,28 @@ class Pay:
 
     # --- verdicts ----------------------------------------------------------------------------------------------------
 
-    def accepted(self, submission: Accepted) -> None:
+    def accepted(self, submission: Accepted, opinion: Opinion) -> None:
         worker = submission.worker
         self._dismissed.discard(worker)  # the operator must have readmitted it
         self._work.setdefault(worker, []).append(submission)
-        self.observed.setdefault(worker, []).append((submission.id, self.state.config))
+        self._observe(worker, submission.validator, opinion)
         self._required = self._link, lambda: self._unpaid(worker)
 
-    def rejected(self, id: str, rejection: Rejected) -> None:
+    def rejected(self, id: str, rejection: Rejected, opinion: Opinion) -> None:
         worker = rejection.worker
-        if rejection.reason in HARD:
+        if rejection.reason in HARD and rejection.confirmed:
             self._required = self._link, lambda: "" if worker in self.state.slashed else f"nobody is slashed for {id}"
         if rejection.reason is Reason.SPENDING and worker not in self._dismissed:
-            self.observed.setdefault(worker, []).append((id, self.state.config))
+            self._observe(worker, str(rejection.body["validator"]), opinion)
             self._required = self._link, lambda: "" if worker in self._dismissed else f"nobody is dismissed for {id}"
 
+    def _observe(self, worker: str, validator: str, opinion: Opinion) -> None:
+        if opinion.spent is not None and opinion.replay is None:
+            placed = bets(opinion.spent, self.state.config)
+            self._observed.setdefault(worker, []).append((opinion.submission, validator, placed))
+
     def _unpaid(self, worker: str) -> str:
-        if worker in self.state.slashed:
+        if worker in self.state.slashed or self.state.has_ended:  # `end` checks what was paid after the last step
             return ""
         overdue = self._unsettled(self._work.get(worker, [])) & self._covered(worker)
         return f"does not pay {first_three(overdue)}, which later checks cover" if overdue else ""
@@ -163,7 +170,9 @@ class Pay:
         rejection = self.state.rejected.get(body["submission"])
         if rejection is None or rejection.worker != body["worker"] or rejection.reason not in HARD:
             raise ValueError(f"slashes {body['worker'][:16]} without a hard rejection of {body['submission']}")
-        if body != {name: value for name, value in rejection.body.items() if name != "detail"}:
+        if not rejection.confirmed:
+            raise ValueError(f"slashes {body['worker'][:16]} for a rejection that only one validator signed")
+        if body != {name: value for name, value in rejection.body.items() if name not in ("detail", "opinions")}:
             raise ValueError(f"slashes for {body['submission']} with facts that differ from its rejection")
         if body["worker"] in self.state.slashed:
             raise ValueError(f"slashes {body['worker'][:16]} twice")
@@ -174,14 +183,18 @@ class Pay:
         worker, rejection = body["worker"], self.state.rejected.get(body["submission"])
         if rejection is None or (rejection.worker, rejection.reason) != (worker, Reason.SPENDING):
             raise ValueError(f"dismisses {worker[:16]} without a rejection of {body['submission']} for spending")
-        observed, count = self.observed.get(worker, []), body["submissions"]
+        observed, count = self._observed.get(worker, []), body["submissions"]
         if not observed or observed[-1][0] != body["submission"] or not 1 <= count <= len(observed):
             raise ValueError(f"dismisses {worker[:16]} for {count} submissions, but not all of them were judged before")
-        if not body["evidence"] >= (limit := math.log(1 / ALPHA)):
-            evidence = f"{body['evidence']} nats; the run requires {limit:.1f}"
-            raise ValueError(f"dismisses {worker[:16]} on evidence of {evidence}")
-        self.dismissals.append((self._link, body, list(observed)))
+        processes: dict[str, Process] = {}
+        for _, validator, placed in observed[-count:]:
+            processes[validator] = processes.get(validator, Process()).after(placed)
+        nats = shared_evidence(processes)
+        if not nats >= DISMISSAL_NATS or not math.isclose(nats, body["evidence"], rel_tol=1e-6):
+            evidence = f"the opinions give {nats:.3f} nats, the entry says {body['evidence']:.3f}"
+            raise ValueError(f"dismisses {worker[:16]}, but {evidence}, and {DISMISSAL_NATS:.1f} are required")
         self._dismissed.add(worker)
+        self.ever_dismissed.add(worker)
         self._lost |= self._unsettled(self._work.get(worker, []))
 
     # --- credit ------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from shoal.model import numerics
 from shoal.model.dtype import DtypeName, use_threads
 from shoal.model.load import WEIGHTS
 from shoal.model.sources import resolve
-from shoal.protocol.messages import HARD, Computed, Reason
+from shoal.protocol.messages import HARD, Computed
 from shoal.shardcast.manifest import version_name
 from shoal.tasks import versions
 from shoal.validator.by_hand import find_weights, offline_assignment
@@ -178,11 +178,9 @@ def judge_rejections(run: AuditedRun, state: AuditState, *, limit: int) -> str:
     """Judge every hard rejection, unless `limit` is 0. Raise BrokenError if a validator would not slash for it.
 
     Return a line for the report, or "" if there is no hard rejection. Count rejections that cannot be judged in
-    `state.unproven`. Replays are left out, because the walk has checked them.
+    `state.unproven`.
     """
-    hard = {
-        id: each for id, each in state.rejected.items() if each.reason in HARD and each.reason is not Reason.REPLAYED
-    }
+    hard = {id: each for id, each in state.rejected.items() if each.reason in HARD}
     judged, weights = 0, _verified_weights(run, state) if limit else {}
     for id, rejected in hard.items():
         version, link = rejected.body["version"], f"rejection of {id}"
@@ -198,7 +196,7 @@ def judge_rejections(run: AuditedRun, state: AuditState, *, limit: int) -> str:
         if finding is None or finding.reason not in HARD:
             instead = "accept the file" if finding is None else f"reject the file softly ({finding.reason})"
             who, reason = rejected.worker[:16], rejected.reason
-            raise BrokenError(link, f"{who} was slashed for {reason}, but a validator would {instead}")
+            raise BrokenError(link, f"work of {who} was rejected as {reason}, but a validator would {instead}")
         judged += 1
     return f"hard rejections: {judged} of {len(hard)} judged again" if hard else ""
 

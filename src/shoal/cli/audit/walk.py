@@ -4,6 +4,7 @@
     policy          the version was not published before, and the batch that it was trained on is full
     accepted        the worker's and the validator's files: signatures, digests, equal rollouts, the number of tokens
     rejected        the file fits the reason
+    (both)          validators signed the opinions, and the verdict follows from these
     batch           the groups were accepted, have an allowed age, and are in no other batch
     trained         the learner's record names exactly the batch's groups and rows
     slashed, dismissed, credited, forfeited     the rules in `pay`
@@ -22,13 +23,15 @@ from typing import Any
 from shoal.cli.audit.pay import Accepted, AuditState, Pay, Rejected
 from shoal.cli.audit.run import AuditedRun, BrokenError, checking, read_config
 from shoal.config import Config, check_resumed
+from shoal.coordinator.checkers import MAX_OPINIONS, standing
 from shoal.coordinator.trust import max_unchecked
 from shoal.learner.groups import Fetched, Gathering
 from shoal.learner.report import DOMAIN
+from shoal.ledger.chain import open_opinion
 from shoal.ledger.stakes import EVENTS, Book, read_event
 from shoal.model.turns import model_tokens
 from shoal.protocol.identity import Signed
-from shoal.protocol.messages import Batch, BatchGroup, Reason, StepRecord
+from shoal.protocol.messages import Batch, BatchGroup, Opinion, Reason, StepRecord
 from shoal.store.columns import FileLimits, RolloutFileError
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import AcceptedRollout, Header, Rollout, RolloutFile, read_accepted
@@ -123,6 +126,9 @@ class Walk:
         counted = [sum(model_tokens(row.turns, len(row.tokens)) for row in rows) for rows in groups]
         if (sum(counted), len(groups)) != (body["tokens"], body["groups"]):
             raise ValueError(f"credits {body['tokens']} tokens of {id}, whose accepted file has {sum(counted)}")
+        opinion, _ = self._opinions(id, body)
+        if opinion.reason is not None or opinion.accepted != body["accepted"]:
+            raise ValueError(f"accepts {id}, but the opinion that stands does not accept this file")
         names = ("worker", "validator", "step", "version", "nonce", "full", "file", "accepted")
         self.state.accepted[id] = Accepted(
             **{name: body[name] for name in names},
@@ -131,34 +137,55 @@ class Walk:
             tokens=sum(counted),
             useful=[rewards_differ([row.reward for row in rows]) for rows in groups],
             group_tokens=counted,
-            content=submission.header.content,
             config=self.state.config,
         )
-        self.pay.accepted(self.state.accepted[id])
+        self.pay.accepted(self.state.accepted[id], opinion)
 
     def rejected(self, body: dict[str, Any]) -> None:
         """Check a rejection. Except for `BAD_FILE` reasons, the worker must have signed the file for this task."""
-        id, rejection = self._new_id(body), Rejected(body, self.state.config)
+        id = self._new_id(body)
         self._require_role(body["validator"], "validator")
+        opinion, sharing = self._opinions(id, body)
+        rejection = Rejected(body, self.state.config, sharing > 1)
         reason = rejection.reason
+        if opinion.reason is not (None if reason is Reason.SPENDING else reason):
+            raise ValueError(
+                f"rejects {id} as {reason}, but the opinion that stands says {opinion.reason or 'accepted'}"
+            )
         with checking(f"submission file of {id}"):
             data = self.run.store.get("submissions", body["file"])
-        content, fault = "", ""
+        fault = ""
         try:
-            header = self._reader().read(data).header
-            self._check_header(id, header, body, signer=body["worker"])
-            content = header.content
+            self._check_header(id, self._reader().read(data).header, body, signer=body["worker"])
         except (RolloutFileError, ValueError) as error:
             fault = str(error)
         if fault and reason not in BAD_FILE:
             raise ValueError(f"rejects {id} as {reason}, but the worker did not sign this file for the task: {fault}")
         if not fault and reason in BAD_FILE:
             self.state.unproven[f"rejections as {reason} of files that are whole and signed for their task"] += 1
-        contents = (each.content for each in self.state.accepted.values() if each.worker == rejection.worker)
-        if reason is Reason.REPLAYED and content not in contents:
-            raise ValueError(f"rejects {id} as replayed, but no accepted file of its worker has the same rollouts")
         self.state.rejected[id] = rejection
-        self.pay.rejected(id, rejection)
+        self.pay.rejected(id, rejection, opinion)
+
+    def _opinions(self, id: str, body: dict[str, Any]) -> tuple[Opinion, int]:
+        """Return the opinion that stands, of the entry's validator, and how many validators share it."""
+        opinions: dict[str, Opinion] = {}
+        for text in body["opinions"]:
+            validator = Signed.model_validate_json(text).key
+            self._require_role(validator, "validator")
+            opinion = open_opinion(text, validator)
+            if validator in opinions or (opinion.run, opinion.submission, opinion.file) != (
+                self.run.run,
+                id,
+                body["file"],
+            ):
+                raise ValueError(f"holds two opinions of one validator on {id}, or one on something else")
+            opinions[validator] = opinion
+        if not 1 <= len(opinions) <= MAX_OPINIONS:
+            raise ValueError(f"holds {len(opinions)} opinions on {id}")
+        opinion, sharing = standing(list(opinions.values()))
+        if opinions.get(body["validator"]) is not opinion:
+            raise ValueError(f"names a validator whose opinion on {id} does not stand")
+        return opinion, sharing
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

@@ -25,8 +25,7 @@ from shoal.coordinator.checkers import Fingerprints, Replays
 from shoal.coordinator.credit import Escrow
 from shoal.coordinator.database import Database
 from shoal.coordinator.submissions import State
-from shoal.coordinator.trust import EvidenceTable, max_unchecked
-from shoal.evidence import Process
+from shoal.coordinator.trust import EvidenceTable, max_unchecked, shared_evidence
 from shoal.protocol.history import Exactness, Grading, NodeStatus, Status
 from shoal.protocol.messages import VERSION, Capability, Outcomes, RunOffer, Stats
 
@@ -129,7 +128,7 @@ def _nodes(db: Database, config: Config) -> list[NodeStatus]:
             stats=_shown(Stats.model_validate_json(node.stats), servers),
             credited=credit.get((node.key, "credited"), 0),
             pending=credit.get((node.key, "pending"), 0),
-            evidence=evidence.get(node.key, Process()).evidence,
+            evidence=shared_evidence(evidence.get(node.key, {})),
             size=node.size,
             capability=Capability.model_validate_json(node.capability),
             fingerprint=fingerprints.get(node.key, ""),
@@ -241,7 +240,7 @@ def _node_metrics(db: Database) -> Iterator[Metric]:
     yield _gauge("suspended_nodes", "Nodes that are suspended.", suspended)
     yield _gauge("node_silence_seconds", "Time since a node's last heartbeat.", silence_s)
     evidence = EvidenceTable(db.connection).all()
-    against = [(labels, evidence.get(node.key, Process()).evidence) for labels, node in nodes if node.role == "worker"]
+    against = [(labels, shared_evidence(evidence.get(node.key, {}))) for labels, node in nodes if node.role == "worker"]
     yield _gauge("worker_evidence", "Evidence against a worker's honesty, in nats, over all its submissions.", against)
     yield _gauge(
         "node_tokens",

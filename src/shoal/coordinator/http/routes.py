@@ -98,11 +98,10 @@ class Coordinator:
     def app(self) -> web.Application:
         m, pool, every = messages, self.pool, get_args(Role)  # every role
         anyone, signed = self.front.open_to_all, self.admission.signed
-        judgement, learning = pool.judgement, pool.learning
+        learning = pool.learning
         verdict_bytes = MAX_REPORT_BYTES + self.config.workers.largest * MAX_SAMPLE_BYTES
         queries: list[tuple[str, Callable[[Mapping[str, str]], Answer], Sequence[Role]]] = [
             ("/v1/ledger/{after}", lambda path: self._ledger(_number(path["after"], "the number of an entry")), every),
-            ("/v1/contents/{digest}", lambda path: judgement.content_owner(path["digest"]), ["validator"]),
             ("/v1/batches/{step}", lambda path: pool.batches.of_step(_number(path["step"], "a step")), ["learner"]),
         ]
         app = web.Application()

@@ -97,6 +97,7 @@ class ServedRun:
                     settling.result()  # raises the task's error
                 if time.monotonic() - recorded_s >= RECORD_S:
                     self.coordinator.nonces.check()
+                    self.coordinator.pool.judgement.close_waiting()
                     await self._take_record()
                     recorded_s = time.monotonic()
         finally:
