@@ -127,7 +127,7 @@ def test_slow_programs_of_the_runs_own_model_are_blamed_on_nobody(
         assert verdict.reason is None and accepted is not None
         first, second = verdict.groups
         assert first.outcomes.grader_error == 0 and second.outcomes.grader_error == 4
-        assert "validator's time limit" in second.error and verdict.spent is None
+        assert verdict.spent is None
     monkeypatch.undo()
     verdict, _ = checked(validator, claim(), signed(worker, ASSIGNMENT, honest))
     assert verdict.spent is not None, "a submission that is graded in time must count as evidence"

@@ -107,13 +107,16 @@ class HistoryTable:
 
     def after(self, cursor: int) -> History:
         """Return the next entries after `cursor` (0: from the first). Only this process itself uses these larger pages."""
-        return History.model_validate_json(self.page(cursor, OWN_PAGE_BYTES))
+        return History.model_validate_json(self.page(cursor, OWN_PAGE_BYTES, without=""))
 
-    def page(self, cursor: int, max_bytes: int = PAGE_BYTES) -> bytes:
-        """Return the next entries after `cursor`, as the JSON of a `History`."""
+    def page(self, cursor: int, max_bytes: int = PAGE_BYTES, *, without: Kind | Literal[""] = "sample") -> bytes:
+        """Return the next entries after `cursor`, as the JSON of a `History`.
+
+        Pages for others are `without` samples, because a completion with its reward can tell a task's answer.
+        """
         bodies: dict[Kind, list[str]] = {"step": [], "evaluation": [], "sample": []}
         size_bytes = 0
-        for seq, kind, body in self._rows_after(cursor):
+        for seq, kind, body in self._rows_after(cursor, without):
             length = len(body.encode())
             if size_bytes and size_bytes + length > max_bytes:
                 break
@@ -123,9 +126,9 @@ class HistoryTable:
         text = f'{{"cursor":{cursor},"metrics":[{metrics}],"evaluations":[{evaluations}],"samples":[{samples}]}}'
         return text.encode()
 
-    def _rows_after(self, cursor: int) -> Iterator[tuple[int, Kind, str]]:
-        select = "SELECT seq, kind, body FROM history WHERE seq > ? ORDER BY seq LIMIT ?"
-        while rows := self.connection.rows(select, cursor, READ_ROWS):
+    def _rows_after(self, cursor: int, without: str) -> Iterator[tuple[int, Kind, str]]:
+        select = "SELECT seq, kind, body FROM history WHERE seq > ? AND kind <> ? ORDER BY seq LIMIT ?"
+        while rows := self.connection.rows(select, cursor, without, READ_ROWS):
             yield from rows
             cursor = rows[-1][0]
 

@@ -25,7 +25,7 @@ This module imports nothing else of Shoal.
     learner       POST /v1/steps                        StepReport -> Ok
     evaluator     POST /v1/evaluations                  Evaluation -> Ok
     anyone        GET  /v1/status                       -> Status, in `history`
-    anyone        GET  /v1/history?after=CURSOR         -> History, in `history` (metrics, evaluations, samples)
+    anyone        GET  /v1/history?after=CURSOR         -> History, in `history` (metrics, evaluations)
     anyone        GET  /metrics                         -> the pool's metrics, in Prometheus' text format
 """
 
@@ -409,7 +409,6 @@ class GroupResult(Message):
     score_millionths: int = Field(default=0, ge=0, le=MAX_ROLLOUTS * MILLION)  # summed over its completions
     outcomes: Outcomes = Outcomes()
     parts: dict[PartName, float] = Field(default={}, max_length=MAX_PARTS)  # mean score of each of several rewards
-    error: str = Field(default="", max_length=500)  # message of one grader error; "": none
     useful: bool  # rewards differ, so advantages are not all zero
     tokens: int = Field(ge=0, le=LARGEST)
     sample: Sample | None = None  # its first completion

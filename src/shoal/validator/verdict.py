@@ -60,7 +60,6 @@ def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
                 score_millionths=sum(round(grade.score * MILLION) for grade in grades),
                 outcomes=_outcomes(grades),
                 parts=_parts(grades),
-                error=next((grade.detail[:500] for grade in grades if grade.outcome == "grader_error"), ""),
                 useful=rewards_differ(rewards),
                 tokens=sum(model_tokens(row.turns, len(row.tokens)) for row in case.rows[start : start + size]),
                 sample=sample,

@@ -102,11 +102,10 @@ def no_signal_warning(signal: Signal) -> str:
 
 
 def grader_warning(grading: Grading) -> str:
-    """Return text like `the grader failed for 70 of the newest 512 completions (last: no numpy)`, or "" if none."""
+    """Return text like `the grader failed for 70 of the newest 512 completions ...`, or "" if none."""
     if not grading.errors:
         return ""
-    last = f" (last: {clean(grading.error)[:100]})" if grading.error else ""
-    return f"the grader failed for {grading.errors} of the newest {grading.recent} completions{last}"
+    return f"the grader failed for {grading.errors} of the newest {grading.recent} completions (why: a validator's log)"
 
 
 def format_exactness(exact: Exactness) -> str:
