@@ -40,7 +40,7 @@ LEASE_S = 300.0  # a validator's time from a claim to its verdict
 LARGEST = 2**53 - 1  # largest integer that every JSON reader and SQLite represent exactly
 MAX_SENDERS = 64  # senders of one version that a node reports
 MAX_IN_FLIGHT = 16  # submissions that a worker generates at once (`workers.in_flight`)
-VERSION = 4  # of this protocol; each side refuses a peer with another version
+VERSION = 5  # of this protocol; each side refuses a peer with another version
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
 NodeState = Literal["active", "suspended", "draining", "left", "dismissed", "banned"]  # coordinator/nodes
@@ -319,11 +319,10 @@ class Reason(StrEnum):
     SIGNATURE = "signature"  # not signed by the worker that has the task, or the signature does not match the rows
     CONTEXT = "context"  # made for another assignment, or for other prompts
     REPLAYED = "replayed"  # the worker's own accepted submission already has these rollouts
-    TASKS = "tasks"  # the tasks, targets or seeds are not the derived ones
+    TASKS = "tasks"  # the groups, targets or seeds are not the derived ones
     BOUNDS = "bounds"  # token ids, lengths or numbers are out of range
     ENVIRONMENT = "environment"  # an environment's answer is false or missing
     UNREPEATABLE = "unrepeatable"  # an environment's answer differs here, but may be right on another machine
-    REWARD = "reward"  # the claimed reward differs from the recomputed one
     PROOF = "proof"  # the TOPLOC proof is not that of the claimed version's hidden states
     LOGPROBS = "logprobs"  # the logprobs are not those of the claimed version
     SAMPLING = "sampling"  # tokens differ from those that the seeds yield

@@ -45,7 +45,7 @@ def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
         rewards, grades = case.rewards[start : start + size], case.grades[start : start + size]
         row = case.rows[start]
         sample = Sample(
-            task=row.task[:200],
+            task=case.tasks[row.group].id[:200],
             prompt=_cut(completion_text(tokenizer, case.prompts[row.group])),
             completion=_cut(completion_text(tokenizer, row.tokens)),
             reward=rewards[0],

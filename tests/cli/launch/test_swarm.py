@@ -36,7 +36,6 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 EXPECTED = {
     "older_weights": "proof",
     "quantized_weights": "proof",
-    "forged_reward": "reward",
     "wrong_temperature": "sampling",
     "replayed_submission": "tasks",
 }

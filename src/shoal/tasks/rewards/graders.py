@@ -1,6 +1,6 @@
 """Grade completions with the reward that the task's source names, or with the task's own reward by default.
 
-Invariant: worker, validator, evaluator and the tools all grade here, so the same completion gets the same score.
+Invariant: validator, evaluator and the tools all grade here, so the same completion gets the same score.
 Rewards start on first use and end with `close`.
 """
 
