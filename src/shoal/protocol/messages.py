@@ -5,12 +5,14 @@ This module imports nothing else of Shoal.
 
     sender        route                                 request -> answer
     anyone        GET  /v1/offer                        -> RunOffer (the client checks its signature)
-    anyone        GET  /v1/run                          -> Signed[RunDescriptor]
+    anyone        GET  /v1/run                          -> Signed[RunDescriptor], as workers may see it
+    grading node  GET  /v1/config                       -> Signed[RunDescriptor], with the whole config
     new node      POST /v1/register                     Registration -> Registered
     operator      POST /v1/bookings                     Booking -> Ok (stakes, where no chain keeps them)
     every node    POST /v1/heartbeat                    Heartbeat -> HeartbeatAnswer (with a worker's next task)
     worker        POST /v1/drain                        -> Ok (no new tasks; the worker leaves after its last task)
-    every node    GET  /v1/tasks/{sha256}               -> the task set's manifest, or a file that it names
+    every node    GET  /v1/tasks/{sha256}               -> a manifest of tasks, or a file that it names: without answers
+                                                           and rewards, unless the node grades
     worker        PUT  /v1/submissions/{id}             Parquet -> Stored
     validator     POST /v1/claims                       ClaimRequest -> Claims (all of one policy version; empty: wait)
     validator     GET  /v1/submissions/{id}             -> Parquet
@@ -18,7 +20,7 @@ This module imports nothing else of Shoal.
     validator     PUT  /v1/accepted/{id}                Parquet -> Stored
     validator     POST /v1/verdicts                     Verdict -> Ok
     origin        POST /v1/policies                     PolicyVersion -> Ok
-    every node    GET  /v1/ledger/{after}               -> the ledger's entries after this number, as JSON lines
+    validator     GET  /v1/ledger/{after}               -> the ledger's entries after this number, as JSON lines
     validator     POST /v1/heads                        Signed[Head] -> Ok (a co-signed entry of the ledger)
     learner       GET  /v1/batches/{step}               -> Batch
     learner       GET  /v1/accepted/{id}                -> Parquet
@@ -43,6 +45,7 @@ MAX_IN_FLIGHT = 16  # submissions that a worker generates at once (`workers.in_f
 VERSION = 5  # of this protocol; each side refuses a peer with another version
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
+GRADING: tuple[Role, ...] = ("validator", "evaluator")  # these nodes get answers and rewards; others get prompts
 NodeState = Literal["active", "suspended", "draining", "left", "dismissed", "banned"]  # coordinator/nodes
 Hex64 = Field(pattern=r"^[0-9a-f]{64}$")
 Hex32 = Field(pattern=r"^[0-9a-f]{32}$")
