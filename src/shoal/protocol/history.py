@@ -94,7 +94,6 @@ class Grading(Message):
     total: int = Field(default=0, ge=0)  # rollouts accepted in the whole run
     recent: int = Field(default=0, ge=0)  # number of the newest rollouts in which `errors` are counted
     errors: int = Field(default=0, ge=0)
-    error: str = ""  # the newest message
 
 
 class Status(Message):

@@ -5,26 +5,28 @@ This module imports nothing else of Shoal.
 
     sender        route                                 request -> answer
     anyone        GET  /v1/offer                        -> RunOffer (the client checks its signature)
-    anyone        GET  /v1/run                          -> Signed[RunDescriptor]
+    anyone        GET  /v1/run                          -> Signed[RunDescriptor], as workers may see it
+    grading node  GET  /v1/config                       -> Signed[RunDescriptor], with the whole config
     new node      POST /v1/register                     Registration -> Registered
     operator      POST /v1/bookings                     Booking -> Ok (stakes, where no chain keeps them)
     every node    POST /v1/heartbeat                    Heartbeat -> HeartbeatAnswer (with a worker's next task)
     worker        POST /v1/drain                        -> Ok (no new tasks; the worker leaves after its last task)
-    every node    GET  /v1/tasks/{sha256}               -> the task set's manifest, or a file that it names
+    every node    GET  /v1/tasks/{sha256}               -> a manifest of tasks, or a file that it names: without answers
+                                                           and rewards, unless the node grades
     worker        PUT  /v1/submissions/{id}             Parquet -> Stored
     validator     POST /v1/claims                       ClaimRequest -> Claims (all of one policy version; empty: wait)
     validator     GET  /v1/submissions/{id}             -> Parquet
     validator     PUT  /v1/accepted/{id}                Parquet -> Stored
     validator     POST /v1/verdicts                     Verdict -> Ok
     origin        POST /v1/policies                     PolicyVersion -> Ok
-    every node    GET  /v1/ledger/{after}               -> the ledger's entries after this number, as JSON lines
+    validator     GET  /v1/ledger/{after}               -> the ledger's entries after this number, as JSON lines
     validator     POST /v1/heads                        Signed[Head] -> Ok (a co-signed entry of the ledger)
     learner       GET  /v1/batches/{step}               -> Batch
     learner       GET  /v1/accepted/{id}                -> Parquet
     learner       POST /v1/steps                        StepReport -> Ok
     evaluator     POST /v1/evaluations                  Evaluation -> Ok
     anyone        GET  /v1/status                       -> Status, in `history`
-    anyone        GET  /v1/history?after=CURSOR         -> History, in `history` (metrics, evaluations, samples)
+    anyone        GET  /v1/history?after=CURSOR         -> History, in `history` (metrics, evaluations)
     anyone        GET  /metrics                         -> the pool's metrics, in Prometheus' text format
 """
 
@@ -43,6 +45,7 @@ MAX_IN_FLIGHT = 16  # submissions that a worker generates at once (`workers.in_f
 VERSION = 5  # of this protocol; each side refuses a peer with another version
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
+GRADING: tuple[Role, ...] = ("validator", "evaluator")  # these nodes get answers and rewards; others get prompts
 NodeState = Literal["active", "suspended", "draining", "left", "dismissed", "banned"]  # coordinator/nodes
 Hex64 = Field(pattern=r"^[0-9a-f]{64}$")
 Hex32 = Field(pattern=r"^[0-9a-f]{32}$")
@@ -320,11 +323,10 @@ class Reason(StrEnum):
     UNREADABLE = "unreadable"  # not a rollout file, or beyond its size limits
     SIGNATURE = "signature"  # not signed by the worker that has the task, or the signature does not match the rows
     CONTEXT = "context"  # made for another assignment, or for other prompts
-    TASKS = "tasks"  # the tasks, targets or seeds are not the derived ones
+    TASKS = "tasks"  # the groups, targets or seeds are not the derived ones
     BOUNDS = "bounds"  # token ids, lengths or numbers are out of range
     ENVIRONMENT = "environment"  # an environment's answer is false or missing
     UNREPEATABLE = "unrepeatable"  # an environment's answer differs here, but may be right on another machine
-    REWARD = "reward"  # the claimed reward differs from the recomputed one
     PROOF = "proof"  # the TOPLOC proof is not that of the claimed version's hidden states
     LOGPROBS = "logprobs"  # the logprobs are not those of the claimed version
     SAMPLING = "sampling"  # tokens differ from those that the seeds yield
@@ -409,7 +411,6 @@ class GroupResult(Message):
     score_millionths: int = Field(default=0, ge=0, le=MAX_ROLLOUTS * MILLION)  # summed over its completions
     outcomes: Outcomes = Outcomes()
     parts: dict[PartName, float] = Field(default={}, max_length=MAX_PARTS)  # mean score of each of several rewards
-    error: str = Field(default="", max_length=500)  # message of one grader error; "": none
     useful: bool  # rewards differ, so advantages are not all zero
     tokens: int = Field(ge=0, le=LARGEST)
     sample: Sample | None = None  # its first completion

@@ -40,7 +40,7 @@ from shoal.store.columns import (
 )
 from shoal.store.decode import Decoded, decode
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 
 class Header(BaseModel):
@@ -58,12 +58,12 @@ class Header(BaseModel):
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")  # the assignment's nonce
     groups: int = Field(default=0, ge=0)  # number of groups in the assignment
     signer: str = Hex64
-    # `prompts` and `engine` are for submissions only. `engine` is ENGINE/DEVICE and selects the limits that apply; if it
-    # is empty, the run's limits apply.
+    # `prompts` and `engine` are for submissions only, the two after them for accepted files only. `engine` is
+    # ENGINE/DEVICE and selects the limits that apply; if it is empty, the run's limits apply.
     prompts: Annotated[str, Hex64] = "0" * 64  # digest of the prompts
-    graded_with: str = Field(default="", max_length=1000)  # versions of the signer's graders
     engine: str = Field(default="", max_length=40, pattern=r"^([a-z0-9]+/[a-z0-9]+)?$")
-    prefilled: bool = True  # in accepted files only; if false, most logprobs are the worker's and unchecked
+    graded_with: str = Field(default="", max_length=1000)  # versions of the validator's graders
+    prefilled: bool = True  # if false, most logprobs are the worker's and unchecked
     content: Annotated[str, Hex64] = "0" * 64  # digest of the rows, proofs included
 
 
@@ -72,12 +72,10 @@ class Rollout:
     """One row of a submission."""
 
     group: int
-    task: str
     target_length: int
     seed: int
     tokens: list[int]
     logprobs: list[float]
-    reward: float  # NaN if the worker claims none
     proofs: list[bytes]
     turns: list[int] = field(default_factory=list)
 

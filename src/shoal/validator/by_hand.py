@@ -6,7 +6,6 @@ the tolerances. The file is also compared bit for bit, because a validator of th
 difference as `inexact`.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from shoal.store.columns import RolloutFileError
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import Header
 from shoal.tasks.derive import max_rollouts
-from shoal.validator.case import Case, Finding, Outcome
-from shoal.validator.checks import EXACT, EXPENSIVE, FILE, GRADED, Check
+from shoal.validator.case import Finding, Outcome
+from shoal.validator.checks import ALL, EXACT, EXPENSIVE, Check
 from shoal.validator.judge import Judge
 
 ACCEPTED, REJECTED, UNREADABLE = 0, 1, 2
@@ -51,18 +50,13 @@ def verify(
         if isinstance(case, Finding):
             raise RolloutFileError(case.detail)
         lines: list[str] = []
-        stages: list[tuple[list[Check], Callable[[Case], Case]]] = [
-            (FILE, lambda case: case),
-            (EXPENSIVE, lambda case: judge.prefill([case])[0]),
-            (GRADED, judge.grade),
-        ]
-        for checks, prepared in stages:
-            case = prepared(case)
-            for check in checks:
-                outcome = check(judge.rules, case)
-                lines += _explain(check, outcome)
-                if outcome.finding:
-                    return REJECTED, [*lines, "rejected; the checks after this one did not run"]
+        for check in ALL:
+            if check is EXPENSIVE[0]:
+                [case] = judge.prefill([case])
+            outcome = check(judge.rules, case)
+            lines += _explain(check, outcome)
+            if outcome.finding:
+                return REJECTED, [*lines, "rejected; the checks after this one did not run"]
         compared = [(check, check(judge.rules, case)) for check in EXACT]
         lines += ["compared bit for bit, as a validator of the worker's exactness class would do:"]
         lines += [line for check, outcome in compared for line in _explain(check, outcome)]

@@ -7,7 +7,6 @@ The docstring of a check begins with a question, which `shoal audit` prints.
     EXPENSIVE  read the results of one prefill of the claimed version
     EXACT      read these results without tolerance, for a worker of this validator's exactness class (docs/trust.md)
     ANSWERS    query an environment again
-    REWARDS    read the recomputed rewards
 
 A worker of this validator's exactness class computes the same bits for every token. EXACT runs after EXPENSIVE, because
 work beyond the limits is a lie in any class. Work that is within the limits but differs in a bit is `inexact`, a soft
@@ -20,7 +19,6 @@ docs/trust.md lists the lies that are not caught.
 Papers: TOPLOC (arXiv 2501.16007); INTELLECT-2 (arXiv 2505.07291), section on validators.
 """
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -36,13 +34,11 @@ from shoal.protocol.messages import Reason, Replay
 from shoal.sandbox import Budget, interpreter
 from shoal.store.columns import PROOF_BYTES, PROOF_CHUNK_TOKENS
 from shoal.store.rollouts import prompts_digest
-from shoal.tasks import versions
 from shoal.tasks.environments import Conversation
 from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.prefill import ALTERNATIVES, submission_evidence
 from shoal.validator.rounding import of_margins, of_proofs
 
-REWARD_TOLERANCE = 1e-4  # absolute for rewards up to 1, relative for larger ones; files hold rewards as float32
 EOS_PROBABILITY = 0.1  # an end token that its seed does not yield must be more probable than this (INTELLECT-2)
 # Numerics can move a few tokens beyond `sampling_margin`. A submission may contain up to this many end tokens beyond
 # the margin, and as many special tokens.
@@ -99,21 +95,15 @@ def context(rules: Rules, case: Case) -> Outcome:
 
 
 def derived_tasks(rules: Rules, case: Case) -> Outcome:
-    """Do the tasks, targets, seeds and groups follow from the assignment?"""
-    expected = [
-        (group, case.tasks[group].id, plan.target_length, seed)
-        for group, plan in enumerate(case.plans)
-        for seed in plan.seeds
-    ]
-    claimed = [(row.group, row.task, row.target_length, row.seed) for row in case.rows]
+    """Do the targets, seeds and groups follow from the assignment? (`prompts` checks the tasks.)"""
+    expected = [(group, plan.target_length, seed) for group, plan in enumerate(case.plans) for seed in plan.seeds]
+    claimed = [(row.group, row.target_length, row.seed) for row in case.rows]
     if claimed == expected:
         return PASSED
     if len(claimed) != len(expected):
         return rejected(Reason.TASKS, f"{len(claimed)} rollouts instead of {len(expected)}")
     at = next(i for i, pair in enumerate(zip(claimed, expected, strict=True)) if pair[0] != pair[1])
-    return rejected(
-        Reason.TASKS, f"rollout {at} has (group, task, target, seed) {claimed[at]}, expected {expected[at]}"
-    )
+    return rejected(Reason.TASKS, f"rollout {at} has (group, target, seed) {claimed[at]}, expected {expected[at]}")
 
 
 def prompts(rules: Rules, case: Case) -> Outcome:
@@ -350,41 +340,11 @@ def environment(rules: Rules, case: Case) -> Outcome:
     return doubtful
 
 
-def rewards(rules: Rules, case: Case) -> Outcome:
-    """Does the grader here give the claimed rewards?
-
-    Only grades on which all machines must agree are compared. A worker may claim no reward (NaN). If its header names
-    other versions of the graders, nothing is compared. The worker gains nothing by this, because only the
-    validator's own rewards are used.
-    """
-    if case.header.graded_with != versions():
-        return PASSED
-    wrong = [
-        number
-        for number, (row, own, grade) in enumerate(zip(case.rows, case.rewards, case.grades, strict=True))
-        if grade.certain and not math.isnan(row.reward) and not abs(row.reward - own) <= _tolerance(own)
-    ]
-    if not wrong:
-        return PASSED
-    first = wrong[0]
-    return rejected(
-        Reason.REWARD,
-        f"rollout {first} claims reward {case.rows[first].reward:g}, but the grader gives {case.rewards[first]:g}",
-        {"wrong": len(wrong), "rollouts": len(case.rows)},
-    )
-
-
-def _tolerance(reward: float) -> float:
-    return REWARD_TOLERANCE * max(1.0, abs(reward))
-
-
 FILE: list[Check] = [context, derived_tasks, prompts, bounds, endings, commitments]
 EXPENSIVE: list[Check] = [proof, sampling, logprobs, termination, special_tokens, distribution]
 EXACT: list[Check] = [exact_tokens, exact_logprobs, exact_proofs]
 ANSWERS: list[Check] = [environment]
-REWARDS: list[Check] = [rewards]
-GRADED: list[Check] = [*ANSWERS, *REWARDS]
-ALL: list[Check] = [*FILE, *EXPENSIVE, *GRADED]
+ALL: list[Check] = [*FILE, *EXPENSIVE, *ANSWERS]
 
 
 def run(checks: Sequence[Check], rules: Rules, case: Case) -> Outcome:

@@ -49,7 +49,7 @@ BATCH = 4  # largest number of submissions checked in one prefill; all are of on
 RELOAD_SHARE = 0.05  # largest share of time for reloads after inexact work, so that such work cannot block other claims
 GRADING_SHARE = 0.5  # largest share of a lease for running the programs of all claims
 # These reasons come from checks that run after those of the prefill.
-GRADED_REASONS = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)
+GRADED_REASONS = (Reason.ENVIRONMENT, Reason.UNREPEATABLE)
 HEAD = "head.json"
 WITNESS_S = 30.0  # time between two co-signatures
 MAX_PAGE_BYTES = 64 << 20  # largest page of the ledger: one entry may be as large as a verdict

@@ -169,12 +169,10 @@ class Recorded:
         rows = [
             Rollout(
                 group=number // SIZE,
-                task=f"t{number}",
                 target_length=0,
                 seed=number,
                 tokens=[int(key.public[:2], 16) + number, 7, task.number + 1],
                 logprobs=[-0.5, -0.25, -0.125],
-                reward=float(number % SIZE),
                 proofs=[bytes(258)],
             )
             for number in range(task.groups * SIZE)
@@ -184,7 +182,10 @@ class Recorded:
         self.pool.assignments.uploaded(key.public, task.id, file)
         stored, groups = "", []
         if reason is None:
-            accepted = [AcceptedRollout(r.group, r.task, [1, 2], r.tokens, r.logprobs, r.reward) for r in rows]
+            accepted = [
+                AcceptedRollout(r.group, f"t{number}", [1, 2], r.tokens, r.logprobs, float(number % SIZE))
+                for number, r in enumerate(rows)
+            ]
             judged = header.model_copy(update={"prefilled": prefilled})
             stored = self.store.put("accepted", write_accepted(judged, accepted, VALIDATOR))
             groups = [group_result(number) for number in range(task.groups)]

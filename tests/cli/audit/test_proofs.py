@@ -163,6 +163,7 @@ def test_a_later_config_with_other_limits_does_not_judge_earlier_work(run: Any, 
         (with_first(reward=lambda row: row.reward + 1e-5), "a reward of .* in group 0"),
         (with_first(reward=lambda row: float("nan")), "a reward of nan in group 0"),
         (with_first(prompt=lambda row: [*row.prompt[:-1], row.prompt[-1] + 1]), "prompts that are not those"),
+        (with_first(task=lambda row: f"{row.task}0"), ".*, or other tasks"),
         (with_first(logprobs=lambda row: [-9.0] * len(row.logprobs)), "false logprobs: .* off by"),
         (with_first(logprobs=lambda row: row.logprobs[:-1]), "a wrong number of logprobs"),
         (

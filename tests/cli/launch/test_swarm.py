@@ -37,7 +37,6 @@ PAIR = ["--set", "validator.count=2"]  # one validator alone slashes nobody
 EXPECTED = {
     "older_weights": "proof",
     "quantized_weights": "proof",
-    "forged_reward": "reward",
     "wrong_temperature": "sampling",
     "replayed_submission": "tasks",
 }

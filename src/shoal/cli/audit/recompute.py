@@ -151,8 +151,8 @@ def _false_figures(run: AuditedRun, state: AuditState, submission: Accepted, jud
     """
     file = read_accepted_file(run, submission.config, submission.accepted)
     pairs = list(zip(case.rows, file.rows, strict=True))
-    if any(row.prompt != case.prompts[row.group] for row in file.rows):
-        return "prompts that are not those of the tasks"
+    if any((row.task, row.prompt) != (case.tasks[row.group].id, case.prompts[row.group]) for row in file.rows):
+        return "prompts that are not those of the tasks, or other tasks"
     if any(len(own.logprobs) != len(row.logprobs) for own, row in pairs):
         return "a wrong number of logprobs"
     if file.header.prefilled:

@@ -312,4 +312,4 @@ def _limits(config: Config) -> FileLimits:
 
 def _copied(row: Rollout | AcceptedRollout) -> tuple[object, ...]:
     """Return the fields that a validator copies from a worker's row."""
-    return row.group, row.task, row.tokens, row.turns
+    return row.group, row.tokens, row.turns
