@@ -6,7 +6,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from shoal.config.section import Listening, Section, written_as
+from shoal.config.section import Listening, Rate, Section, written_as
 
 EngineName = Literal["torch", "vllm"]
 TrackerName = Literal["none", "wandb", "tensorboard"]
@@ -168,7 +168,7 @@ class ValidatorSection(Section):
     classes: Literal["any", "exact"] = "any"
     """Which machines may work; any: all whose results are within the limits; exact: only those whose results a live
     validator reproduces bit for bit."""
-    check_floor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    check_floor: Rate = 1.0
     """Minimum fraction of a trusted worker's submissions that is prefilled whole; 1: all. Of each other submission, two
     rollouts are prefilled."""
 
@@ -198,7 +198,7 @@ class EvidenceSection(Section):
     """Tests over all submissions of a worker, for lies within the tolerance of single checks. `shoal calibrate` measures
     the bounds on honest work."""
 
-    rates: tuple[float, float, float, float] = RATES
+    rates: tuple[Rate, Rate, Rate, Rate] = RATES
     """Upper bounds on the rates at which an honest worker's tokens score below the token that their seed yields, by more
     than 0, 1/8, 1/2 and 1 times validator.sampling_margin. Rates are per token that numerics could change (measured by
     `shoal calibrate`)."""
@@ -221,7 +221,7 @@ class RequirementsSection(Section):
 
     engines: list[str] = []
     """Engines that workers may use, such as "torch"; workers report theirs when they join; empty: any."""
-    stake: NonNegativeInt = 0
+    stake: Annotated[int, Field(ge=0, lt=1 << 256)] = 0
     """Stake required to join with an open invite, in the ledger's unit."""
     places: NonNegativeInt = 0
     """Maximum number of live workers; 0: no limit. Those with too little stake at risk do not count."""
