@@ -162,7 +162,7 @@ class ValidatorSection(Section):
     """Nats by which a token may score below the token its seed selects; a token further below is a mismatch (measured by
     `shoal calibrate`)."""
     sampling_mismatches: NonNegativeInt = 2
-    """Mismatches allowed per submission, in addition to one per 1,000 tokens."""
+    """Mismatches allowed per submission of more than 70 tokens, in addition to one per 1,000 tokens."""
     sampling_margin_mean: PositiveFloat = 0.02
     """Maximum mean margin in nats, over a submission's tokens; a mismatch counts as 0 (measured by `shoal calibrate`)."""
     classes: Literal["any", "exact"] = "any"
@@ -178,10 +178,6 @@ class ValidatorSection(Section):
         rejected lie forfeits the credit in escrow. With fewer than 1 / check_floor checks, lies would pay
         (docs/trust.md)."""
         return max(MIN_ESCROW_CHECKS, math.ceil(1 / self.check_floor))
-
-    def allowed_mismatches(self, tokens: int) -> float:
-        """Return how many mismatches a submission of this number of tokens may have."""
-        return self.sampling_mismatches + MISMATCH_SHARE * tokens
 
     def of(self, engine: str) -> "ValidatorSection":
         """Return the section with the limits that apply to submissions of this ENGINE/DEVICE."""

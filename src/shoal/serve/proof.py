@@ -30,7 +30,7 @@ from shoal.serve.errors import ClientGoneError, PromptError, ReplyError
 from shoal.serve.generation import Generation
 from shoal.serve.prompt import encode
 from shoal.serve.versions import LoadedModel
-from shoal.validator.rounding import of_margins, of_proofs
+from shoal.validator.rounding import allowed_mismatches, of_margins, of_proofs
 from shoal.watch.page.guard import json_size_error
 
 CHUNK_TOKENS = 32
@@ -251,7 +251,7 @@ def _check_tokens(
     margins_N = torch.cat(margins)
     unequal = int((margins_N != 0).sum())
     detail = f"{len(margins_N) - unequal} of {len(margins_N)} are"
-    explained = of_margins(margins_N, config.validator).explained
+    explained = of_margins(margins_N, config.validator, allowed_mismatches(len(margins_N), config.validator)).explained
     tokens = ReplyFinding("Are the tokens those that the seed yields?", explained, detail)
     proofs, equal = _check_proofs(reply, hidden_NH.to("cpu", torch.bfloat16), config)
     return tokens, proofs, unequal == 0 and equal
