@@ -203,7 +203,7 @@ def test_a_hostile_value_is_refused_or_harmless_in_every_field_of_the_config(hos
                 continue
             where = f"{name}.{field} = {shape!r}"
             for number in numbers(getattr(getattr(config, name), field)):
-                assert math.isfinite(number) and (number == 0 or 1e-9 <= abs(number) < 2**53), where
+                assert math.isfinite(number) and (number == 0 or 1e-9 <= abs(number) <= 1e38), where
             if name in ("validator", "evidence"):
                 evidence = Process().after(bets(HONEST, config)).evidence
                 assert math.isfinite(evidence) and evidence < DISMISSAL_NATS, f"{where} dismisses an honest worker"

@@ -61,7 +61,7 @@ def test_verification_finds_a_signed_body_with_two_readings(body: str) -> None:
     digest = entry_digest(1, 0, "accepted", body, GENESIS)
     signature = COORDINATOR.sign(bytes.fromhex(digest), domain="ledger")
     entry = Entry(seq=1, time_s=0, kind="accepted", body=body, previous=GENESIS, digest=digest, signature=signature)
-    with pytest.raises(LedgerError, match="its body is not canonical JSON"):
+    with pytest.raises(LedgerError, match="its body is not a JSON object in canonical form"):
         verify_chain([entry], COORDINATOR.public)
 
 

@@ -57,8 +57,10 @@ class Section(BaseModel):
             name, value = waiting.pop()
             if isinstance(value, dict | list | tuple):
                 waiting += [(name, each) for each in (value.values() if isinstance(value, dict) else value)]
-            elif isinstance(value, int | float) and value and not 1e-9 <= abs(value) < 2**53:
-                raise ValueError(f"{name} = {value:g} is not 0, and not between 1e-9 and 2^53")
+            elif isinstance(value, int | float) and value:
+                largest = 2**53 if isinstance(value, int) else 1e38
+                if not 1e-9 <= abs(value) <= largest:
+                    raise ValueError(f"{name} = {value:g} is not 0, and not between 1e-9 and {largest:g}")
         return self
 
 

@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from shoal.errors import ShoalError
 from shoal.files import write_pieces
 from shoal.protocol.identity import Identity, IdentityError, Signed, verify
-from shoal.protocol.messages import LARGEST, Count, Hex64, Message, RunId
+from shoal.protocol.messages import LARGEST, Count, Hex64, Message
 
 JSON: TypeAlias = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 DOMAIN, HEAD_DOMAIN = "ledger", "ledger-head"
@@ -126,7 +126,7 @@ def _fault(entry: Entry, seq: int, previous: str, public_key: str) -> str | None
     if entry.previous != previous:
         return "does not follow from the entry before it"
     if not _is_canonical(entry.body):
-        return "its body is not canonical JSON"
+        return "its body is not a JSON object in canonical form"
     if entry.digest != entry_digest(entry.seq, entry.time_s, entry.kind, entry.body, entry.previous):
         return "its content does not match its digest"
     if not verify(public_key, bytes.fromhex(entry.digest), entry.signature, domain=DOMAIN):
@@ -147,7 +147,7 @@ def _is_canonical(body: str) -> bool:
 class Head(Message):
     """The newest entry that somebody has seen in a run's ledger."""
 
-    run: str = RunId
+    run: str = Field(pattern=r"^[\x20-\x7e]{0,120}$")  # "": not known yet
     seq: int = Field(ge=1, le=LARGEST)
     digest: str = Hex64
 
