@@ -218,6 +218,13 @@ def test_an_invalid_header_field_is_refused(name: str, value: Any) -> None:
     assert not isinstance(refusal.value, BadSignatureError)
 
 
+def test_a_signed_header_with_a_repeated_key_is_refused() -> None:
+    table, metadata = opened(DATA)
+    header = metadata["shoal.header"].replace('"step":', '"step":9,"step":')
+    with pytest.raises(RolloutFileError, match="header: a key is repeated"):
+        read(with_header(table, header.encode()))
+
+
 BAD_TABLES: dict[str, Callable[[], pa.Table]] = {
     "extra column": lambda: opened(DATA)[0].append_column("more", pa.array([1, 2, 3, 4])),
     "missing column": lambda: opened(DATA)[0].drop_columns(["seed"]),

@@ -1,5 +1,6 @@
 """Each lie is rejected with its own reason; honest work passes every check."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,13 @@ import torch
 from shoal import toploc
 from shoal.config.sections import MISMATCH_SHARE
 from shoal.model.load import load_model, save_model
-from shoal.protocol.messages import Reason
+from shoal.protocol.messages import SOFT, Reason
 from shoal.store import rollouts as rollout_file
 from shoal.store.rollouts import Rollout
 from shoal.validator.case import Case
 from shoal.validator.checks import (
     DISTRIBUTION_EVIDENCE,
+    EXPENSIVE,
     OUTLIERS,
     Rules,
     distribution,
@@ -229,16 +231,38 @@ def test_a_token_with_a_margin_near_the_limit_passes_every_check(rules: Rules, c
     assert run([sampling, termination, special_tokens], rules, changed).finding is None
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["hidden_NH", "logprobs_N", "margins_N", "evidence_NA"])
+def test_a_prefill_that_is_not_finite_says_nothing_against_the_worker(
+    rules: Rules, case: Case, name: str, value: float
+) -> None:
+    """The version, or the validator's memory, is broken. Every check after it would judge noise."""
+    tensor = getattr(case.computed(), name).clone()
+    tensor[0] = value
+    changed = replace(case, prefill=replace(case.computed(), **{name: tensor}))
+    finding = run(EXPENSIVE, rules, changed).finding
+    assert finding is not None and finding.reason in SOFT and f"{name} contains {value}" in finding.detail
+
+
+def test_a_negative_margin_is_not_the_workers_fault(rules: Rules, case: Case) -> None:
+    finding = run(EXPENSIVE, rules, at(case, margins_N=-0.5)).finding
+    assert finding is not None and finding.reason in SOFT and "margins_N contains -0.5" in finding.detail
+
+
 @pytest.mark.parametrize(
     ("margins", "tokens", "rejects"),
     [
         ([1.5] * 2, 300, False),
         ([1.5] * 3, 300, True),
         ([FAR + 0.1], 300, True),
-        ([1.5] * 2, 50, False),  # the mean must exclude outliers, or two of them would fail a small submission
+        ([1.5], 50, False),  # the mean must exclude outliers, or one would fail a small submission
+        ([1.5] * 2, 50, True),  # chance explains at most one in so few tokens
+        ([1.5] * 2, 71, False),
+        ([-0.1], 300, True),
+        ([math.nan], 300, True),
         ([0.9] * 5, 50, True),  # the mean is too high
     ],
-    ids=["two", "three", "one far away", "two of few", "many near"],
+    ids=["two", "three", "one far away", "one of few", "two of few", "two of enough", "negative", "nan", "many near"],
 )
 def test_only_a_few_tokens_slightly_beyond_the_margin_pass(
     rules: Rules, case: Case, margins: list[float], tokens: int, rejects: bool

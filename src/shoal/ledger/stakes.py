@@ -54,6 +54,8 @@ class Book:
 
     def apply(self, event: Event, time_s: int) -> None:
         """Apply an event. Raise LedgerError, without a change, if the rules forbid it."""
+        if type(event.amount) is not int or event.amount < 0:
+            raise LedgerError(f"the amount {str(event.amount)[:60]} is not a whole number of at least 0")
         getattr(self, f"_{event.kind}")(event, time_s)
 
     def _registered(self, event: Event, time_s: int) -> None:
