@@ -13,7 +13,7 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -176,14 +176,24 @@ class Checkpoints:
         torch.set_rng_state(tensors[RNG])
         return progress
 
-    def difference(self, folder: Path) -> str:
-        """Compare the checkpoint in `folder` with the policy. Return the name of the first value that differs, or ""."""
+    @torch.no_grad()
+    def difference(self, folder: Path, before: Mapping[str, Tensor], tolerance: float) -> str:
+        """Compare the checkpoint in `folder` with the policy. Return the name of the first value that differs, or "".
+
+        Counters must be equal. A moment may differ by `tolerance` of its length, and a master by `tolerance` of its
+        update's length. `before`: the masters before the update.
+        """
         if json.loads((folder / PROGRESS).read_text())["updates"] != self.policy.updates:
             return "updates"
         live = self._tensors()
         for path in sorted(folder.glob("*.safetensors")):
             for name, kept in load_file(path).items():
-                if name not in live or not torch.equal(live.pop(name).cpu(), kept):
+                if name not in live or (ours := live.pop(name).cpu()).shape != kept.shape:
+                    return str(name)
+                start = before.get(name.removeprefix("model."))
+                length = (ours if start is None else ours - start.cpu()).float().norm()
+                near = tolerance and name not in (RNG, STEPS) and (kept - ours).float().norm() <= tolerance * length
+                if not near and not torch.equal(kept, ours):
                     return str(name)
         return next(iter(live), "")
 

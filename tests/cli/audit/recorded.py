@@ -114,7 +114,7 @@ class Recorded:
         ledger = Ledger(self.database, COORDINATOR, clock=self.clock)
         self.pool = Pool(self.database, ledger, self.config, RUN, self.clock, secret=b"secret")
         self.store = Folder(self.coordinator / "store")
-        self.origin = Origin(folder / "origin" / "store", ORIGIN.private_key, run=RUN, shard_size_bytes=4096)
+        self.origin = Origin(folder / "origin" / "store", ORIGIN.private_key, run=RUN)
         record_start(self.pool.db, RUN, COORDINATOR.public, self.config)
         for name, key in ROLES.items():
             role: Any = "worker" if key in (ALICE, BOB, MALLORY) else name
