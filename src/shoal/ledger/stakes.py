@@ -90,9 +90,9 @@ class Book:
         account = self._account(event.key)
         if not account.leaving:
             raise LedgerError(f"{event.key[:16]} has no stake that is leaving")
+        _whole(event, account.leaving)
         if time_s < account.leaves_s:
             raise LedgerError(f"{event.key[:16]} can withdraw from {account.leaves_s} on (Unix time)")
-        _whole(event, account.leaving)
         self._set(event.key, leaving=0, leaves_s=0)
 
     def _credited(self, event: Event, time_s: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.cli.audit.run import BrokenError
 
-from .forgeries import FORGERIES, dismissal, forging, reject
+from .forgeries import FORGERIES, dismissal, file, forging, reject
 from .recorded import BOB, check, copy_of
 
 
@@ -56,7 +56,7 @@ def test_a_rejection_that_its_file_does_not_explain_is_counted(finished: Path, t
     """Such a rejection is not a broken link, because the validator may have run out of time or memory."""
     folder = copy_of(finished, tmp_path / "run")
     with forging(folder) as ledger:
-        reject(ledger, ledger.file(BOB, 5), reason)
+        reject(ledger, file(ledger, BOB, 5), reason)
     assert f"not compared: 1 rejections as {reason} of files that are whole and signed for their task" in check(folder)
 
 

@@ -198,7 +198,11 @@ def test_a_learner_that_names_another_machine_must_still_have_trained(audited: A
             pass
 
 
-@pytest.mark.parametrize("computed", [pytest.param({"threads": 2}, marks=pytest.mark.slow), {"ranks": 2}, {"torch": "9.9"}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize(
+    "computed",
+    [pytest.param({"threads": 2}, marks=pytest.mark.slow), {"ranks": 2}, {"torch": "9.9"}, {"dtype": "bfloat16"}],
+    ids=str,
+)
 def test_no_description_of_a_machine_turns_the_comparison_off(
     audited: Any, tmp_path: Path, computed: dict[str, Any]
 ) -> None:
