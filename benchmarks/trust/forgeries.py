@@ -1,6 +1,6 @@
 """Does `shoal audit` find every forgery of a run, and pass every honest run?
 
-    python -m benchmarks.trust.forgeries                     # everything, about 15 minutes on two cores
+    python -m benchmarks.trust.forgeries                     # everything, about 25 minutes on two cores
     python -m benchmarks.trust.forgeries --only folder coordinator --keep DIR
 
 Each run is a real `shoal run` of a short configs/tiny.toml. The parts:
@@ -8,7 +8,7 @@ Each run is a real `shoal run` of a short configs/tiny.toml. The parts:
     folder       somebody without keys deletes, adds or changes files of a finished run
     coordinator  a coordinator changes ledger and tables, signs and seals them again, and has its validators' key
     liars        runs whose learner or validator lies from the start (`evil/sitecustomize.py`)
-    honest       ten honest runs: other seeds and recipes, LoRA, bf16, stakes, killed, resumed. Five of them are audited
+    honest       ten honest runs: other seeds and recipes, LoRA, bf16, stakes, killed, resumed. Six of them are audited
                  as on another kind of CPU (ATEN_CPU_CAPABILITY)
 
 A forgery is found if the exit status is 1, or 5 (something that matters was not compared) if it only deletes the evidence.

@@ -180,8 +180,7 @@ class Checkpoints:
     def difference(self, folder: Path, before: Mapping[str, Tensor], tolerance: float) -> str:
         """Compare the checkpoint in `folder` with the policy. Return the name of the first value that differs, or "".
 
-        Counters must be equal. A moment may differ by `tolerance` of its length, and a master by `tolerance` of its
-        update's length. `before`: the masters before the update.
+        `tolerance`: of a moment, and of a master's update since `before`, in lengths. Counters must be equal.
         """
         if json.loads((folder / PROGRESS).read_text())["updates"] != self.policy.updates:
             return "updates"

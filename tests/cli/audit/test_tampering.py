@@ -10,11 +10,12 @@ from benchmarks.trust.forgeries import FOLDER, without_tables
 
 from shoal.cli.audit.audit import audit
 from shoal.cli.audit.run import BrokenError, Checks
+from shoal.config import dumps
 from shoal.coordinator import trust
 from shoal.coordinator.database import record_start
 from shoal.coordinator.pool import TABLE_NAMES
 
-from .recorded import ALICE, BOB, COORDINATOR, NEED, RUN, Recorded, check, copy_of, record_run
+from .recorded import ALICE, BOB, COORDINATOR, NEED, RUN, STEPS, Recorded, check, copy_of, record_run
 from .tampering import tamperings
 
 
@@ -109,6 +110,17 @@ def test_a_finished_model_needs_neither_its_origin_nor_its_learner(finished: Pat
     assert "not compared: 4 versions as the origin serves them: its store is not here" in lines
     assert "not compared: 6 digests of versions and of their weights: their files are gone" in lines
     assert not any(line.startswith("NOT COMPARED") for line in lines)
+
+
+def test_a_run_that_was_killed_before_it_wrote_its_model_is_not_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recorded, "finish", lambda run: (run.folder / "config.toml").write_text(dumps(run.config)))
+    folder, checks = record_run(tmp_path / "run"), Checks()
+    shutil.rmtree(folder / "learner" / "checkpoints" / f"step-{STEPS:06d}")
+    audit(folder, lambda line: None, Random(0), rerun=0, proofs=0, unsealed=True, checks=checks)
+    assert [what.partition(":")[0] for what in checks.needed] == ["trained models"]
+    assert checks.unproven["checkpoints: the last one is not here"] == 1
 
 
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])

@@ -6,9 +6,8 @@
                   the step must have the digests in the learner's record, and the checkpoint after the step, if kept,
                   must hold the same state
 
-Another machine may compute other bits. There, the recorded update of the weights (after minus before) must be within
-TOLERANCE of the update here, in lengths of the latter. What the learner says about its machine makes the comparison
-stricter, but never turns it off.
+Another machine may compute other bits. There, the recorded update (weights after minus before) must be within TOLERANCE of
+the one here, in lengths of the latter. The learner's claims about its machine can only make the comparison stricter.
 
 Invariants: a submission is judged whole, by a validator's code and limits, with weights whose digest is in the ledger. A
 hard rejection stands if a validator on this machine would also slash for that file, for any hard reason. The weights
@@ -116,11 +115,9 @@ def rerun(run: AuditedRun, state: AuditState, step: int, scratch: Path) -> Itera
                 why = f"training it again does not give the published weights of version {step + 1}: {outcome}"
                 raise BrokenError(f"step {step + 1}", why)
         compared, after = not math.isnan(distance), run.folder / "learner" / "checkpoints" / CHECKPOINT.format(step + 1)
-        on_cpu = policy.device.type == "cpu"  # on a GPU, fp32 gradients may vary
+        with_state, on_cpu = compared and after.is_dir(), policy.device.type == "cpu"  # on a GPU, fp32 may vary
         tolerance = 0 if same and exact and on_cpu else TOLERANCE
-        if (with_state := compared and after.is_dir()) and (
-            name := learner.checkpoints.difference(after, masters, tolerance)
-        ):
+        if name := with_state and learner.checkpoints.difference(after, masters, tolerance):
             why = f"training it again does not give the state in the checkpoint {after.name}: {name} differs"
             raise BrokenError(f"step {step + 1}", why)
     yield Rerun(before, dtype, outcome, compared, with_state)
@@ -247,10 +244,9 @@ def _verified_weights(run: AuditedRun, state: AuditState) -> dict[int, Path]:
 
 
 def _recorded(run: AuditedRun, version: int, digest: str, before: Path) -> Path | None:
-    """Return a folder with the weights of a version that have this digest, made from the one before it if necessary.
+    """Return a folder with the weights of a version, made from the one before it and the origin's delta if necessary.
 
-    The origin keeps each version's delta, which `files` has compared with the ledger. Raise BrokenError if it gives
-    other weights.
+    Raise BrokenError if the delta, which `files` has compared with the ledger, gives weights with another digest.
     """
     store = ShardStore(run.folder / "origin" / "store")
     signed = store.signed(version)
