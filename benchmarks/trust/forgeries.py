@@ -382,17 +382,18 @@ def honest(work: Path) -> Iterator[tuple[str, bool, str]]:
 
 def interrupt(folder: Path, what: str) -> None:
     """Kill a run after its first step and, except for "killed", resume it; for "stakes", book stakes first."""
-    with start(folder, run__steps="4") as run:
+    steps = "8" if what == "stakes" else "4"
+    with start(folder, run__steps=steps) as run:
         wait_for_steps(folder, 1)
         if what == "stakes":
             key = Identity.load(folder / "worker-0" / "identity.pem").public
-            for booking in (("stake", "7"), ("unstake", "3")):
-                argv = [sys.executable, "-m", "shoal", "pool", "stake", "book", str(folder / "coordinator")]
-                subprocess.run([*argv, booking[0], key, booking[1]], check=True, cwd=ROOT)
+            for booking, amount in (("stake", "7"), ("unstake", "3")):
+                if shoal(["pool", "stake", "book", str(folder / "coordinator"), booking, key, amount]):
+                    raise RuntimeError(f"the {booking} was not booked")
         os.killpg(run.pid, signal.SIGINT if what == "stakes" else signal.SIGKILL)
         run.wait(RUN_S)
     if what != "killed":
-        finished(folder, "--resume", str(folder), run__steps="4")
+        finished(folder, "--resume", str(folder), run__steps=steps)
 
 
 if __name__ == "__main__":
