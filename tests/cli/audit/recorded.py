@@ -117,7 +117,7 @@ class Recorded:
         ledger = Ledger(self.database, COORDINATOR, clock=self.clock)
         self.pool = Pool(self.database, ledger, self.config, RUN, self.clock, secret=b"secret")
         self.store = Folder(self.coordinator / "store")
-        self.origin = Origin(folder / "origin" / "store", ORIGIN.private_key, run=RUN, shard_size_bytes=4096)
+        self.origin = Origin(folder / "origin" / "store", ORIGIN.private_key, run=RUN)
         self.pool.checkers.random = lambda: 1.0  # no second opinion on accepted work
         self.pool.db.nodes.timeout_s = math.inf
         record_start(self.pool.db, RUN, COORDINATOR.public, self.config)
