@@ -330,7 +330,7 @@ class Reason(StrEnum):
     TASKS = "tasks"  # the groups, targets or seeds are not the derived ones
     BOUNDS = "bounds"  # token ids, lengths or numbers are out of range
     ENVIRONMENT = "environment"  # an environment's answer is false or missing
-    UNREPEATABLE = "unrepeatable"  # an environment's answer differs here, but may be right on another machine
+    UNREPEATABLE = "unrepeatable"  # an environment's answer differs here, or nothing finite can be computed here
     PROOF = "proof"  # the TOPLOC proof is not that of the claimed version's hidden states
     LOGPROBS = "logprobs"  # the logprobs are not those of the claimed version
     SAMPLING = "sampling"  # tokens differ from those that the seeds yield

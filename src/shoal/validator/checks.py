@@ -178,8 +178,8 @@ def proof(rules: Rules, case: Case) -> Outcome:
     First it checks that this machine computes finite figures, on which all later checks rest.
     """
     prefill = case.computed()
-    if fault := computed_fault(prefill):  # soft, and another validator judges, because the worker cannot cause it
-        return rejected(Reason.INEXACT, f"nothing is known about this submission, because here {fault}")
+    if fault := computed_fault(prefill):  # of no consequence for the worker, which cannot cause it
+        return rejected(Reason.UNREPEATABLE, f"nothing is known about this submission, because here {fault}")
     hiddens = list(torch.split(prefill.hidden_NH, prefill.lengths))
     try:
         results = toploc.verify_many(hiddens, [row.proofs for row in case.rows], chunk_tokens=PROOF_CHUNK_TOKENS)

@@ -39,7 +39,7 @@ from shoal.shardcast.fetch.cache import Cache, forget_verified
 from shoal.shardcast.fetch.client import fetch_published
 from shoal.tasks import TaskSet
 from shoal.validator.case import Case, Finding
-from shoal.validator.checks import replay
+from shoal.validator.checks import computed_fault, replay
 from shoal.validator.judge import LATE, Examined, Judge
 from shoal.validator.spending import regenerate, spent
 from shoal.validator.verdict import Result, group_results
@@ -315,5 +315,7 @@ class Validator:
 
 
 def _rests_on_prefill(result: Examined) -> bool:
-    finding = result.finding
-    return finding is not None and result.case.prefill is not None and finding.reason not in GRADED_REASONS
+    finding, prefill = result.finding, result.case.prefill
+    if finding is None or prefill is None:
+        return False
+    return finding.reason not in GRADED_REASONS or computed_fault(prefill) != ""

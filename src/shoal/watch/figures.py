@@ -33,7 +33,10 @@ REASONS: dict[str, str] = {
     Reason.TASKS: "The worker used other length targets or seeds than those of its task.",
     Reason.BOUNDS: "Token ids, lengths or numbers are outside their range, or proofs are missing.",
     Reason.ENVIRONMENT: "The file holds a tool answer that the tool does not give, or lacks one.",
-    Reason.UNREPEATABLE: "A tool gave a different answer when called again; this can happen to an honest worker.",
+    Reason.UNREPEATABLE: (
+        "The validator could not repeat the work: a tool gave another answer, or a figure was not finite. This can happen"
+        " to an honest worker."
+    ),
     Reason.PROOF: "The proofs do not match the stated weights. The model may be another one, older, or quantised.",
     Reason.LOGPROBS: "The stated probabilities are not those of the stated weights.",
     Reason.SAMPLING: "The tokens are not those that the seeds yield: they were sampled in another way or by another model.",
