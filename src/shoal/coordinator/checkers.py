@@ -7,7 +7,7 @@ worker's fingerprint for the submission's version with its own to decide whether
 
 Each verdict holds an opinion that its validator signed. Another live validator must judge the submission, too, if
 
-    an opinion rejects it for a reason that may have consequences beyond this submission
+    an opinion rejects it
     an opinion accepts it, and a random draw after the verdict decides so (SECOND_OPINIONS)
     two opinions contradict each other
 
@@ -45,7 +45,7 @@ from shoal.coordinator.database import Database
 from shoal.coordinator.submissions import Submission
 from shoal.ledger.chain import open_opinion
 from shoal.ledger.connection import Connection
-from shoal.protocol.messages import HARD, LEASE_S, UNUSABLE, Heartbeat, Opinion, Reason, Verdict
+from shoal.protocol.messages import HARD, LEASE_S, Heartbeat, Opinion, Reason, Verdict
 
 MAX_VERSIONS = 8  # number of fingerprints kept per node
 SCHEMA = [
@@ -68,7 +68,6 @@ MISMATCHES, WINDOW_S = 3, 3600.0
 MAX_OPINIONS = 3  # opinions on one submission
 SECOND_OPINIONS = 1 / 32  # share of accepted submissions that a second validator judges, too
 DOUBT_S = 2 * LEASE_S  # longest wait for another opinion
-CONFIRMED = HARD | UNUSABLE | {Reason.INEXACT}  # reasons that may have consequences beyond the submission
 
 log = logging.getLogger(__name__)
 
@@ -327,7 +326,7 @@ class Checkers:
             accepting, rejecting = sides([each.opinion for each in judged])
             return bool(accepting) and bool(rejecting)
         reason = judged[0].reason
-        return self.random() < SECOND_OPINIONS if reason is None else reason in CONFIRMED
+        return reason is not None or self.random() < SECOND_OPINIONS
 
     def is_overdue(self, submission: Submission) -> bool:
         """Return whether a submission that waits for a further opinion must be decided without it."""

@@ -160,6 +160,10 @@ class Judgement:
             raise PoolError(f"{submission.id}: the signed opinion is about another run, submission or file", 400)
         if (opinion.reason is None) != bool(opinion.accepted):
             raise PoolError(f"{submission.id}: an opinion names an accepted file if it accepts, and only then", 400)
+        if opinion.reason is Reason.SPENDING:
+            raise PoolError(f"{submission.id}: only the coordinator finds spending, over several submissions", 400)
+        if opinion.reason is Reason.INEXACT and not self.checkers.fingerprint(submission):
+            raise PoolError(f"{submission.id}: its worker claims no exactness class, so it cannot be inexact", 400)
         return opinion
 
     def close(self) -> None:
