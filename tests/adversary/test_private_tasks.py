@@ -240,6 +240,7 @@ def submitted(pool: Pool, producer: Producer, judge: Judge) -> Case:
     assert {row.task for row in rows} == {task.id for task in examined.case.tasks}
     stored = validator.put(f"/v1/accepted/{given.id}", accepted, Stored)
     groups = group_results(examined.case, judge.tokenizer)
-    opinion = Opinion(run=validator.invite.run, submission=given.id, file=blake3(data).hexdigest(), reason=None)
+    tokens, file = sum(group.tokens for group in groups), blake3(data).hexdigest()
+    opinion = Opinion(run=validator.invite.run, submission=given.id, file=file, reason=None, tokens=tokens)
     validator.post("/v1/verdicts", Result(opinion, groups=groups).verdict(validator.identity, stored.hash), Ok)
     return examined.case

@@ -153,10 +153,9 @@ def test_a_page_is_bounded_in_bytes_and_a_larger_entry_is_sent_alone(harness: Ha
 def accept_with_sample(harness: Harness) -> str:
     task = harness.upload(ALICE)
     harness.claim(VALIDATOR)
-    given = verdict(task.id)
     groups = [GroupResult(reward_mean=0.5, useful=False, tokens=2, sample=SAMPLE)]
     harness.pool.judgement.accepted_stored(VALIDATOR, task.id, "8" * 64)
-    harness.pool.judgement.judge(VALIDATOR, given.model_copy(update={"groups": groups}))
+    harness.pool.judgement.judge(VALIDATOR, verdict(task.id, groups=groups))
     return task.id
 
 

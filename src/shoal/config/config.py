@@ -84,7 +84,7 @@ class Config(Section):
         else:
             self._default("tasks", heldout=max(tasks.heldout, evaluator.n))
         if prompts % learner.optimizer_steps_per_step:
-            divisors = [n for n in range(1, learner.optimizer_steps_per_step) if prompts % n == 0]
+            divisors = [n for n in range(1, min(learner.optimizer_steps_per_step, 1025)) if prompts % n == 0]
             self._default("learner", optimizer_steps_per_step=divisors[-1])
         if self.sampling.max_tokens >= learner.row_tokens:
             self._default("learner", row_tokens=self.sampling.max_tokens + PROMPT_TOKENS)

@@ -474,6 +474,7 @@ class Opinion(Message):
     file: str = Hex64  # BLAKE3 of the worker's file
     reason: Reason | None  # None: it accepts the file
     accepted: str = MaybeHex64  # BLAKE3 of the accepted file; "" if it rejects the worker's
+    tokens: Count = 0  # in the accepted file; what the worker is credited
     replay: Replay | None = None  # None: judged by tolerances, or without a prefill
     spent: ToleranceSpent | None = None  # for accepted submissions that were prefilled whole and judged by tolerances
 

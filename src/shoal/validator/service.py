@@ -246,7 +246,7 @@ class Validator:
         if used is not None and self.config.evidence.regenerated:
             improved, spoiled = regenerate(self.judge, case, self.config.evidence.regenerated)
             used = used.model_copy(update={"improved": improved, "spoiled": spoiled})
-        opinion = opinion.model_copy(update={"spent": used})
+        opinion = opinion.model_copy(update={"spent": used, "tokens": sum(group.tokens for group in groups)})
         accepted = self.judge.accepted_file(case, self.node.identity)
         return Result(opinion, "", outcome.evidence, groups, accepted)
 

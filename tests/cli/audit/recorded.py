@@ -191,7 +191,7 @@ class Recorded:
             groups = [group_result(number) for number in range(task.groups)]
         opinion = Opinion(run=RUN, submission=task.id, file=file, reason=reason, accepted=stored)
         if reason is None:
-            opinion = opinion.model_copy(update={"spent": SPENT})
+            opinion = opinion.model_copy(update={"spent": SPENT, "tokens": sum(group.tokens for group in groups)})
         for validator in (VALIDATOR, SECOND) if reason else (VALIDATOR,):
             [claim] = self.pool.judgement.claim(validator.public, ClaimRequest(most=1).most).claims
             assert claim.assignment.id == task.id

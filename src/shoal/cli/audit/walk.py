@@ -129,8 +129,8 @@ class Walk:
         if (sum(counted), len(groups)) != (body["tokens"], body["groups"]):
             raise ValueError(f"credits {body['tokens']} tokens of {id}, whose accepted file has {sum(counted)}")
         opinion, _ = self._opinions(id, body)
-        if opinion.reason is not None or opinion.accepted != body["accepted"]:
-            raise ValueError(f"accepts {id}, but the opinion that stands does not accept this file")
+        if (opinion.reason, opinion.accepted, opinion.tokens) != (None, body["accepted"], body["tokens"]):
+            raise ValueError(f"accepts {id}, but the opinion that stands does not accept this file with these tokens")
         names = ("worker", "validator", "step", "version", "nonce", "full", "file", "accepted")
         self.state.accepted[id] = Accepted(
             **{name: body[name] for name in names},
