@@ -333,6 +333,16 @@ def test_the_list_of_checks_has_the_validators_checks_in_order() -> None:
     assert written == [check.__name__ for check in (*checks.FILE, *checks.EXPENSIVE, *EXACT, *checks.ANSWERS)]
 
 
+def test_the_table_of_attacks_names_tests_that_exist_or_says_open() -> None:
+    rows = table((ROOT / "docs" / "trust.md").read_text(), "| party: thing |")
+    assert len(rows) >= 30
+    for thing, *_, tests in rows:
+        named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", tests)
+        assert named or tests == "open", f"{thing}: name a test, or say open"
+        for file, function in named:
+            assert re.search(rf"def {function}\(", (ROOT / "tests" / file).read_text()), f"{thing}: {file}::{function}"
+
+
 def test_the_page_on_tasks_lists_the_schemas_that_are_recognised() -> None:
     listed = table((ROOT / "docs" / "tasks.md").read_text(), "| schema | columns")
     assert [row[0] for row in listed] == [schema.name for schema in SCHEMAS]

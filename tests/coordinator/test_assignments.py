@@ -2,10 +2,22 @@ import pytest
 
 from shoal.coordinator.assignment import DEADLINE_S, assignment_nonce, nonce_secret
 from shoal.coordinator.database import PoolError
+from shoal.coordinator.submissions import HELD_S
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Reason
 
-from .support import ALICE, BOB, CAROL, COORDINATOR, VALIDATOR, Harness, advance, open_pool, staffed_pool
+from .support import (
+    ALICE,
+    BOB,
+    CAROL,
+    COORDINATOR,
+    OTHER_VALIDATOR,
+    VALIDATOR,
+    Harness,
+    advance,
+    open_pool,
+    staffed_pool,
+)
 
 pytestmark = pytest.mark.usefixtures("every_database_slow")
 
@@ -97,6 +109,19 @@ def test_uploaded_and_claimed_work_counts_as_in_progress_and_rejected_work_does_
     assert "catch up" in harness.beat(ALICE, 0).waiting_for
     harness.judge(claim.assignment.id, Reason.UNREADABLE)
     assert harness.task(ALICE).number == 1
+
+
+@pytest.mark.parametrize("why", ["held", "in doubt"])
+def test_a_batch_does_not_wait_for_work_that_a_validator_holds_or_doubts(why: str) -> None:
+    harness = staffed_pool(prompts_per_step=2)
+    id = harness.upload().id
+    harness.claimed()
+    if why == "in doubt":
+        harness.judge(id, Reason.PROOF, confirmed=False)
+    assert harness.beat(BOB).assignment is None, "at first a verdict is to be expected"
+    harness.clock.now_s += HELD_S + 1
+    harness.beat(OTHER_VALIDATOR, wants=False)
+    assert harness.beat(BOB).assignment is not None
 
 
 def test_more_tasks_are_assigned_if_few_groups_are_useful(harness: Harness) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.coordinator.checkers import DOUBT_S, MISMATCHES, WINDOW_S
 from shoal.coordinator.database import PoolError
-from shoal.protocol.messages import HARD, Evaluation, GroupResult, Reason, Replay
+from shoal.protocol.messages import HARD, LEASE_S, Evaluation, GroupResult, Reason, Replay
 
 from .support import (
     ACCEPTED_FILE,
@@ -308,6 +308,17 @@ def test_a_version_that_a_validator_checks_is_kept(harness: Harness) -> None:
     assert harness.beat("9" * 64, wants=False).keep == [0] and harness.beat(wants=False).keep == []
     harness.judge(id, Reason.PROOF, confirmed=False)
     assert claimable(harness, OTHER_VALIDATOR) == [id]
+
+
+def test_a_version_is_kept_for_another_validator_after_a_claim_has_lapsed(harness: Harness) -> None:
+    """Otherwise a validator could let honest work expire by holding it until relays have dropped its version."""
+    id = uploaded(harness)
+    assert claimable(harness, VALIDATOR) == [id]
+    harness.publish(1, 2, 3, 4, 5, 6)
+    harness.clock.now_s += LEASE_S + 1
+    for key in (VALIDATOR, OTHER_VALIDATOR):
+        harness.beat(key, wants=False, fingerprint=ONE)
+    assert claimable(harness, VALIDATOR) == [] and claimable(harness, OTHER_VALIDATOR) == [id]
 
 
 def test_a_verdict_under_a_lease_counts_although_the_wait_is_over(harness: Harness) -> None:

@@ -145,7 +145,7 @@ def test_a_submission_expires_when_relays_no_longer_hold_its_version(caplog: pyt
         assert [claim.assignment.id for claim in harness.claims(OTHER_VALIDATOR, 4)] == [young.id]
         assert [claim.assignment.id for claim in harness.claims(VALIDATOR, 4)] == [old.id]
     assert caplog.messages == [], "a submission that a validator still holds must not expire"
-    harness.clock.now_s += LEASE_S + 1
+    harness.clock.now_s += 2 * LEASE_S + 1  # for the last LEASE_S another validator could have claimed it
     with caplog.at_level(logging.INFO):
         assert [claim.assignment.id for claim in harness.claims(VALIDATOR, 4)] == [young.id]
     assert caplog.messages == [f"{old.id} by worker-a expired unchecked: relays no longer hold version 0"]
@@ -206,7 +206,7 @@ def test_a_hard_rejection_evicts_and_slashes(harness: Harness, reason: Reason) -
     assert harness.status().slashed == ["worker-a"]
 
 
-@pytest.mark.parametrize("reason", sorted(frozenset(Reason) - HARD))
+@pytest.mark.parametrize("reason", sorted(frozenset(Reason) - HARD - {Reason.SPENDING, Reason.INEXACT}))
 def test_a_soft_rejection_costs_the_submission_only(harness: Harness, reason: Reason) -> None:
     harness.rejected(reason)
     assert harness.kinds()[-1] == "rejected" and "slashed" not in harness.kinds()

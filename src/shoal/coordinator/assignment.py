@@ -184,7 +184,7 @@ class Assignments:
             share = 1.0
         need = section.prompts_per_step / share
         waiting = self.db.groups.count_waiting(max_unchecked=max_unchecked(self.config))
-        missing = need - waiting / share - self.db.submissions.groups_unjudged()
+        missing = need - waiting / share - self.db.submissions.groups_unjudged(now_s)
         proven, new = self.arrivals.groups_open()
         if node is not None and node.took_s:
             missing -= proven + min(new, NEWCOMER_SHARE * need)

@@ -17,6 +17,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from typing import Literal
 
 from shoal.ledger.connection import SERIAL, Connection
+from shoal.protocol.messages import LEASE_S
 
 SCHEMA = [
     f"""CREATE TABLE IF NOT EXISTS submissions (
@@ -50,6 +51,7 @@ TABLE: dict[tuple[State, Event], State] = {
     ("validating", "reject"): "rejected",
     ("validating", "drop"): "expired",
 }
+HELD_S = 60.0  # how long a batch waits for a submission that a validator holds, or that is in doubt
 UNSETTLED: tuple[State, ...] = ("open", "uploaded", "validating")
 EVENT_COLUMNS = {
     *("file_hash", "uploaded_s", "accepted_hash", "validator", "lease_s", "full_check"),
@@ -130,10 +132,15 @@ class Submissions:
         """Return the newest version of this worker's tasks; -1 if it has had none."""
         return self._integer("SELECT coalesce(max(version), -1) FROM submissions WHERE worker = ?", worker)
 
-    def groups_unjudged(self) -> int:
-        """Count the groups in submissions that are uploaded and not yet judged."""
+    def groups_unjudged(self, now_s: float) -> int:
+        """Count the groups in uploaded submissions that somebody will soon judge.
+
+        A submission that is in doubt, or that a validator holds, counts only for HELD_S, so that no batch waits for it.
+        """
         return self._integer(
-            "SELECT coalesce(sum(groups), 0) FROM submissions WHERE state IN ('uploaded', 'validating')"
+            "SELECT coalesce(sum(groups), 0) FROM submissions"
+            " WHERE (state = 'uploaded' AND (opinions = 0 OR uploaded_s >= ?)) OR (state = 'validating' AND lease_s >= ?)",
+            *(now_s - HELD_S, now_s + LEASE_S - HELD_S),
         )
 
     def open_at(self, seen_since_s: float, now_s: float) -> list[tuple[int, float, float]]:
@@ -163,11 +170,14 @@ class Submissions:
         return self._all("state = 'uploaded' OR (state = 'validating' AND lease_s < ?) ORDER BY seq", now_s)
 
     def versions_in_check(self, below: int, now_s: float, limit: int) -> list[int]:
-        """Return the newest versions below this one of which a validator holds work, or should judge doubted work."""
+        """Return the newest versions below this one of which a validator holds work, or should judge doubted work.
+
+        Once a claim has lapsed, its version is kept for as long again, so that another validator can judge the work.
+        """
         rows = self.connection.rows(
             "SELECT DISTINCT version FROM submissions WHERE version < ? AND state IN ('uploaded', 'validating')"
             " AND (opinions > 0 OR (state = 'validating' AND lease_s >= ?)) ORDER BY version DESC LIMIT ?",
-            *(below, now_s, limit),
+            *(below, now_s - LEASE_S, limit),
         )
         return [version for (version,) in rows]
 
