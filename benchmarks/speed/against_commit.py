@@ -1,7 +1,7 @@
 """Compare this tree's speed with that of another commit: whole runs of a config, and SHARDCAST over loopback.
 
     git worktree add ../before COMMIT
-    python -m benchmarks.speed.against_commit ../before --rounds 3 [--jobs tiny quickstart shardcast]
+    python -m benchmarks.speed.against_commit ../before --rounds 3 [--jobs tiny shardcast] [--set validator.count=2]
 
 Each round runs every job once with each tree's sources. The order of the trees alternates between rounds, so that both meet
 the same state of the machine. Writes benchmarks/results/against_commit.json (machine, commits, every figure) and prints each
@@ -25,6 +25,7 @@ from benchmarks.common.process import SHOAL, next_json, running
 
 SIZE_BYTES = 512 << 20
 Figures = dict[str, float]
+Job = Callable[[Path, int, list[str]], Figures]  # tree, number of the round, settings
 
 
 def main() -> None:
@@ -32,18 +33,20 @@ def main() -> None:
     parser.add_argument("before", type=Path, help="a checkout of the other commit")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=list(JOBS))
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="for the runs of both trees")
     arguments = parser.parse_args()
     trees = {"before": arguments.before.resolve(), "after": ROOT}
     commits = {name: commit(tree) for name, tree in trees.items()}
     result = {
         **about(),
         "commits": commits,
+        "set": arguments.set,
         "rounds": [],
     }
     for number in range(arguments.rounds):
         for job in arguments.jobs:
             order = list(trees) if number % 2 == 0 else list(trees)[::-1]
-            figures = {name: JOBS[job](trees[name], number) for name in order}
+            figures = {name: JOBS[job](trees[name], number, arguments.set) for name in order}
             result["rounds"].append({"job": job} | figures)
             save(RESULTS / "against_commit.json", result)
             sys.stdout.write(f"{job} {number}: {figures}\n")
@@ -58,14 +61,14 @@ def main() -> None:
             sys.stdout.write(f"| {job} {figure} | {medians} | {ratio:.3f} |\n")
 
 
-def swarm(config: str) -> Callable[[Path, int], Figures]:
+def swarm(config: str) -> Job:
     """Return a job that runs a config with the round's number as seed."""
 
-    def run(tree: Path, seed: int) -> Figures:
+    def run(tree: Path, seed: int, settings: list[str]) -> Figures:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "run"
-            argv = ["run", str(tree / "configs" / f"{config}.toml"), "--set", f"run.seed={seed}", "--out", str(out)]
-            _shoal(tree, *argv)
+            chosen = [word for setting in (f"run.seed={seed}", *settings) for word in ("--set", setting)]
+            _shoal(tree, "run", str(tree / "configs" / f"{config}.toml"), *chosen, "--out", str(out))
             summary = json.loads((out / "summary.json").read_text())
             disk = sum(path.stat().st_blocks * 512 for path in out.rglob("*") if path.is_file())
         return {
@@ -80,7 +83,7 @@ def swarm(config: str) -> Callable[[Path, int], Figures]:
     return run
 
 
-def shardcast(tree: Path, seed: int) -> Figures:
+def shardcast(tree: Path, seed: int, settings: list[str]) -> Figures:
     """Send 512 MiB from an origin to one client. Return wall seconds of the fetch and CPU seconds of each process."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -101,7 +104,7 @@ def shardcast(tree: Path, seed: int) -> Figures:
     return {"fetch_wall_s": wall_s, "client_cpu_s": client_s, "origin_cpu_s": origin_s}
 
 
-JOBS: dict[str, Callable[[Path, int], Figures]] = {
+JOBS: dict[str, Job] = {
     "shardcast": shardcast,
     "tiny": swarm("tiny"),
     "quickstart": swarm("quickstart"),
