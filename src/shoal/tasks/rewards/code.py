@@ -233,7 +233,9 @@ class Code:
         return result.outcome == "exited" and self._within_half(result)
 
     def _within_half(self, result: Result) -> bool:
-        return result.cpu_s <= self.limits.cpu_s / 2 and result.wall_s <= self.limits.wall_s / 2
+        return (
+            result.cpu_s <= self.limits.cpu_s / 2 and result.wall_s <= min(self.limits.wall_s, self.limits.idle_s) / 2
+        )
 
 
 def _all_pass(cases: int) -> str:

@@ -44,7 +44,8 @@ class Math:
         failed = [pair for pair, grade in compared.items() if grade.outcome == "grader_error"]
         alone = self._compared(list(dict.fromkeys((gold, "0") for gold, _ in failed)))
         for gold, answer in failed:
-            if alone[gold, "0"].outcome == "graded":  # so the answer is at fault
+            by_clock = compared[gold, answer].detail.endswith(f"limit of {WALL_S:g} s")
+            if alone[gold, "0"].outcome == "graded" and not by_clock:  # so the answer is at fault
                 compared[gold, answer] = replace(compared[gold, answer], outcome="graded")
         return [at_sight[pair] or compared[pair] for pair in pairs]
 
