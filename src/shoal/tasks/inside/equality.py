@@ -111,15 +111,16 @@ FUNCTIONS = """sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln lo
 beta gamma delta epsilon theta lambda mu rho sigma phi omega"""
 MEANING = dict(entry.split("=") for entry in GLOSSARY.replace("\n", "").split("|"))
 MEANING |= {name: rf"\{name} " for name in FUNCTIONS.split()}
-NUMERALS = r"""dozen=\cdot12 hundred=\cdot10^{2} thousand=\cdot10^{3} million=\cdot10^{6} billion=\cdot10^{9}
-trillion=\cdot10^{12} half=/2 halve=/2 third=/3 quarter=/4 fourth=/4 fifth=/5 sixth=/6 eighth=/8 tenth=/10 hundredth=/100"""
+NUMERALS = r"""gros=\cdot144 dozen=\cdot12 hundred=\cdot10^{2} thousand=\cdot10^{3} million=\cdot10^{6}
+billion=\cdot10^{9} trillion=\cdot10^{12} half=/2 halve=/2 third=/3 quarter=/4 fourth=/4 fifth=/5 sixth=/6 eighth=/8
+tenth=/10 hundredth=/100"""
 AFTER_VALUE = dict(entry.split("=") for entry in NUMERALS.split())
 UNITS = """mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre|in inch inche|
 ft foot feet|yd yard|mi mile|mg milligram|g gram|kg kilogram|ton tonne|lb pound|oz ounce|ml milliliter millilitre|cl|dl|
 l liter litre|gal gallon|ms|s sec second|min minute|h hr hour|day|week|month|yr year|dollar usd buck|cent ct|euro eur|gbp|
 yuan|yen|rupee|deg degree|hz hertz|rad radian|n newton|kn|j joule|kj|w watt|kw|v volt|kv|a ampere|k kelvin|c celsius|
-f fahrenheit|pa|mph|kph kmph|unit|men man|peopleperson|2 square sq|3 cubic cu|women woman|children child|per|each|am|pm|
-way|time|point|digit"""
+f fahrenheit|pa|mph|kph kmph|unit|men man|people person|2 square sq|3 cubic cu|women woman|children child|per|each|am|pm|
+way|time|point|digit|old"""
 SPELLED = {name: group.split()[0] for group in UNITS.replace("\n", "").split("|") for name in group.split()}
 LETTER_UNITS = "msghLlNJWVKCFA"
 # With one of these words, a plural at the end does not just name what was counted.
@@ -129,7 +130,9 @@ WORD = re.compile(
     rf"\\(?:text[a-z]*|mathrm|mbox|operatorname)\*?\s*\{{([^{{}}]*)\}}|\\(?:begin|end)\s*\{{[^{{}}]*\}}|"
     rf"\\[A-Za-z]+|\\.|{WORDS}"
 )
-LEADING = re.compile(r"(?:[\s/{]|\\(?:frac|cdot)|\\text\s*\{[^{}]*\}\}*)+$")  # stands between a value and its unit
+LEADING = re.compile(
+    r"(?:[\s/{]|\\(?:frac|cdot)|(?<![A-Za-z\\])[a-z]{2,}|\\text\s*\{[^{}]*\}\}*)+$"
+)  # stands between a value and its unit
 UNIT = re.compile(
     r"\s*(?:/|\\cdot(?![A-Za-z]))?\s*(?:\\frac\s*\{\s*)?\\text\{[^{}]*\}"
     r"(?:[\s/{}.]|\\cdot|\^\s*\{-?\d\}|\\text\{[^{}]*\})*$"
@@ -256,7 +259,7 @@ def same_text(gold: str, answer: str) -> bool:
 def same(gold: str, answer: str, literal: bool) -> bool:
     (kind, golds), (other, answers) = structure(gold), structure(answer)
     if kind == other == "value":
-        return same_value(gold, answer, literal)
+        return same_value(golds[0], answers[0], literal)
     if "value" in (kind, other):
         if "{}" in (kind, other) and len(golds) == len(answers) == 1:
             return same(golds[0], answers[0], literal)
@@ -265,15 +268,18 @@ def same(gold: str, answer: str, literal: bool) -> bool:
     if brackets:
         alike = kind == other or brackets == {"()"} or len(golds) > 2 and brackets <= {"()", "[]"}
         return alike and len(golds) == len(answers) and all(map(same, golds, answers, [literal] * len(golds)))
-    equals = {pair for pair in product(golds, answers) if same(*pair, literal)}
-    if "{}" in (kind, other) or all(structure(part)[0] != "value" for part in golds + answers):
+    is_set = "{}" in (kind, other) or all(structure(part)[0] != "value" for part in golds + answers)
+    if not is_set and len(golds) != len(answers):
+        return False
+    equals = {pair for pair in dict.fromkeys(product(golds, answers)) if same(*pair, literal)}
+    if is_set:
         return {pair[0] for pair in equals} == set(golds) and {pair[1] for pair in equals} == set(answers)
     for ours in golds:
         partner = next((theirs for theirs in answers if (ours, theirs) in equals), None)
         if partner is None:
             return False
         answers.remove(partner)
-    return not answers
+    return True
 
 
 def structure(text: str) -> tuple[str, list[str]]:
@@ -289,11 +295,13 @@ def structure(text: str) -> tuple[str, list[str]]:
             return kind, [value for part in parts for value in signs(part)]
         if len(parts) > 1:
             return (kind, parts) if len(signs(text)) == 1 else ("", signs(text))
+        if kind == "()":
+            return structure(match[2])
     parts = [value for part in members(text, ",") for value in signs(part)]
     ratio = members(text.rpartition("=")[2], ":")
     if len(parts) == 1 and len(ratio) > 2:
         return ":", [f"({part})/({ratio[0]})" for part in ratio[1:]]
-    return "" if len(parts) > 1 else "value", parts
+    return "" if len(parts) > 1 else "value", parts or [text]
 
 
 def members(text: str, separator: str) -> list[str]:
@@ -326,7 +334,7 @@ def split_unit(text: str) -> tuple[str, list[str]]:
 def same_value(gold: str, answer: str, literal: bool) -> bool:
     (gold, unit), (answer, other) = split_unit(gold), split_unit(answer)
     names = unit or other
-    counted = any(name in SPELLED or re.fullmatch(r"[a-z]{3,}s", name) for name in names) and len(names) < 5
+    counted = all(name in SPELLED for name in names) or any(re.fullmatch(r"[a-z]{3,}s", name) for name in names)
     if unit != other and (unit and other or not counted or set(names) & set(DECISIVE.split())):
         return False
     words = [re.findall(r"\\text\{([^{}]*)\}", text.lower()) for text in (gold, answer)]

@@ -27,7 +27,10 @@ from shoal.tasks.task import Grade, Task
 MAX_COMPLETION = 10_000  # characters; of a longer completion, only the end is read
 MARK = re.compile(r"####|\banswers?\b(?:[ \w]{0,40}?\b(?:is|are)\b|[ \w]{0,40}?[:=]|\*\*:?)[:* ]*", re.IGNORECASE)
 FINAL = re.compile(r"\bfinal\s+answer\b[ \w]{0,40}?\bis\b[:* ]*", re.IGNORECASE)
-CONDITION = re.compile(r"\b(?:if|whether|unless|suppose|assume|assuming)\s+(?:that\s+)?(?:\w+\s+)?$", re.IGNORECASE)
+CONDITION = re.compile(
+    r"\b(?:if|whether|unless|suppose|assume|assuming|false|doubt|unlikely|impossible)\s+(?:that\s+)?(?:\w+\s+)?$",
+    re.IGNORECASE,
+)
 ELSEWHERE = re.compile(r"\b(?:below|following|follows|given by)\W*$", re.IGNORECASE)  # a value follows the sentence
 SENTENCE_END = re.compile(r"[.!?](?=\s|\*|$)|\n")
 VERB = re.compile(r"\b(?:is|are|equals)\b", re.IGNORECASE)
@@ -65,13 +68,15 @@ Span = tuple[int, int, str]  # start, end, answer
 # Words just before or after a value that deny it, compare it or name another one.
 DENIED = r"(?:\bnot|\bnever|n't|cannot)(?: (?:be|equal|necessarily|exactly|to))*"
 NOT_BEFORE = re.compile(
-    rf"(?:(?P<denied>{DENIED})|\b(?:than|at least|at most|up to|under|over|above|below|between|either|or|twice|thrice|half|"
-    r"double|triple))[\s$*(\\\[]*$",
+    rf"(?:(?P<denied>{DENIED}|\b(?:doubt|false|untrue|unlikely|impossible|wrong) that\b[\w ]{{0,30}})|"
+    r"\b(?:than|at least|at most|up to|under|over|above|below|between|either|or|anything but|exceeds?|"
+    r"(?:twice|thrice|half|double|triple)(?: of)?))[\s$*(\\\[]*$",
     re.IGNORECASE,
 )
 NOT_AFTER = re.compile(
-    rf"[\s$)\\\]]*(?:,? ?\bor\b|(?:is|was|are|does|can) ?{DENIED}|isn't|times (?:the|as|that|its|\w\b|[$\\]|\d)|"
-    r"(?:is|was) (?:wrong|incorrect|false|impossible|too )|(?:more|less|fewer|greater|larger|smaller) than\b)",
+    rf"[\s$)\\\]]*(?:(?:is|was|are|does|can) ?{DENIED}|isn't|can't|cannot|,? ?(?:or|possibly|maybe|perhaps)\b|to \d|"
+    r"(?:is|was) (?:wrong|incorrect|false|impossible|too|my first)\b|(?:more|less|fewer|greater|larger|smaller) than\b|"
+    r"times (?:the|as|that|its|\w\b|[$\\]|\d))",
     re.IGNORECASE,
 )
 
@@ -130,7 +135,7 @@ def prose(text: str) -> bool:
     """Return whether `text` has words outside of formulas and of `\\text{}`."""
     rest = COMMAND.sub(" ", ENVIRONMENT.sub(" ", TEXT.sub(" ", text)))
     words = (word.lower() for word in WORD.findall(rest))
-    return any(word in TWO_LETTERS if len(word) == 2 else word not in MATHS_WORDS for word in words)
+    return any(word in TWO_LETTERS if len(word) == 2 and word.isascii() else word not in MATHS_WORDS for word in words)
 
 
 def braced(text: str, at: int) -> str | None:

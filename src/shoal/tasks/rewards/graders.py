@@ -165,7 +165,7 @@ def versions() -> str:
 
 @cache
 def _installed() -> str:
-    packages = [interpreter()]
+    packages = [interpreter(), "graders 2"]
     for name in PACKAGES:
         try:
             packages.append(f"{name} {version(name)}")
