@@ -383,9 +383,8 @@ class Parser(_Latex2Sympy):  # type: ignore[misc]
         return self.mat_mul_flat(first, rest) if is_matrix else self.mul_flat(first, rest)
 
     def convert_atom_expr(self, atom_expr: Any) -> Any:
-        return (
-            super().convert_atom_expr(atom_expr).xreplace({sympy.Symbol("i", real=True): I} if self.imaginary else {})
-        )
+        known = {sympy.Symbol("i", real=True): I} if self.imaginary else {}
+        return super().convert_atom_expr(atom_expr).xreplace(known)
 
 
 @cache
@@ -414,11 +413,16 @@ def equal(gold: Basic | MatrixBase | None, answer: Basic | MatrixBase | None) ->
         found = [same_number(ours.doit(), theirs.doit()) for ours, theirs in pairs]
         if None not in found:
             return True in found
-    if isinstance(answer, sympy.FiniteSet) and all(isinstance(part, Relational) for part in answer):
-        answer = sympy.Union(*(part.as_set() for part in answer))
-    return bool(
-        verify(gold, renamed(gold, answer), timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True)
-    )
+    gold, answer = region(gold), renamed(gold, region(answer))
+    return bool(verify(gold, answer, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True))
+
+
+def region(value: Any) -> Any:
+    """Return the set that a list of inequalities describes: all of them hold, or one of them if all cannot."""
+    if not (isinstance(value, sympy.FiniteSet) and value and all(isinstance(part, Relational) for part in value)):
+        return value
+    sets = [part.as_set() for part in value]
+    return sympy.Union(*sets) if sympy.Intersection(*sets).is_empty else sympy.Intersection(*sets)
 
 
 def same_number(gold: Any, answer: Any) -> bool | None:
