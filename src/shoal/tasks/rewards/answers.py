@@ -43,12 +43,13 @@ WORD = re.compile(r"(?<![\w\\^+*/=<>-])[^\W\d_]{2,}(?![\w^+*/=<>({-])|[\u3040-\u
 TWO_LETTERS = frozenset("am an as at be by do go he if in is it me my no of on so to up us we".split())  # noqa: SIM905
 MATHS_WORDS = frozenset("and or pi sin cos tan log ln exp sqrt inf infinity percent".split())  # noqa: SIM905
 WHOLE = r"(?:\d{1,3}(?:,\d{3}){1,99}(?!\d)|\d{1,2000}(?:,\d{1,2}(?![\d,]))?|(?=\.\d))"
-MULTIPLES = "dozen|hundred|thousand|[mbtr]{1,2}illion|halves|thirds|quarters|squared|cubed|factorial"
+MULTIPLES = "dozen|hundred|thousand|[mbtr]{1,2}illion|squared|cubed|factorial"
 NUMBER = re.compile(
     rf"(?<![\w.,/^])(?:\b(?:negative|minus) |(?<![)\]])[-\u2212])?[$€£]?{WHOLE}(?:\.\d{{1,2000}})?(?:[eE][-+]?\d{{1,3}}\b)?"
     rf"(?:/\d{{1,2000}})?(?:\^\{{?-?\d{{1,9}}\}}?)?%?(?![xyzn]\b|\d)(?: (?:{MULTIPLES})\b)*",
     re.ASCII,
 )
+OPERATION = re.compile(r"\s*(?:[A-Za-z/]+\s+){0,3}[-+*/=\u00d7\u00f7]")
 NEXT_QUESTION = re.compile(r"(?<=\S)\s*\n(?:Question|Q):")
 # A number for the reward `number`: a decimal, a fraction, a power or a multiple.
 DIGITS = r"\d{1,3}(?:[, ]\d{3})+|\d+"
@@ -69,14 +70,15 @@ Span = tuple[int, int, str]  # start, end, answer
 DENIED = r"(?:\bnot|\bnever|n't|cannot)(?: (?:be|equal|necessarily|exactly|to))*"
 NOT_BEFORE = re.compile(
     rf"(?:(?P<denied>{DENIED}|\b(?:doubt|false|untrue|unlikely|impossible|wrong) that\b[\w ]{{0,30}})|"
-    r"\b(?:than|at least|at most|up to|under|over|above|below|between|either|or|anything but|exceeds?|"
-    r"(?:twice|thrice|half|double|triple)(?: of)?))[\s$*(\\\[]*$",
+    r"\b(?:than|at least|at most|up to|under|over|above|below|between|either|maybe|perhaps|possibly|anything but|exceeds?|"
+    r"(?:twice|thrice|half|double|triple)(?: of)?)|[\w:] [$\\(]*[\d.,]+\)?\$?,? or)[\s$*(\\\[]*$",
     re.IGNORECASE,
 )
 NOT_AFTER = re.compile(
-    rf"[\s$)\\\]]*(?:(?:is|was|are|does|can) ?{DENIED}|isn't|can't|cannot|,? ?(?:or|possibly|maybe|perhaps)\b|to \d|"
-    r"(?:is|was) (?:wrong|incorrect|false|impossible|too|my first)\b|(?:more|less|fewer|greater|larger|smaller) than\b|"
-    r"times (?:the|as|that|its|\w\b|[$\\]|\d))",
+    rf"[\s$)\\\]]*(?:(?:is|was|are|does|can) ?{DENIED}|isn't|can't|cannot|,? ?(?:possibly|maybe|perhaps)\b|to \d|"
+    r",? ?or (?:more|less|fewer|so|maybe|perhaps|possibly|[$\\]*\d)|"
+    r"(?:is|was) (?:wrong|incorrect|false|impossible|too|my first)\b|"
+    r"(?:more|less|fewer|greater|larger|smaller) than (?:[-$\\(\d]|\w\b)|times (?:the|as|that|its|(?!a\b)\w\b|[$\\]|\d))",
     re.IGNORECASE,
 )
 
@@ -209,6 +211,8 @@ def _after_mark(text: str, numbers_only: bool = False) -> str | None:
             if not any(start <= verb.start() < end for start, end, _ in formulas)
         ]
         spans = [span for span in spans if verbs and span[0] >= verbs[0].end()] or spans
+    if OPERATION.match(sentence, spans[0][1]) and "=" in sentence:  # "Answer: 3 boxes * 4 = 12 pens"
+        spans = [span for span in spans if span[0] > sentence.rindex("=")] or spans
     return _undenied(sentence, spans[:1])
 
 
