@@ -9,10 +9,11 @@ from shoal import tasks
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.sandbox import Budget
 from shoal.tasks.rewards import graders
-from shoal.tasks.rewards.answers import Number
+from shoal.tasks.rewards.answers import Number, last_number
 from shoal.tasks.rewards.graders import Graders, combine
 from shoal.tasks.task import Grade, GradeError
 
+from ..fuzzing.answers import answers
 from ..rewards import Always
 
 TASK = tasks.Task(id="some/1", question="?", answer="5", source="some")
@@ -144,6 +145,37 @@ def test_the_number_of_the_final_answer_counts(expected: str, answer: str, grade
     assert result.score == grade and len(result.detail) < 200
     has_digit = any(character in "0123456789" for character in answer)
     assert result.outcome == "graded" if grade else has_digit or result.outcome == "wrong_format"
+
+
+def test_no_completion_breaks_the_reward() -> None:
+    texts = [text for _, text in answers(0, 1000)]
+    texts += [
+        "0^{-1}",
+        "5/0",
+        "1e999^999",
+        "2^{999999999}",
+        "9" * 3000 + "/3",
+        "1,2/3",
+        "$-.5^2",
+        "-",
+        "/",
+        "^",
+        "1e",
+        "#### ",
+        "0/5",
+    ]
+    texts += [rf"\\boxed{{{text}}}" for text in texts] + [f"The answer is {text}" for text in texts]
+    grades = Number().grade([tasks.Task("", "", "5")] * len(texts), texts)
+    assert not [text for text, grade in zip(texts, grades, strict=True) if grade.score and "5" not in text]
+    for power, expected in (
+        ("2^{100}", 2**100),
+        ("10^{30}", 10**30),
+        ("12.5e3", 12500),
+        ("3/8", "0.375"),
+        ("2/3", "2/3"),
+    ):
+        assert last_number(f"It is {power}") == str(expected)
+    assert last_number("5/0") is None and last_number("0^{-1}") is None
 
 
 @pytest.mark.parametrize("completion", ["5", "five", ""])

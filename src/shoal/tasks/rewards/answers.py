@@ -19,7 +19,6 @@ A value that its own sentence denies, compares or doubts ("not 5", "at least 5",
 
 import re
 from collections.abc import Sequence
-from decimal import Decimal
 from fractions import Fraction
 
 from shoal.tasks.task import Grade, Task
@@ -63,6 +62,7 @@ FORMULA = re.compile(
     r"(\\begin\{.{1,1000}?\\end\{[A-Za-z]{1,20}\*?\})|(?<!\\)\$((?:[^$\\]|\\.){1,1000})\$",
     re.DOTALL,
 )
+MAX_MARKS = 8  # because each may take time linear in the text
 JOINED_CHARACTERS = 80
 JOINED_WORDS = 2  # words allowed before "and", as in \boxed{1} red ball and \boxed{2} blue ones
 Span = tuple[int, int, str]  # start, end, answer
@@ -109,7 +109,7 @@ def final_answer(completion: str) -> str | None:
     if boxes:
         override = list(FINAL.finditer(text, boxes[-1]))
         return (override and _after_mark(text[override[-1].end() :], numbers_only=True)) or _boxed(text, boxes)
-    for mark in reversed(list(MARK.finditer(text))):
+    for mark in reversed(list(MARK.finditer(text))[-MAX_MARKS:]):
         line = text[mark.end() :].partition("\n")[0]
         heading = mark[0] == "####" and (prose(line) or not line.strip())
         if heading or CONDITION.search(text[: mark.start()][-40:]):
@@ -267,14 +267,20 @@ def last_number(text: str) -> str | None:
     if parts is None or parts[6] and parts[6] not in FACTORS:
         return None
     sign, base, exponent, below, power, factor = parts.groups()
-    if not (exponent or below or power or factor):
-        return canonical(("-" if re.search("[-\u2212mn]", sign) else "") + base)
-    if len(base) * max(abs(int(power or 1)), 1) > 1_000 or len(below or "") > 1_000:
+    sign = "-" if re.search("[-\u2212mn]", sign) else ""
+    if (plain := canonical(base)) is None or not (exponent or below or power or factor):
+        return plain and canonical(sign + plain)
+    size = (len(plain) + abs(int(exponent or 0)) + len(below or "")) * max(abs(int(power or 1)), 1)
+    if size > 1_000 or below is not None and not int(below) or plain == "0":
         return None
-    value = Fraction(base.replace(",", "")) * Fraction(10) ** int(exponent or 0) / (int(below or 1) or 1)
-    value = value ** int(power or 1) * FACTORS.get(factor, 1) * (-1 if re.search("[-\u2212mn]", sign) else 1)
+    value = (Fraction(plain) * Fraction(10) ** int(exponent or 0) / int(below or 1)) ** int(power or 1) * FACTORS.get(
+        factor, 1
+    )
     places = next((places for places in range(20) if (value * 10**places).denominator == 1), None)
-    return f"{value}" if places is None else canonical(f"{Decimal(value.numerator) / value.denominator:f}")
+    if places is None:
+        return f"{sign}{value}"
+    digits = f"{int(value * 10**places):0{places + 1}d}"
+    return canonical(f"{sign}{digits[: len(digits) - places]}.{digits[len(digits) - places :]}")
 
 
 def canonical(text: str) -> str | None:
