@@ -23,6 +23,7 @@ from shoal.sandbox import (
     forkserver,
     interpreter,
     problem,
+    server,
 )
 from shoal.sandbox.forkserver import ForkServer
 from shoal.sandbox.limits import MIB
@@ -110,6 +111,30 @@ def test_a_program_ends_only_after_its_threads_and_exit_functions(box: Sandbox) 
         "print('main')\n"
     )
     assert out(box, source) == "main\nthread\nlast\n"
+
+
+@pytest.mark.parametrize(("share", "wall_s"), [(1.0, 5.0), (0.25, 20.0), (0.1, 40.0), (0.01, 10.0)])
+def test_a_program_that_a_busy_machine_slows_down_gets_its_cpu_time_and_a_sleeping_one_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, share: float, wall_s: float
+) -> None:
+    """`share`: the share of a processor that the program gets. It may use 5 s of CPU time, at least 1 s of them in 10 s."""
+    now_s = 0.0
+
+    class Poll:
+        def register(self, *_: int) -> None:
+            pass
+
+        def poll(self, wait_ms: int) -> list[int]:
+            nonlocal now_s
+            now_s += max(wait_ms, 1) / 1000
+            return []
+
+    monkeypatch.setattr(server.os, "pidfd_open", lambda _: os.dup(0))
+    monkeypatch.setattr(server.select, "poll", Poll)
+    monkeypatch.setattr(server.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(server.time, "clock_gettime", lambda _: now_s * share)
+    assert server.wait(1, 0, deadline=40.0, cpu_s=5.0, idle_s=10.0) is False
+    assert now_s == pytest.approx(wall_s, abs=0.1)
 
 
 def test_time_memory_and_output_are_limited_and_programs_within_the_limits_are_not_stopped(box: Sandbox) -> None:

@@ -12,6 +12,28 @@ from typing import Any
 
 SIZE = 3
 MARK = "918273"
+# Answers that may score 1 whatever the question is. QUESTION and OTHER are the question and another entry's answer.
+CONSTANTS = [
+    "0",
+    "1",
+    "-1",
+    "nan",
+    "inf",
+    "-inf",
+    "yes",
+    "no",
+    "True",
+    "False",
+    "None",
+    "[]",
+    "{}",
+    "()",
+    "A",
+    "x",
+    "?",
+    "-",
+]
+CONSTANTS += ["2 + 9 + 6 + 7", "0 0 0", "[[]]", "(0, 0)", "1,2,3", "", "QUESTION", "OTHER", "wrong 7"]
 
 
 def main() -> None:
@@ -21,6 +43,7 @@ def main() -> None:
     spec.loader.exec_module(gym)
     compiled: list[str] = []
     sys.addaudithook(lambda event, args: compiled.append(str(args[0])) if event == "compile" and args[0] else None)
+    gym.REFUSED = set()
     out = sys.stdout
     sys.stdout = sys.stderr  # some data sets print
     for name in sorted(gym.DATASETS):
@@ -44,9 +67,24 @@ def main() -> None:
                 scored(gym, value, f"<think>hm</think> It is <answer> {row['answer']} </answer>.")
                 for value, row in zip(values, rows, strict=True)
             ],
+            "constants": constants(gym, values, [row["answer"] for row in rows]),
             "wrong": [scored(gym, value, "wrong 7") for value in values],
         }
         print(json.dumps(line), file=out)  # noqa: T201
+
+
+def constants(gym: Any, values: list[dict[str, Any]], golds: list[str]) -> list[str]:
+    """Return the constants that score at least 0.9 on every entry, although the entries have different answers."""
+    others = [*golds[1:], *golds[:1]]
+    found = []
+    for constant in CONSTANTS if len(set(golds)) > 1 else []:
+        texts = {"QUESTION": [value["question"] for value in values], "OTHER": others}.get(
+            constant, [constant] * len(values)
+        )
+        pairs = zip(values, texts, strict=True)
+        if all(scored(gym, value, f"<answer>{text}</answer>")[0] >= 0.9 for value, text in pairs):
+            found.append(constant)
+    return found
 
 
 def scored(gym: Any, value: dict[str, Any], completion: str) -> tuple[float, str]:

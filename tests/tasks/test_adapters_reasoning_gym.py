@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -61,6 +62,17 @@ def test_a_wrong_answer_scores_below_one_half_in_all_data_sets_but_one(swept: di
     assert {outcome for line in swept.values() for _, outcome in line["wrong"]} == {"graded", "wrong_format"}
 
 
+def test_every_data_set_whose_scorer_pays_for_a_constant_answer_is_refused(swept: dict[str, dict[str, Any]]) -> None:
+    text = Path(inside.__file__).with_name("gym.py").read_text()
+    refused = set(re.findall(r'"(\w+)"', text.partition("REFUSED = {")[2].partition("}")[0]))
+    assert {name for name, line in swept.items() if line["constants"]} | ANY_TEXT == refused
+    for name in refused:
+        with pytest.raises(TasksNotFoundError, match=f"data set {name} is refused"):
+            libraries.rows("reasoning_gym", {"dataset": name})
+        with pytest.raises(TasksNotFoundError, match=f"data set {name} is refused"):
+            libraries.rows("reasoning_gym", {"dataset": "composite", "datasets": [{"name": name}]})
+
+
 def test_an_entry_is_the_same_when_it_is_generated_again(swept: dict[str, dict[str, Any]]) -> None:
     assert {name for name, line in swept.items() if not line["same"]} <= UNSEEDED
 
@@ -69,7 +81,7 @@ def test_every_data_set_that_evaluates_answers_is_guarded(swept: dict[str, dict[
     assert {name for name, line in swept.items() if line["evaluated"]} - {"composite"} == EVALUATED
 
 
-@pytest.mark.parametrize("name", sorted(EVALUATED))
+@pytest.mark.parametrize("name", sorted(EVALUATED - {"puzzle24"}))
 def test_no_answer_runs_as_code(name: str, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     run = f"__import__('pathlib').Path({str(mark)!r}).mkdir()"
@@ -135,7 +147,7 @@ def test_rows_depend_on_the_options_and_not_on_the_process(monkeypatch: pytest.M
 
 
 def test_a_question_that_is_generated_twice_is_listed_once() -> None:
-    questions = [task.question for task in rows(dataset="coin_flip", size=50, min_trials=2, max_trials=2)]
+    questions = [task.question for task in rows(dataset="count_bits", size=50, min_n=1, max_n=20)]
     assert 0 < len(questions) < 50 and len(set(questions)) == len(questions)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from shoal.sandbox import TIERS, ProgramLimits, Tier, best_tier, problem
 from shoal.tasks import Grade, Task
-from shoal.tasks.rewards.code import Code, program_of
+from shoal.tasks.rewards.code import Code, programs_of
 from shoal.tasks.rewards.compare import Pairs, SetItems, same_output, same_value, shown
 from shoal.tasks.sources.code_tests import read_tests
 
@@ -70,13 +70,65 @@ def test_the_tests_of_a_task_are_parsed_once_for_all_its_completions(
         ("```python\nx = 1\n```\nIt prints\n```\n1\n```", "x = 1\n"),  # the block marked as Python counts
         ("```\nx = 1\n```", "x = 1\n"),
         ("```Python3\nx = 1", "x = 1"),  # the completion was cut off
-        ("  ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("  ```python\n  x = 1\n  ```", "x = 1\n"),
+        ("1. Code:\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y\n"),
+        ("~~~python\nx = 1\n~~~", "x = 1\n"),
+        ("````python\nx = 1\n```\n````", "x = 1\n```\n"),  # a closing fence is at least as long
+        ("```python\nx = 1\n~~~\n```", "x = 1\n~~~\n"),
+        (
+            '```python\ndef f():\n    """\n    ```\n    """\n```',
+            'def f():\n    """\n    ```\n    """\n',
+        ),  # deeper than 3
+        ("```python\nx = (\n```python\nx = 2\n```", "x = 2\n"),  # the first block was not finished
+        ('```python title="x.py"\nx = 1\n```\n```\n1\n```', "x = 1\n"),
+        ("```Python 3\nx = 1\n```\n```\n1\n```", "x = 1\n"),
+        ("```{.python}\nx = 1\n```\n```\n1\n```", "x = 1\n"),
+        ("<think>```python\nx = 1\n```</think>\n```python\nx = 2\n```", "x = 2\n"),
+        ("<think>```python\nx = 1\n</think>```py\nx = 2\n```", "x = 2\n"),
+        ("<think>```python\nx = 1\n```", ""),  # cut off in its thoughts
+        ("```pycon\n1\n```\n```python\nx = 1\n```\n```pyramid\n1\n```", "x = 1\n"),
         ("```x```\n```python\ny\n```", "y\n"),
         ("", ""),
     ],
 )
 def test_the_last_block_marked_as_python_is_the_program(completion: str, program: str) -> None:
-    assert program_of(completion) == program
+    assert programs_of(completion)[0] == program
+
+
+@pytest.mark.parametrize("tests", ["functional", "stdin"])
+def test_a_fence_inside_of_a_string_does_not_end_the_program(code: Code, tests: str) -> None:
+    text = "'''\n```\nx\n```\n'''"
+    add = f"```python\nX = {text}\ndef add(a, b):\n    return a + b\n```\nDone.\n```\n3\n```"
+    read = f"```python\nX = {text}\ninput()\nprint(sum(map(int, input().split())))\n```"
+    assert grade(code, *((ADD, add) if tests == "functional" else (ECHO, read))).score == 1
+    wrong = add.replace("a + b", "a - b")
+    assert (grade(code, ADD, wrong).score, grade(code, ADD, "```python\n)\n```").outcome) == (0, "wrong_format")
+
+
+LIVECODEBENCH = [
+    "Counter(data)", "floor(2.5)", "math.floor(2.5)", "sys.maxsize", "deepcopy(data)", "copy.copy(data)", "sin(pi)",
+    "timedelta(1)", "heappush([], 1)", "bisect_left([1], 1)", "json.dumps(data)", "io.StringIO()", "mean([1])", "gcd(4, 6)",
+    "reduce(add, data)", "List[int]", "deque()", "accumulate(data)", "ascii_lowercase", "re.compile('x')", "deep(5000)",
+    "len(str(10**5000))", "int('1' * 5000)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["stdin", "functional"])
+def test_programs_may_use_the_imports_of_livecodebench_and_long_numbers_and_deep_recursion(
+    code: Code, kind: str
+) -> None:
+    start = "from __future__ import annotations\ndef deep(n): return 0 if n == 0 else 1 + deep(n - 1)\n"
+    uses = "".join(f"    {use}\n" for use in LIVECODEBENCH)
+    if kind == "stdin":
+        tests = {"kind": "stdin", "cases": [{"input": "", "output": "6"}]}
+        result = grade(code, tests, f"{start}data = [1]\nif data:\n{uses}print(6)\n")
+    else:
+        result = grade(
+            code,
+            ADD,
+            f"{start}def add(a, b):\n    data = [1]\n{uses.replace('reduce(add, data)', '0')}    return a + b\n",
+        )
+    assert result.score == 1, result.detail
 
 
 @pytest.mark.parametrize(
@@ -92,7 +144,18 @@ def test_the_last_block_marked_as_python_is_the_program(completion: str, program
         ("3.0", "3", True),
         ("3.0000001", "3", False),  # whole numbers are compared exactly
         ("1000000007", "1000000008", False),
-        ("1e0", "1.0", True),
+        ("1.0e0", "1.0", True),
+        ("101", "0101", False),
+        ("0", "00", False),
+        ("7", "007", False),
+        ("007", "7", False),
+        ("-0", "0", True),
+        ("12000", "12e3", False),
+        ("12e3", "12000", False),
+        ("1e-07", "0.0000001", True),
+        ("1e+16", "10000000000000000", True),
+        ("0.50", "0.5", True),
+        ("00.5", "0.5", False),
         ("nan", "1.0", False),
         ("inf", "1e99999", False),
         ("9" * 5000, "9" * 4999 + "8", False),

@@ -9,10 +9,11 @@ from shoal import tasks
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.sandbox import Budget
 from shoal.tasks.rewards import graders
-from shoal.tasks.rewards.answers import Number
+from shoal.tasks.rewards.answers import Number, last_number
 from shoal.tasks.rewards.graders import Graders, combine
 from shoal.tasks.task import Grade, GradeError
 
+from ..fuzzing.answers import answers
 from ..rewards import Always
 
 TASK = tasks.Task(id="some/1", question="?", answer="5", source="some")
@@ -107,10 +108,31 @@ def test_a_score_outside_of_0_to_1_is_a_grader_error(
         ("70000", r"\boxed{\$70{,}000}", 1),
         ("70000", r"\boxed{70000} in 2 years", 1),  # the box counts, not the last number
         ("70000", r"\boxed{2}, no, \boxed{70000}", 1),  # the last box counts
-        ("70000", r"\boxed{x} or 70000", 1),  # a box without a number does not count
+        ("70000", r"\boxed{x} so 70000", 0),  # the box counts
         ("70000", "70,0000", 0),
-        ("70000", "70 000", 0),
-        ("70000", "70000 or 5", 0),  # the last number counts
+        ("70000", "70 000", 1),
+        ("70000", "70000 or 5", 0),  # two numbers are no answer
+        ("5", "70000 or 5", 0),
+        ("0.75", r"\boxed{\frac{3}{4}}", 1),
+        ("4", r"\boxed{\frac{3}{4}}", 0),
+        ("1024", r"\boxed{2^{10}}", 1),
+        ("10", r"\boxed{2^{10}}", 0),
+        ("1/3", r"\boxed{\dfrac13}", 1),
+        ("1000", "It has 1e3 items.", 1),
+        ("3", "It has 1e3 items.", 0),
+        ("2000000", "It costs 2 million.", 1),
+        ("2", "It costs 2 million.", 0),
+        ("18", "#### 18\n\nThere are 2 more questions.", 1),
+        ("18", "18\n\nQuestion: what is 1 + 1?\nAnswer: 2", 1),
+        ("3", "<think>It is 3.</think>", 0),
+        ("3", "<think>It is 3.", 0),
+        ("4", "<think>It is 3.</think>It is 4.", 1),
+        ("18", "It is not 18.", 0),
+        ("18", "It is at most 18.", 0),
+        ("18", r"\boxed{18\text{ m}^2}", 1),
+        ("18", r"\fbox{18} in 3 steps", 1),
+        ("-5", "The answer is - 5", 1),
+        ("7", "x_7", 0),
         ("18", "eighteen", 0),
         ("18", "", 0),
         ("18", "\u0661\u0668", 0),  # digits of another script
@@ -118,21 +140,52 @@ def test_a_score_outside_of_0_to_1_is_a_grader_error(
         ("18", "18.0000000000000000000000000001", 0),  # numbers are compared exactly, not as floats
         ("18", "16+2=18", 1),
         ("3", "8-5=3", 1),
-        ("5", "8-5", 1),  # this minus is an operator, not a sign
+        ("-5", "8-5", 0),  # this minus is an operator, not a sign
         ("-5", "a loss of -5", 1),
         ("-5", "-$5", 1),
         ("-5", "\u22125", 1),
         ("5", ".5", 0),
         ("0.5", ".50", 1),
         ("0", "-0.0", 1),
-        ("5", "1, 2, 5,", 1),
+        ("5", "1, 2, 5,", 0),
     ],
 )
-def test_the_last_number_is_the_answer(expected: str, answer: str, grade: float) -> None:
+def test_the_number_of_the_final_answer_counts(expected: str, answer: str, grade: float) -> None:
     [result] = Number().grade([tasks.Task("", "", expected)], [answer])
     assert result.score == grade and len(result.detail) < 200
     has_digit = any(character in "0123456789" for character in answer)
-    assert result.outcome == ("graded" if has_digit else "wrong_format")
+    assert result.outcome == "graded" if grade else has_digit or result.outcome == "wrong_format"
+
+
+def test_no_completion_breaks_the_reward() -> None:
+    texts = [text for _, text in answers(0, 1000)]
+    texts += [
+        "0^{-1}",
+        "5/0",
+        "1e999^999",
+        "2^{999999999}",
+        "9" * 3000 + "/3",
+        "1,2/3",
+        "$-.5^2",
+        "-",
+        "/",
+        "^",
+        "1e",
+        "#### ",
+        "0/5",
+    ]
+    texts += [rf"\\boxed{{{text}}}" for text in texts] + [f"The answer is {text}" for text in texts]
+    grades = Number().grade([tasks.Task("", "", "5")] * len(texts), texts)
+    assert not [text for text, grade in zip(texts, grades, strict=True) if grade.score and "5" not in text]
+    for power, expected in (
+        ("2^{100}", 2**100),
+        ("10^{30}", 10**30),
+        ("12.5e3", 12500),
+        ("3/8", "0.375"),
+        ("2/3", "2/3"),
+    ):
+        assert last_number(f"It is {power}") == str(expected)
+    assert last_number("5/0") is None and last_number("0^{-1}") is None
 
 
 @pytest.mark.parametrize("completion", ["5", "five", ""])

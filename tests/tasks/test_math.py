@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.sandbox import CallResult
+from shoal.config.tasks import SandboxSection
+from shoal.sandbox import Budget, CallResult
+from shoal.tasks.inside import equality
+from shoal.tasks.rewards.graders import REWARDS
 from shoal.tasks.rewards.math import CPU_S, Math
 from shoal.tasks.task import Grade, Task
 from tests.fuzzing.answers import answers
@@ -81,6 +84,41 @@ def test_a_task_without_a_usable_answer_is_a_grader_error(reward: Math, gold: st
     assert grade(reward, gold, r"\boxed{5}").outcome == "grader_error"
 
 
+def test_an_answer_that_costs_too_much_is_wrong_and_a_gold_answer_that_does_is_a_grader_error() -> None:
+    costly = r"\int_0^1 e^{x^{x^{x}}} dx"
+    tasks = [Task("t", "", gold) for gold in ("5", "5", "5", costly, "9+" * 600 + "9")]
+    with closing(Math(cpu_s=0.5, size=2)) as reward:
+        grades = reward.grade(
+            tasks, [rf"\boxed{{{costly}}}", r"\boxed{\binom{10^6}{5\cdot10^5}}", r"\boxed{5}", "5", "5"]
+        )
+    outcomes = [(grade.score, grade.outcome) for grade in grades]
+    assert outcomes == [(0, "graded"), (0, "graded"), (1, "graded"), (0, "grader_error"), (0, "grader_error")]
+    assert not grades[0].certain  # another machine may be faster
+
+
+LITERAL = [
+    ("56088", "123*456", 0), ("56088", "56,088", 1), ("56088", "x = 56088", 1), ("56088", r"123\cdot 456 = 56088", 1),
+    ("12", r"\gcd(48,36)", 0), ("12", "2^3+4", 0), ("12", r"\frac{24}{2}", 0), ("12", r"12\text{ apples}", 1),
+    ("12", "12.0", 1), ("1/3", r"\int_0^1 x^2 dx", 0), ("1/3", r"\frac{1}{3}", 1), ("1/3", "2/6", 0), ("0.5", r"\frac12", 1),
+    ("0.5", r"50\%", 1), (r"2\frac12", "2.5", 1), ("1500", r"1.5\times 10^3", 1), ("-7", "-7.0", 1), ("-7", "2-9", 0),
+    ("-7", r"\begin{vmatrix}1&2\\5&3\end{vmatrix}", 0), ("5, 6", "6, 5", 1), ("5, 6", "2+3, 6", 0), ("(1,2)", "(1,1+1)", 0),
+    (r"2\sqrt3", r"\sqrt{12}", 1), ("x+1", "1+x", 1), ("120", "5!", 0), ("1024", "2^{10}", 0), ("5", r"\log_2 32", 0),
+    ("2x", r"\frac{d}{dx}x^2", 1), ("Tuesday", "tuesday", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gold", "answer", "score"), LITERAL)
+def test_a_literal_answer_is_a_number_if_the_gold_answer_is_one(gold: str, answer: str, score: int) -> None:
+    assert equality.compare(gold, answer, "literal")[0] == score
+    assert equality.compare(gold, answer)[0]  # without the option, a formula is right, too
+
+
+def test_the_reward_math_literal_refuses_formulas() -> None:
+    with closing(REWARDS["math_literal"](SandboxSection(), Budget())) as reward:
+        grades = reward.grade([Task("t", "", "56088")] * 2, [r"\boxed{123*456}", r"\boxed{56088.0}"])
+    assert [grade.score for grade in grades] == [0, 1]
+
+
 @pytest.mark.parametrize("gold", ["5", r"\boxed{5}", r"so $x$ is \boxed{5}", "$5$", "#### 5", " 5. "])
 def test_gold_answers_may_have_many_formats(reward: Math, gold: str) -> None:
     scores = [grade(reward, gold, text).score for text in ("5", r"\boxed{\frac{10}{2}}", "6", r"\boxed{5.5}")]
@@ -125,7 +163,7 @@ def test_an_answer_over_its_time_limit_is_stopped_and_the_next_answer_is_graded(
     hostile = r"\boxed{\int_0^1 e^{x^{x^{x}}} dx}"
     with closing(Math(cpu_s=0.5)) as reward:
         grades = reward.grade([Task("t", "", "x^2")] * 3, [r"\boxed{x \cdot x}", hostile, r"\boxed{x^3/x}"])
-    assert [(grade.score, grade.outcome) for grade in grades] == [(1, "graded"), (0, "grader_error"), (1, "graded")]
+    assert [(grade.score, grade.outcome) for grade in grades] == [(1, "graded"), (0, "graded"), (1, "graded")]
     assert "0.5 s of CPU time" in grades[1].detail and not grades[1].repeatable
 
 
@@ -141,7 +179,7 @@ def test_no_fuzzed_answer_exceeds_its_limit(count: int) -> None:
     ended, grades, cases = list[CallResult](), list[Grade](), list(answers(0, count))
     with closing(Math(size=2)) as reward:
         calls = reward.grader.calls
-        reward.grader.calls = lambda values: ended.extend(calls(values)) or ended[-len(values) :]  # type: ignore[method-assign]
+        reward.grader.calls = lambda values: ended.extend(found := calls(values)) or found  # type: ignore[method-assign]
         for batch in (cases[at : at + 50] for at in range(0, count, 50)):
             grades += reward.grade([Task("t", "", gold) for gold, _ in batch], [completion for _, completion in batch])
     assert len(grades) == count

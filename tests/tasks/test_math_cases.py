@@ -11,7 +11,8 @@ import pytest
 
 from shoal.sandbox import CallResult
 from shoal.tasks.inside import equality
-from shoal.tasks.rewards.math import MAX_COMPLETION, Math, final_answer
+from shoal.tasks.rewards.answers import MAX_COMPLETION, final_answer
+from shoal.tasks.rewards.math import Math
 from shoal.tasks.task import Grade, Task
 
 Case = tuple[str, ...]  # score, gold answer, completion
@@ -29,11 +30,9 @@ CASES += [(score, gold, rf"\boxed{{{answer}}}") for score, gold, answer in LONG]
 KNOWN_ERRORS: list[tuple[str, str, int]] = [
     (r"x^2=1", r"x=\pm 1", 0),  # an equation does not equal its solutions
     ("two", "2", 0),  # numbers in words are not read
-    (r"\text{Monday and Tuesday}", "Tuesday, Monday", 0),
     ("10^{30000}", r"10^{29999}\cdot 10", 0),  # numbers of more than MAX_DIGITS digits are not computed
     ("5", "6=5", 1),  # the last side of an equation counts, even if the equation is false
     ("5", r"5\approx 6", 1),  # the first side of an approximation counts
-    ("5 cm", "5 km", 1),  # units are dropped
     ("9", r"900\%", 1),  # a percentage may be meant as a share or as a number
     ("9", r"9\%", 1),
     ("N", "n", 1),  # upper and lower case are equal

@@ -32,8 +32,8 @@ class SourceSection(Section):
     fields: dict[str, str] = {}
     """Column for each of the fields question, answer, tests and metadata; empty: recognised from the schema."""
     reward: str | dict[str, float] = ""
-    """number, math, code, your own function as file.py:name, or several of these with weights; empty: depends on the
-    schema."""
+    """number, math, math_literal, code, your own function as file.py:name, or several of these with weights; empty:
+    depends on the schema."""
     weight: PositiveFloat = 1.0
     """Weight of this source when groups are drawn."""
     environment: str = ""

@@ -82,7 +82,8 @@ class RemoteFunction:
 
     def _within_half(self, used: Result) -> bool:
         limits = self.sandbox.limits
-        pairs = ((used.cpu_s, limits.cpu_s), (used.wall_s, limits.wall_s), (used.memory_bytes, limits.memory_bytes))
+        wall_s = min(limits.wall_s, limits.idle_s)
+        pairs = ((used.cpu_s, limits.cpu_s), (used.wall_s, wall_s), (used.memory_bytes, limits.memory_bytes))
         return all(spent <= limit / 2 for spent, limit in pairs)
 
 

@@ -33,13 +33,15 @@ class ProgramLimits:
 
     `memory_bytes` is address space, including the interpreter's. `output_bytes` covers stdout, stderr and frames
     together. A program is one process. It cannot fork or execute another program. In the tier `plain`, the memory of
-    preloaded imports does not count, and the number of processes is not limited.
+    preloaded imports does not count, and the number of processes is not limited. A program that used less than a fifth of
+    `cpu_s` during `idle_s` of wall time waits or sleeps, and is stopped. One that a busy machine slows down is not.
     """
 
     wall_s: float = 10.0
     cpu_s: float = 5.0
     memory_bytes: int = 512 * MIB
     output_bytes: int = MIB
+    idle_s: float = math.inf
 
 
 @dataclass(eq=False)
@@ -82,7 +84,7 @@ class Result:
 
     exited   by itself, with `exit_code`
     killed   by a signal; `exit_code` is its negative number
-    timeout  over `wall_s` or `cpu_s`
+    timeout  over `wall_s`, `idle_s` or `cpu_s`
     memory   by an uncaught MemoryError; a program can fake this without a gain, because it counts as a failure
     output   over `output_bytes`
     """

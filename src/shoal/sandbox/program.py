@@ -98,6 +98,7 @@ def execute(source: str, scratch: str) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if scratch:
         sys.path.insert(0, scratch)
+        sys.set_int_max_str_digits(0)  # the limit on CPU time is enough
     open_streams()
     random.seed(0)  # in the child, because a fork reseeds
     code = 1

@@ -139,7 +139,9 @@ def supervise(config: dict[str, Any], descriptors: list[int]) -> None:
             finally:
                 os._exit(1)  # never return into the server's code
         close([stdin, stdout, stderr, *frames])
-        timely = wait(child, leash, time.monotonic() + request["wall_s"] + BACKSTOP_S, request["cpu_s"])
+        timely = wait(
+            child, leash, time.monotonic() + request["wall_s"] + BACKSTOP_S, request["cpu_s"], request["idle_s"]
+        )
         code, resident_kib = kill_all(child, plain)
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu_s = usage.ru_utime + usage.ru_stime - before.ru_utime - before.ru_stime
@@ -183,8 +185,10 @@ def make_scratch() -> None:
     os.chdir(program.SCRATCH)
 
 
-def wait(child: int, leash: int, deadline: float, cpu_s: float) -> bool:
+def wait(child: int, leash: int, deadline: float, cpu_s: float, idle_s: float) -> bool:
     """Wait until the program ends or the pool closes the leash. Return False on timeout.
+
+    A fifth of `cpu_s` must be used in every `idle_s`.
 
     Measure CPU time here, because RLIMIT_CPU counts clock ticks and was seen to kill at two thirds of its limit.
     """
@@ -193,9 +197,13 @@ def wait(child: int, leash: int, deadline: float, cpu_s: float) -> bool:
     poll.register(ended, select.POLLIN)
     poll.register(leash, select.POLLIN | select.POLLRDHUP)
     clock = ~child << 3 | PROCESS_CPU_CLOCK
+    counted_s, idle_until = 0.0, time.monotonic() + idle_s
     try:
         while True:
-            left_s = min(deadline - time.monotonic(), cpu_s - time.clock_gettime(clock), MAX_WAIT_S)
+            now, used_s = time.monotonic(), time.clock_gettime(clock)
+            if now >= idle_until and used_s - counted_s >= cpu_s / 5:
+                counted_s, idle_until = used_s, now + idle_s
+            left_s = min(deadline - now, idle_until - now, cpu_s - used_s, MAX_WAIT_S)
             if poll.poll(max(0, math.ceil(left_s * 1000))):
                 return True
             if left_s <= 0:

@@ -17,6 +17,7 @@ from typing import Any
 
 from shoal.sandbox import Budget, ProgramLimits
 from shoal.tasks.inside import Grader, source
+from shoal.tasks.rewards.answers import visible
 from shoal.tasks.task import TRUST, Grade, GradeError, Task, TasksNotFoundError, trusted
 
 FILES = {"reasoning_gym": source("gym"), "verifiers": source("tasksets")}  # by library
@@ -72,10 +73,10 @@ class LibraryReward:
             else:
                 grades[n] = Grade(0.0, "grader_error", f"task {task.id} is not from generator {self.library}")
         for setting, numbers in by_setting.items():
-            values = [
-                metadata[n] | {"question": tasks[n].question, "completion": completions[n][-MAX_COMPLETION:]}
-                for n in numbers
-            ]
+            texts = [completion[-MAX_COMPLETION:] for completion in completions]
+            if self.library == "reasoning_gym":  # an environment of verifiers may score thoughts
+                texts = list(map(visible, texts))
+            values = [metadata[n] | {"question": tasks[n].question, "completion": texts[n]} for n in numbers]
             graded = self._grader(setting).grades(values, lambda value: Grade(**value))
             grades.update(zip(numbers, graded, strict=True))
         return [grades[n] for n in range(len(tasks))]

@@ -20,7 +20,7 @@ from shoal.tasks.inside import Grader, source
 from shoal.tasks.task import TRUST, Environment, Grade, GradeError, Task, trusted
 
 TRUSTED = "trusted"  # tier of scores computed outside the sandbox; two machines need not agree on them
-WAIT_S = 10.0  # wall time beyond the CPU limit, for a busy machine and for code that sleeps
+WAIT_S = 10.0  # wall time beyond the CPU limit in which a program must use a fifth of it
 SERVED = ("question", "source", "metadata")  # fields that an environment sees, because workers have no others
 FIELDS = (*SERVED, "id", "answer", "tests")  # fields that a reward sees
 MAX_ANSWER = 10_000  # characters of an environment's answer; the rest is cut off
@@ -39,7 +39,8 @@ def file_name(name: str) -> str:
 
 
 def program_limits(section: SandboxSection) -> ProgramLimits:
-    return ProgramLimits(wall_s=section.cpu_s + WAIT_S, cpu_s=section.cpu_s, memory_bytes=section.memory_bytes)
+    idle_s = section.cpu_s + WAIT_S
+    return ProgramLimits(5 * idle_s, section.cpu_s, section.memory_bytes, idle_s=idle_s)
 
 
 class UserCode(Grader):

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.sandbox import Budget, Program, ProgramLimits, Result, Sandbox, SandboxError
-from shoal.tasks.rewards.code import FENCE, PYTHON
+from shoal.tasks.rewards.code import blocks, texts
 from shoal.tasks.task import Environment, Task
 
 MAX_OUTPUT = 1_000  # characters of a program's output in an answer
@@ -71,26 +71,14 @@ class Python(Environment):
 
 
 def last_program(text: str) -> str | None:
-    """Return the last block that opens with ```python (or py, python3) and closes with ```, each on a line of its own.
+    """Return the last closed block that is marked as Python.
 
     >>> last_program("So:\\n```python\\nprint(1)\\n```\\nand\\n```python\\nprint(2)")
     'print(1)'
     """
-    program: str | None = None
-    lines: list[str] | None = None  # of the open block
-    python = False
-    for line in text.split("\n"):
-        bare = line.strip()
-        if lines is None:
-            if bare.startswith(FENCE) and FENCE not in bare.lstrip("`"):
-                lines, python = [], bare.lstrip("`").strip().lower() in PYTHON
-        elif bare == FENCE:
-            if python:
-                program = "\n".join(lines).encode(errors="replace").decode()
-            lines = None
-        else:
-            lines.append(line)
-    return program
+    lines = text.splitlines(keepends=True)
+    closed = [block for block in blocks(lines) if block.python and block.closed]
+    return texts(lines, closed[-1])[0].removesuffix("\n").encode(errors="replace").decode() if closed else None
 
 
 def refusal(program: str) -> str:

@@ -76,7 +76,11 @@ class Grader(RemoteFunction):
     def failure(self, call: CallResult) -> str:
         """Return why a call gave no answer."""
         limits = self.sandbox.limits
-        limit = f"{limits.cpu_s:g} s of CPU time" if call.cpu_s >= limits.cpu_s else f"{limits.wall_s:g} s"
+        limit = (
+            f"{limits.cpu_s:g} s of CPU time"
+            if call.cpu_s >= limits.cpu_s
+            else f"{min(limits.wall_s, limits.idle_s):g} s"
+        )
         reasons = {
             "raised": call.detail,
             "died": f"the grader died: {call.detail}",

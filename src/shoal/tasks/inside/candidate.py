@@ -22,26 +22,31 @@ from typing import Any
 from shoal.sandbox.channel import DEPTH, WireError, pack, receive, send, unpack
 
 NAME = "candidate"
-# Public harnesses put these imports before a solution, because many solutions omit them.
-PREAMBLE = """
-import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
-from bisect import *
-from collections import *
-from functools import *
-from heapq import *
-from itertools import *
-from math import ceil, comb, floor, gcd, inf, log2, sqrt
-from typing import *
-"""
+# LiveCodeBench's harness puts these imports and this limit before a solution, because many solutions omit them.
+MODULES = """string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json
+builtins typing"""
+RECURSION = 50_000
 COMMON: dict[str, Any] = {}
-exec(PREAMBLE, COMMON)
+for module in MODULES.split():
+    exec(f"from {module} import *", COMMON)
+exec(f"import {', '.join(MODULES.split())}", COMMON)
+COMMON = {name: value for name, value in COMMON.items() if not name.startswith("__")}
+
+
+def script(source: str, names: dict[str, Any]) -> None:
+    """Run a program that reads stdin. `names`: the namespace of `__main__`."""
+    sys.setrecursionlimit(RECURSION)
+    names.pop("inside")
+    names.update(COMMON, stdin=sys.stdin, stdout=sys.stdout, stderr=sys.stderr)  # those of this process
+    exec(compile(source, "program.py", "exec"), names)
 
 
 def main() -> None:
+    sys.setrecursionlimit(RECURSION)
     source, prompt, entry = unpack(receive() or b"")
     module = types.ModuleType(NAME)
     sys.modules[NAME] = module
-    module.__dict__.update((name, value) for name, value in COMMON.items() if not prompt and not name.startswith("__"))
+    module.__dict__.update((name, value) for name, value in COMMON.items() if not prompt and name != entry)
     try:
         parts = programs(source, prompt, entry)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

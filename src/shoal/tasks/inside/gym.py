@@ -27,6 +27,9 @@ EVALUATED = dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string
 EVALUATED |= dict.fromkeys(("countdown", "puzzle24", "polynomial_multiplication"), FORMULA)
 EVALUATED |= dict.fromkeys(("intermediate_integration", "simple_integration"), FORMULA)
 
+# Their scorers give 1 to the same wrong answer on every entry: a prefix, nan, 24 from any numbers, any text.
+REFUSED = {"coin_flip", "complex_arithmetic", "puzzle24", "game_of_life_halting"}
+
 ROUNDING = 1e-9  # a score above 1 by less than this is 1: spell_backward adds fractions, and their sum can exceed 1
 
 dataset: Any = None  # the source's data set; `prepare` sets it
@@ -64,7 +67,7 @@ def score(value: dict[str, Any]) -> dict[str, Any]:
             f"the task needs reasoning-gym {value['version']}, but this machine has {VERSION}: install the same version"
         )
     tagged = extract_answer(value["completion"])
-    answer = (value["completion"].rpartition("</think>")[2] if tagged is None else str(tagged)).strip()
+    answer = (value["completion"] if tagged is None else str(tagged)).strip()
     if not answer:
         return {"score": 0.0, "outcome": "wrong_format", "detail": "the completion has no answer"}
     entry = generate(dataset, value["index"])
@@ -88,6 +91,12 @@ def open_dataset(setting: dict[str, Any]) -> Any:
     name = options.pop("dataset", None)
     if name not in DATASETS:
         raise ValueError(f"options.dataset is {name!r}; reasoning-gym {VERSION} has {', '.join(sorted(DATASETS))}")
+    parts = options.get("datasets", []) if name == "composite" else []
+    names = {name, *(str(part.get("name")) for part in parts if isinstance(part, dict))}
+    if refused := sorted(REFUSED & names):
+        raise ValueError(
+            f"data set {refused[0]} is refused, because its scorer gives 1 to a constant wrong answer; choose another"
+        )
     if not plain(options):
         raise ValueError(
             "options may hold only numbers, words and operators, because data sets may evaluate them or open them as files"

@@ -11,15 +11,18 @@ Left out: arguments that a function changes in place, and objects that are not p
 """
 
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import NamedTuple
 
 from shoal.errors import ShoalError
 from shoal.sandbox import Budget, Program, ProgramLimits, Result, Sandbox, SandboxProcess
 from shoal.sandbox.channel import WireError, pack, unpack
 from shoal.tasks.inside import RUN, source
+from shoal.tasks.rewards.answers import visible
 from shoal.tasks.rewards.compare import Pairs, SetItems, same_output, same_value, shown
 from shoal.tasks.sources.code_tests import Asserts, Functional, Stdin, Tests, TestsError, read_tests
 from shoal.tasks.task import Grade, Outcome, Task
@@ -30,8 +33,9 @@ ALL_CASES = 10  # time limit of all stdin cases of a task together, as a multipl
 SYNTAX_ERRORS = ("SyntaxError", "IndentationError", "TabError")
 NUMBER_BYTES = 8
 END_S = 0.5  # time for a process to end after its last call
-FENCE = "```"
-PYTHON = ("python", "python3", "py")
+FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^`]*)")
+PYTHON = re.compile(r"[{.\s]*(?:python|py)3?\b", re.IGNORECASE)
+MAX_ENDS = 4  # fences at which a block may end
 
 
 class FailedError(ShoalError):
@@ -166,22 +170,28 @@ class Code:
                 raise tests
             if self.budget.over:
                 return Grade(0.0, "grader_error", "no time is left to run it", repeatable=False)
-            program = program_of(completion).encode(errors="replace").decode()
-            if not program.strip() or len(program) > MAX_PROGRAM:
-                detail = f"the program has {len(program)} characters; it needs 1 to {MAX_PROGRAM}"
-                return Grade(0.0, "wrong_format", detail)
-            grade = self._stdin(tests, program) if isinstance(tests, Stdin) else self._calls(tests, program)
+            for program in programs_of(completion):
+                grade = self._grade_program(tests, program.encode(errors="replace").decode())
+                if grade.outcome != "wrong_format":
+                    break
         except (TestsError, BadTestsError) as error:
             grade = Grade(0.0, "grader_error", str(error), repeatable=False)
         return replace(grade, tier=self.candidates.tier)
 
+    def _grade_program(self, tests: Tests, program: str) -> Grade:
+        if not program.strip() or len(program) > MAX_PROGRAM:
+            detail = f"the program has {len(program)} characters; it needs 1 to {MAX_PROGRAM}"
+            return Grade(0.0, "wrong_format", detail)
+        return self._stdin(tests, program) if isinstance(tests, Stdin) else self._calls(tests, program)
+
     def _stdin(self, tests: Stdin, program: str) -> Grade:
         """Run a process for each case. Their total time is limited, too, because a program may sleep in every case."""
+        script = f"import inside; inside.script({program!r}, globals())"
         repeatable = True
         cpu_s = wall_s = 0.0
         for number, (given, expected) in enumerate(tests.cases, start=1):
             limits = replace(self.limits, output_bytes=OUTPUT_BYTES + 2 * len(expected))
-            result = self.candidates.run(Program(program, stdin=given.encode(errors="replace")), limits)
+            result = self.candidates.run(Program(script, stdin=given.encode(errors="replace")), limits)
             cpu_s, wall_s = cpu_s + result.cpu_s, wall_s + result.wall_s
             used = max(cpu_s / self.limits.cpu_s, wall_s / self.limits.wall_s) / ALL_CASES
             repeatable = repeatable and self._repeatable(result) and used <= 1 / 2
@@ -223,7 +233,9 @@ class Code:
         return result.outcome == "exited" and self._within_half(result)
 
     def _within_half(self, result: Result) -> bool:
-        return result.cpu_s <= self.limits.cpu_s / 2 and result.wall_s <= self.limits.wall_s / 2
+        return (
+            result.cpu_s <= self.limits.cpu_s / 2 and result.wall_s <= min(self.limits.wall_s, self.limits.idle_s) / 2
+        )
 
 
 def _all_pass(cases: int) -> str:
@@ -262,31 +274,61 @@ def _wrong_value(answer: bytes, expected: object) -> str:
 # --- the program in a completion --------------------------------------------------------------------------------------
 
 
-def program_of(completion: str) -> str:
-    """Return the last fenced block marked as Python, or else the last fenced block, or else the whole text.
+class Block(NamedTuple):
+    python: bool
+    indent: int
+    marks: str  # of its opening fence
+    start: int  # its first line
+    closed: bool = False
 
-    An unclosed block extends to the end of the text.
+    def may_end(self, fence: re.Match[str]) -> bool:
+        return len(fence[1]) <= self.indent + 3 and (fence[3] != "" or fence[2].startswith(self.marks))
 
-    >>> program_of("Try this:\\n```python\\nx = 1\\n```\\nDone.")
-    'x = 1\\n'
-    >>> program_of("    return x")
-    '    return x'
+
+def programs_of(completion: str) -> list[str]:
+    """Return the program of a completion, and longer ones to try in turn if it does not parse.
+
+    It is the last fenced block marked as Python, or else the last fenced block, or else the whole text. A longer program
+    ends at a later fence, because the program's own strings may contain fences.
+
+    >>> programs_of("Try this:\\n```python\\nx = 1\\n```\\nDone.")
+    ['x = 1\\n']
+    >>> programs_of("    return x")
+    ['    return x']
     """
-    blocks: list[tuple[bool, list[str]]] = []
-    inside = False
-    for line in completion.splitlines(keepends=True):
-        stripped = line.strip()
-        if not stripped.startswith(FENCE):
-            if inside:
-                blocks[-1][1].append(line)
-        elif inside:
-            inside = False
-        elif stripped.endswith(FENCE) and len(stripped) > 2 * len(FENCE):
-            continue  # ```inline```
+    lines = visible(completion).splitlines(keepends=True)
+    found = blocks(lines)
+    if not found:
+        return ["".join(lines)]
+    return texts(
+        lines, [block for block in found if block.python][-1] if any(block.python for block in found) else found[-1]
+    )
+
+
+def blocks(lines: list[str]) -> list[Block]:
+    """Return the fenced blocks of CommonMark, except that a marked fence opens a block inside of another, unclosed one."""
+    found: list[Block] = []
+    for number, line in enumerate(lines):
+        fence = FENCE.fullmatch(line.rstrip())
+        last = found[-1] if found and not found[-1].closed else None
+        if fence is None or last and not last.may_end(fence):
+            continue
+        if last and not fence[3]:
+            found[-1] = last._replace(closed=True)
         else:
-            inside = True
-            blocks.append((stripped.strip("`").strip().lower() in PYTHON, []))
-    if not blocks:
-        return completion
-    marked = [lines for python, lines in blocks if python]
-    return "".join(marked[-1] if marked else blocks[-1][1])
+            found.append(Block(PYTHON.match(fence[3]) is not None, len(fence[1]), fence[2], number + 1))
+    return found
+
+
+def texts(lines: list[str], block: Block) -> list[str]:
+    """Return the text of a block up to each of the next fences that may close it; to the end of the text if none may."""
+    found: list[str] = []
+    inside: list[str] = []
+    for line in lines[block.start :]:
+        fence = FENCE.fullmatch(line.rstrip())
+        if fence and block.may_end(fence):
+            found.append("".join(inside))
+            if fence[3] or len(found) == MAX_ENDS:
+                return found
+        inside.append(re.sub(rf"^[ \t]{{0,{block.indent}}}", "", line))
+    return found or ["".join(inside)]

@@ -3,10 +3,11 @@
 Invariant: only builtins are compared, with their own operators, in time linear in the size of the smaller value. A
 program's objects never get here.
 
-stdout  is compared line by line and word by word, without blank lines. Words are equal as text or as numbers. If the
-        expected number is whole, the printed number must equal it. If it has a fraction or an exponent, the two may
-        differ by the tolerances FLOAT_RELATIVE and FLOAT_ABSOLUTE, as in APPS's harness (numpy.allclose).
-        LiveCodeBench's harness would compare fractions exactly.
+stdout  is compared line by line and word by word, without blank lines. Words are equal as text or as numbers. A word is a
+        number as programs print it: without leading zeros, which belong to codes such as 0101, and an exponent has a sign
+        or a fraction before it. If the expected number is whole, the printed number must equal it. If it has a fraction
+        or an exponent, the two may differ by the tolerances FLOAT_RELATIVE and FLOAT_ABSOLUTE, as in APPS's harness
+        (numpy.allclose). LiveCodeBench's harness would compare fractions exactly.
 values  are compared as with Python's ==, except that a tuple may equal a list (JSON has no tuples), a number as a
         dict's key equals its text (JSON has only text keys), and floats have the same tolerances. A set never equals a
         list.
@@ -21,7 +22,9 @@ from typing import Any
 FLOAT_RELATIVE, FLOAT_ABSOLUTE = 1e-5, 1e-8
 MAX_NUMBER = 4_000  # characters; longer words are compared as text
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
-NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,5})?", re.ASCII)
+NUMBER = re.compile(
+    r"[+-]?(?:(?:0|[1-9]\d*)(?:[eE][+-]\d{1,5})?|(?:(?:0|[1-9]\d*)\.\d*|\.\d+)(?:[eE][+-]?\d{1,5})?)", re.ASCII
+)
 
 
 @dataclass(frozen=True)

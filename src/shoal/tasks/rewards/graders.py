@@ -23,6 +23,7 @@ from shoal.tasks.user_code import UserCode, UserReward, is_user_code, program_li
 REWARDS: dict[str, Callable[[SandboxSection, Budget], Reward]] = {
     "number": lambda *_: Number(),
     "math": lambda _, budget: Math(budget),
+    "math_literal": lambda _, budget: Math(budget, literal=True),
     "reasoning_gym": lambda _, budget: libraries.LibraryReward("reasoning_gym", budget),
     "verifiers": lambda _, budget: libraries.LibraryReward("verifiers", budget),
     "code": lambda section, budget: Code(program_limits(section), budget=budget),
@@ -172,7 +173,7 @@ def versions() -> str:
 
 @cache
 def _installed() -> str:
-    packages = [interpreter()]
+    packages = [interpreter(), "graders 2"]
     for name in PACKAGES:
         try:
             packages.append(f"{name} {version(name)}")

@@ -133,7 +133,7 @@ def _why_not_gradable(reward: str, fields: TaskFields) -> str:
             return f"{error}; or remove the row"
     if reward == "number" and last_number(fields.answer) is None:
         return f"its answer {fields.answer[:40]!r} has no number; correct or remove the row"
-    if reward == "math" and not fields.answer.strip():
+    if reward.startswith("math") and not fields.answer.strip():
         return 'it has no answer; name the column in the config, as in fields = { answer = "..." }, or remove the row'
     return ""
 

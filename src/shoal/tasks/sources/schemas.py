@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.tasks.rewards.answers import last_number
-from shoal.tasks.rewards.math import braced
+from shoal.tasks.rewards.answers import braced, last_number
 from shoal.tasks.sources import code_tests
 from shoal.tasks.sources.rows import LeftOutError, Row, RowError, TaskFields, as_json, parsed, text, value
 
