@@ -138,8 +138,7 @@ class Coordinator:
         return web.json_response({"run": self.run, "protocol": messages.VERSION})
 
     async def _run(self, request: web.Request) -> web.Response:
-        private = {"coordinator": {"database"}, "ledger": {"rpc", "key_file"}}
-        config = self.config.model_dump(exclude=private)
+        config = self.config.public().model_dump()
         descriptor = messages.RunDescriptor(
             protocol=messages.VERSION, run=self.run, config=config, keys=self.pool.members.keys()
         )
