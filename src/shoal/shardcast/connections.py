@@ -23,11 +23,12 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import ClientConnectionResetError, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -277,6 +278,20 @@ async def started(
     await runner.setup()
     await web.SockSite(runner, listener, backlog=backlog).start()
     return runner
+
+
+def is_foreign(request: web.Request, names: Collection[str]) -> bool:
+    """Return whether a request came over loopback under the name of another host, which is none of `names`.
+
+    Another site's page sends such requests after it has pointed its own name at this machine (DNS rebinding).
+    """
+    here: Any = request.transport.get_extra_info("sockname") if request.transport else None
+    try:
+        host = urlsplit(f"//{request.headers.get('Host', '')}").hostname or "localhost"
+        own = host in ("localhost", *names) or ip_address(host).is_loopback
+    except ValueError:  # another name, or not a name
+        own = False
+    return bool(here) and ip_address(here[0]).is_loopback and not own
 
 
 def prefer_bbr(connection: socket.socket) -> str:
