@@ -28,7 +28,7 @@ from pathlib import Path
 from shoal.files import discard
 from shoal.shardcast import delta
 from shoal.shardcast.delta import DeltaError, Link
-from shoal.shardcast.fetch import FetchError, NoRouteError, NotHeld, SourceError, disk_errors
+from shoal.shardcast.fetch import FetchError, NoRouteError, NotHeld, RefusedVersionError, SourceError, disk_errors
 from shoal.shardcast.fetch.cache import RESULTS, Cache, Partial
 from shoal.shardcast.fetch.download import Sources, StreamDownload
 from shoal.shardcast.fetch.reach import proxy_for
@@ -421,8 +421,8 @@ def fetch_published(
     while True:
         try:
             return client.fetch(version, digest=digest)
-        except FetchError:
-            if time.monotonic() > deadline_s:
+        except FetchError as error:
+            if time.monotonic() > deadline_s or isinstance(error, RefusedVersionError):
                 raise
             time.sleep(POLL_S)
 
