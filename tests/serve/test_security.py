@@ -241,8 +241,8 @@ def test_an_oversized_body_is_refused_before_it_is_read(ada: User, page: Running
 def test_a_slow_body_has_a_deadline(page: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.watch.page.guard.BODY_S", 0.2)
     with socket.create_connection(page.address, timeout=30) as connection:
-        head = "POST /chat/login HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
-        connection.sendall(head.encode())
+        head = "POST /chat/login HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
         assert connection.recv(65536).split()[1] == b"408"
 
 
