@@ -22,16 +22,21 @@ from shoal.model.load import eos_ids, load_model, load_tokenizer
 from shoal.model.support import UnsupportedModelError
 from shoal.model.training import open_sharded
 from shoal.protocol.calling import NodeError
+from shoal.protocol.identity import Identity
 from shoal.protocol.messages import HeartbeatAnswer
 from shoal.protocol.node import Bounds, Node
 from shoal.serve import proof
 from shoal.serve.versions import ModelSource, Versions
-from shoal.shardcast import Origin, ShardStore
+from shoal.shardcast import Client, Origin, ShardStore
+from shoal.shardcast.fetch import RefusedVersionError
+from shoal.shardcast.fetch.client import fetch_published
 from shoal.tasks import Task
 from shoal.tasks.prompt import ChatTemplateError, prompt_tokens
 from shoal.validator.judge import Judge
 from shoal.worker.produce import Producer
 
+from ..cli.support import wait_until
+from ..cli.test_origin_and_relay import Site
 from ..protocol.support import FakeCoordinator, NoPauses, join
 from ..workers import ALICE, RUN, config
 
@@ -262,3 +267,32 @@ def test_logs_of_a_refusal_are_one_line(tiny_folder: Path, tmp_path: Path, caplo
     with caplog.at_level(logging.ERROR):
         node.refuse(3, UnsupportedModelError("/home/bob/weights/v000003: a\x1b[2J\nb"))
     assert node.refused == "version 3: v000003: a?[2J" and "\n" not in caplog.messages[0]
+
+
+def test_unchanged_nodes_download_nothing_of_a_hostile_learners_version_and_say_why(tmp_path: Path) -> None:
+    """A real coordinator, origin and relay on loopback: the relay mirrors nothing, a worker reserves nothing."""
+    (tmp_path / "coordinator").mkdir()
+    site = Site(tmp_path)
+    origin, relay = site.origin(), site.relay()
+    worker = Node.join(site.invite("worker"), tmp_path / "worker")
+    try:
+        hostile = site.watched / ".v000000"
+        hostile.mkdir()
+        (hostile / "model.safetensors").write_bytes(bytes(1_000))
+        (hostile / "tk.py").write_text(author.CODE)
+        hostile.rename(site.watched / "v000000")
+        wait_until(lambda: bool(site.announced()) and "tk.py" in site.node("relay").stats.doing)
+        worker.beat()  # its answer has the permission to read
+        publisher = Identity.load(tmp_path / "origin" / "identity.pem").public
+        client = Client([site.node("origin").url], worker.access(publisher, worker.config()), tmp_path / "cache")
+        with pytest.raises(RefusedVersionError, match="tk.py"):
+            fetch_published(client, 0)
+        worker.beat()
+        assert worker.refused.startswith("version 0: ") and not [
+            path for path in (tmp_path / "cache").rglob("*") if path.is_dir()
+        ]
+        site.write(1)
+        wait_until(lambda: site.node("relay").policy_version == 1)
+    finally:
+        ended = [relay.stopped(), origin.stopped(), site.coordinator.stopped()]
+    assert ended[:2] == ["stopped", "stopped"], "a hostile version ends no node"

@@ -18,7 +18,7 @@ from shoal.protocol import node as node_module
 from shoal.protocol.calling import NodeError, RefusedError, StoppedError
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import open_payload
-from shoal.protocol.messages import MAX_SENDERS, VERSION, FileLink
+from shoal.protocol.messages import MAX_SENDERS, VERSION, FileLink, HeartbeatAnswer
 from shoal.protocol.node import Bounds, in_bucket
 from shoal.shardcast import Access, Arrival
 
@@ -282,3 +282,17 @@ def test_a_later_version_may_not_be_much_larger_than_the_first(tmp_path: Path, s
 
     assert node.refuses(manifest(1_000)) == ""
     assert bool(node.refuses(manifest(size_bytes))) is refused
+
+
+def test_the_learner_logs_each_refusal_of_a_version_once_and_no_more_than_a_hundred(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    for number in range(200):
+        refused = [f"w-{number} refuses version 3", "w refuses version 3"]
+        answer = HeartbeatAnswer(state="running", newest_version=3, relays=[], refused=refused)
+        coordinator.answers["/v1/heartbeat"] = answer.model_dump_json()
+        node.beat()
+    told = [message for message in caplog.messages if "refuses" in message]
+    assert len(set(told)) == len(told) <= 101 and "w refuses version 3" in told

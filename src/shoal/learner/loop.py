@@ -49,7 +49,6 @@ class Learner:
         self.versions = folder / "versions"
         self.incoming = IncomingBatches(node, self.ranks, config, folder / "quarantine")
         self.checkpoints = Checkpoints(folder / "checkpoints", policy, self.sign)
-        self.refusals = set[str]()  # what nodes refuse to load, as logged
         self.shape = report.shape_of(policy.model)
         self.peak_gflops = measure_gflops(policy.compute, str(policy.device))
 
@@ -182,11 +181,7 @@ class Learner:
     def post(
         self, node: Node, progress: LearnerProgress, before: str, fetched: Fetched, figures: dict[str, float]
     ) -> None:
-        """Post the metrics and the signed record of the step that just ended. Log which nodes refuse to load a version."""
-        for refusal in node.answer.refused if node.answer else []:
-            if refusal not in self.refusals:
-                log.warning("%s", refusal)
-                self.refusals.add(refusal)
+        """Post the metrics and the signed record of the step that just ended."""
         step, trained = progress.step - 1, [group.submission for group in fetched.groups]
         record = report.signed_record(node, step, fetched, before, progress.version_digest, self.policy)
         metrics = report.finite(figures)

@@ -38,7 +38,7 @@ def apply(
     return_dict: bool = True,
     **options: Any,
 ) -> Any:
-    """Do what the tokenizer's `apply_chat_template` does; `options`: tools and add_generation_prompt.
+    """Do what the tokenizer's `apply_chat_template` does. `options`: those that the template sees.
 
     Raise UnsupportedModelError if the template exceeds a limit, TemplateError if it refuses the messages, ValueError if
     there is none.
@@ -49,10 +49,12 @@ def apply(
         tokenizer.special_tokens_map | options | {"conversations": [chat], "chat_template": template}
     )
     if call.ending == "raised" and not call.detail.startswith("MemoryError"):
-        raise TemplateError(call.detail)
+        raise TemplateError(call.detail.partition(": ")[2] or call.detail)
     if call.ending != "answered":
         why = f"{tokenizer.name_or_path}: its chat template exceeds a limit ({call.ending}); choose another model"
         raise UnsupportedModelError(why)
+    if options.get("return_assistant_tokens_mask"):  # it needs positions in the text; this rendering ended just now
+        return type(tokenizer).apply_chat_template(tokenizer, messages, return_dict=return_dict, **options)
     if not tokenize:
         return call.value
     encoded = tokenizer(call.value, add_special_tokens=False)

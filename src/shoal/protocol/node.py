@@ -87,6 +87,7 @@ FILES = re.compile(
     r"|((generation_|tokenizer_)?config|tokenizer|special_tokens_map|added_tokens|vocab|chat_template)\.json"
 )
 GROWTH_BYTES = 64 << 20  # a later version may be twice as large as the first, which has the same tensors, and this more
+MAX_HEARD = 100  # refusals of other nodes that are logged; any worker can invent them
 FOLDER = re.compile(r"/[^\s:,]*/")  # a path, which would tell the pool the names of this machine's folders
 ANSWERS = re.compile(r"\(?(https?://[^\s/]+)[^\s:]*: .*")  # in an error: what servers answered
 
@@ -120,6 +121,7 @@ class Node(Caller):
         self.reach: Reach = "public"  # set by `config`
         self.first_bytes: int | None = None  # size of the first version that it downloaded
         self.refused = ""  # the version that it does not load, and why
+        self.heard = set[str]()  # what other nodes refused to load; told to the learner only
         self.policy_version: int | None = None
         self.fingerprint: Fingerprint | None = None  # of the version that it loaded last
         self.working_on: list[str] = []  # submissions that it is generating
@@ -414,6 +416,9 @@ class Node(Caller):
             finished=self.finished,
         )
         self.answer = self.post("/v1/heartbeat", beat, HeartbeatAnswer)
+        for refusal in set(self.answer.refused) - self.heard if len(self.heard) < MAX_HEARD else ():
+            self.heard.add(refusal)
+            log.warning("%s", refusal)
         return self.answer
 
     @contextmanager

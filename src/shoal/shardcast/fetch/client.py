@@ -369,7 +369,12 @@ async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None
         parent, digest = manifest.delta.parent, manifest.delta.parent_digest
         parent_offer = cache.offer(parent) if cache.manifest(parent, digest) else None
         if parent_offer is None:
-            answers, reasons = await sources.ask(bind(offered, version=parent, digest=digest))
+            try:
+                answers, reasons = await sources.ask(bind(offered, version=parent, digest=digest))
+            except RefusedVersionError:
+                if not routes:
+                    raise
+                break
             parent_offer = next((answer for answer in answers.values() if answer), None)
         if parent_offer is None:
             break
