@@ -28,7 +28,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import ClientConnectionResetError, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -281,17 +280,23 @@ async def started(
 
 
 def is_foreign(request: web.Request, names: Collection[str]) -> bool:
-    """Return whether a request came over loopback under the name of another host, which is none of `names`.
+    """Return whether a request came over loopback under a name of the internet that is none of `names`.
 
-    Another site's page sends such requests after it has pointed its own name at this machine (DNS rebinding).
+    Another site's page sends such requests after it has pointed its own name at this machine (DNS rebinding). It cannot
+    use an address, or a name without a dot.
     """
     here: Any = request.transport.get_extra_info("sockname") if request.transport else None
-    try:
-        host = urlsplit(f"//{request.headers.get('Host', '')}").hostname or "localhost"
-        own = host in ("localhost", *names) or ip_address(host).is_loopback
-    except ValueError:  # another name, or not a name
-        own = False
+    host = request.headers.get("Host", "").lower().rpartition("@")[2]
+    host = host.removeprefix("[").partition("]" if host.startswith("[") else ":")[0].removesuffix(".")
+    own = host in names or "." not in host or is_address(host)
     return bool(here) and ip_address(here[0]).is_loopback and not own
+
+
+def is_address(host: str) -> bool:
+    try:
+        return bool(ip_address(host))
+    except ValueError:
+        return False
 
 
 def prefer_bbr(connection: socket.socket) -> str:
