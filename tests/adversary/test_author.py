@@ -79,6 +79,25 @@ def test_a_hostile_folder_is_refused_in_one_sentence(hostile: Path) -> None:
     refused(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("config.json", {"_attn_implementation_autoset": True}),
+        ("config.json", {"auto_map": {"AutoModelForCausalLM": "tk.X", "AutoConfig": "tk.X"}}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": [None, "tk.X"]}}),
+        ("config.json", {"quantization_config": None}),
+    ],
+)
+def test_settings_that_published_models_have_do_no_harm(
+    name: str, fields: dict[str, Any], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """transformers has its own code for these models, and uses it."""
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    author.change(folder, name, **fields)
+    load_model(folder)
+    load_tokenizer(folder)
+
+
 def test_a_worker_a_validator_and_an_evaluator_keep_what_they_have(hostile: Path, tiny_folder: Path) -> None:
     with Judge(CONFIG, RUN, "float32") as judge:
         producer, engine = Producer(CONFIG, RUN, ALICE, TorchEngine("float32")), TorchEngine("float32")

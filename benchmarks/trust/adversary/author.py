@@ -72,6 +72,7 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
     "hub kernel by its public name": _setting("config.json", attn_implementation="org/evil"),
     "hub kernel for experts": _setting("config.json", _experts_implementation="org/evil"),
     "hub kernel of a part": _setting("config.json", text_config={"model_type": "llama", "_attn_implementation": "org/evil"}),
+    "no attention": _setting("config.json", _attn_implementation=None),
     "other attention": _setting("config.json", _attn_implementation="eager"),
     "quantised": _setting("config.json", quantization_config={"quant_method": "fp8"}),
     "other weights": _setting("config.json", transformers_weights="adapter_model.bin"),

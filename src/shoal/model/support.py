@@ -53,7 +53,7 @@ WINDOW_FIELDS = (
 )
 WINDOWED_LAYERS = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 UNSAFE = re.compile(  # settings that replace Shoal's attention, run other kernels, or name other files to read
-    "(attn|experts)_implementation|(quantization|compression|fusion|kernel)_config|^transformers_weights$|^configuration_files$"
+    "_?(attn|experts)_implementation|(quantization|compression|fusion|kernel)_config|transformers_weights|configuration_files"
 )
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")  # all rotations change once a sequence exceeds some length
 
@@ -82,7 +82,7 @@ def check_settings(folder: Path) -> None:
 
     config, tokenizer = read("config.json"), read("tokenizer_config.json")
     for key, value in fields:
-        if UNSAFE.search(key) and value is not None:
+        if UNSAFE.fullmatch(key) and (value is not None or "implementation" in key):
             raise UnsupportedModelError(
                 f"{folder} sets {key}, which Shoal does not support: save its weights in bf16 without it"
             )
