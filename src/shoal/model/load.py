@@ -122,14 +122,12 @@ def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Nu
 
 def check_size(config: Any, stored: int, folder: Path) -> None:
     """Raise UnsupportedModelError if the model would need far more memory than its files have parameters."""
-    layers = config.get_text_config(decoder=True).num_hidden_layers
-    if layers > MAX_LAYERS:
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    if not isinstance(layers, int) or layers > MAX_LAYERS:
         raise UnsupportedModelError(f"{folder}: its config has {layers} layers; Shoal builds at most {MAX_LAYERS}")
     with _explained(folder, "config"), _building, torch.random.fork_rng(devices=[]), torch.device("meta"):
-        tensors = {
-            id(tensor): tensor for tensor in (lambda m: (*m.parameters(), *m.buffers()))(random_model(config, "eager"))
-        }
-    needed = sum(tensor.numel() for tensor in tensors.values())
+        model = random_model(config, "eager")
+    needed = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     if needed > 2 * stored + SPARE:
         raise UnsupportedModelError(
             f"{folder}: its config describes {needed} parameters, but its files hold {stored}: copy it again"
