@@ -83,6 +83,7 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
     "more parameters than files": _setting("config.json", intermediate_size=10**8),
     "layers without end": _setting("config.json", num_hidden_layers=10**7),
     "deep JSON": _deep,
+    "endless settings": lambda folder: os.truncate(folder / "tokenizer.json", 1 << 30),
     "end tokens that are text": _setting("generation_config.json", eos_token_id=["a"]),
     "settings of wrong types": _setting("config.json", num_attention_heads="many"),
 }  # fmt: skip

@@ -52,6 +52,7 @@ WINDOW_FIELDS = (
     "index_topk_blocks",
 )
 WINDOWED_LAYERS = ("sliding_attention", "chunked_attention", "hybrid_sliding")
+SETTINGS_BYTES = 128 << 20  # a parser takes some ten times as much memory; the largest known tokenizers have 35 MB
 UNSAFE = re.compile(  # settings that replace Shoal's attention, run other kernels, or name other files to read
     "_?(attn|experts)_implementation|(quantization|compression|fusion|kernel)_config|transformers_weights|configuration_files"
 )
@@ -67,6 +68,11 @@ def check_settings(folder: Path) -> None:
 
     Whoever made the folder may be a stranger. This reads its settings as text, before transformers does.
     """
+    for path in folder.glob("*.json"):
+        if (size_bytes := path.stat().st_size) > SETTINGS_BYTES:
+            raise UnsupportedModelError(
+                f"{path} has {size_bytes} bytes; Shoal reads at most {SETTINGS_BYTES} of settings"
+            )
     fields: list[tuple[str, Any]] = []  # of all objects, at any depth
 
     def note(settings: dict[str, Any]) -> dict[str, Any]:
