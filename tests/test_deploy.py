@@ -7,7 +7,6 @@ import shutil
 import ssl
 import subprocess
 import time
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from tests.servers import free_port
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 METRIC = re.compile(r"\bshoal_[a-z_]+\b")
-EXTRAS = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 
 
@@ -129,28 +127,56 @@ def test_the_kubernetes_pool_has_a_pod_for_every_invite_and_every_volume_exists(
     for name, spec in sets.items():
         pod = spec["template"]["spec"]
         assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
-        assert spec["serviceName"] == "shoal"
+        assert spec["serviceName"] == "shoal" and pod["automountServiceAccountToken"] is False
         claims = [claim["metadata"] for claim in spec["volumeClaimTemplates"]]
         volumes = {volume["name"] for volume in [*pod.get("volumes", []), *claims]}
         for container in pod["containers"]:
-            assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-            for word in container["args"]:
-                invites = [word.replace("$(POD)", f"{name}-{number}") for number in range(spec["replicas"])]
-                named |= {Path(invite).stem for invite in invites if invite.endswith(".invite")}
+            mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
+            assert mounts.keys() == volumes
+            if name == "coordinator":
+                continue
+            invite = mounts["invites"]  # one file of the secret, so that no container can use another node's invite
+            assert container["args"][1:3] == ["--join", invite["mountPath"]]
+            file = invite.get("subPath") or invite["subPathExpr"]
+            assert file.endswith(".invite")
+            named |= {file.replace("$(POD)", f"{name}-{n}").removesuffix(".invite") for n in range(spec["replicas"])}
     assert named == made
     hosts = {match for word in init.overrides for match in re.findall(r"=([a-z]+)-0\.shoal:[0-9]+$", word)}
     assert hosts == {"learner", "relay"} and init.url == "http://coordinator-0.shoal:8700"
 
 
-def test_images_install_the_locked_versions() -> None:
-    lock = (DEPLOY.parent / "constraints.txt").read_text()
-    for name in ("cpu", "cuda"):
-        text = (DEPLOY / f"Containerfile.{name}").read_text()
-        version = re.search(r"torch==([0-9.]+)", text)
-        assert version and f"torch=={version[1]}\n" in lock
-        assert text.count("--constraint constraints.txt") == text.count("pip install")
-        extras = re.search(r"'\.\[([a-z0-9,-]+)\]'", text)
-        assert extras and set(extras[1].split(",")) <= set(EXTRAS)
+def test_images_and_rented_workers_install_only_the_files_whose_hashes_are_locked() -> None:
+    constraints = set((DEPLOY.parent / "constraints.txt").read_text().splitlines())
+    pinned = {line.partition("==")[0] for line in constraints}  # but not torch's own packages for GPUs
+    for path in sorted(DEPLOY.glob("requirements-*.txt")):
+        for entry in re.split(r"\n(?=[a-z])", re.sub(r"(?m)^#.*\n", "", path.read_text()).strip()):
+            version = entry.split()[0].replace("+cpu", "")
+            assert version in constraints or version.partition("==")[0] not in pinned, (path.name, version)
+            hashes = re.findall(r"--hash=(\S+)", entry)
+            assert hashes and all(re.fullmatch("sha256:[0-9a-f]{64}", each) for each in hashes), (path.name, version)
+    for name in ("Containerfile.cpu", "Containerfile.cuda", "skypilot.yaml"):
+        text = (DEPLOY / name).read_text()
+        for line in text.splitlines():
+            if "pip install" in line:
+                assert "--require-hashes" in line or "--no-deps --no-build-isolation" in line, (name, line)
+        for path in re.findall(r"deploy/requirements-[a-z]+\.txt", text):
+            assert (DEPLOY.parent / path).is_file()
+
+
+def test_a_rented_worker_gets_a_list_of_files_and_no_folder_that_may_hold_a_pool() -> None:
+    task = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
+    assert "workdir" not in task
+    sent = [source for target, source in task["file_mounts"].items() if "invite" not in target]
+    assert sent and set(sent) <= {
+        f"./{name}" for name in ("src", "configs", "deploy", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
+    }
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_an_image_can_be_built_on_a_digest_and_has_the_python_of_its_lock(name: str) -> None:
+    text = (DEPLOY / f"Containerfile.{name}").read_text()
+    assert re.search(r"^ARG BASE=docker\.io/library/python:3\.1[12]-slim-bookworm\nFROM \$BASE$", text, re.MULTILINE)
+    assert [line for line in text.splitlines() if line.startswith("FROM ")] == ["FROM $BASE"]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

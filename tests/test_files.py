@@ -9,6 +9,7 @@ import pytest
 
 from shoal.files import (
     DamagedFileError,
+    NewFile,
     append_lines,
     commit_folder_once,
     keep_lines,
@@ -84,3 +85,23 @@ def test_a_failed_append_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: 
             append_lines(path, [{"n": 2}])
     append_lines(path, [{"n": 3}])
     assert path.read_text() == '{"n": 1}\n{"n": 3}\n'
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_link_that_another_user_plants_under_the_temporary_name_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """In a shared folder, another user may create the temporary name between its removal and its creation."""
+    target = tmp_path / "target"
+    target.write_text("kept")
+    unlink = Path.unlink
+    file = NewFile(tmp_path / "file") if again else None
+
+    def unlink_and_plant(path: Path, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok=missing_ok)
+        path.symlink_to(target)
+
+    monkeypatch.setattr(Path, "unlink", unlink_and_plant)
+    with pytest.raises(FileExistsError):
+        file.truncate() if file else NewFile(tmp_path / "file")
+    assert target.read_text() == "kept"

@@ -19,7 +19,7 @@ ROOMS = {
     "toploc": ["evidence"],
     "sandbox": [],
     "shardcast": ["errors", "files", "identity"],
-    "model": ["errors", "files"],
+    "model": ["errors", "files", "sandbox"],
     "protocol": ["config", "errors", "files", "identity", "shardcast"],
     "store": ["errors", "files", "model", "protocol"],
     "ledger": ["errors", "files", "protocol"],
@@ -29,10 +29,10 @@ ROOMS = {
     "watch": ["config", "errors", "evidence", "files", "protocol", "shardcast"],
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "watch"],
     "learner": ["config", "diloco", "errors", "evidence", "files", "model", "protocol", "shardcast", "store", "tasks"],
-    "worker": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
+    "worker": ["config", "engine", "errors", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": [
-        "config", "engine", "evidence", "files", "ledger", "model", "protocol", "sandbox", "shardcast", "store", "tasks",
-        "toploc",
+        "config", "engine", "errors", "evidence", "files", "ledger", "model", "protocol", "sandbox", "shardcast", "store",
+        "tasks", "toploc",
     ],
     "evals": ["config", "engine", "errors", "files", "model", "protocol", "sandbox", "shardcast", "tasks", "watch"],
     "serve": ["config", "engine", "errors", "files", "model", "shardcast", "tasks", "toploc", "validator", "watch"],
@@ -221,6 +221,60 @@ def test_nothing_is_ever_unpickled() -> None:
             if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False"
         ]
         assert not pickled, f"{name} allows pickles"
+
+
+READERS = {"from_pretrained", "from_config", "_from_config", "snapshot_download", "hf_hub_download", "load_dataset"}
+
+
+def test_only_the_loader_lets_transformers_read_a_model_and_it_never_trusts_the_models_code() -> None:
+    """transformers asks the operator whether to run a model's code, unless it is told not to."""
+    found = set()
+    for name in MODULES:
+        for node in ast.walk(tree(name)):
+            called = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            if called in READERS:
+                found.add((name, called))
+    hub = {
+        ("model.sources", "snapshot_download"),
+        ("model.sources", "hf_hub_download"),
+        ("tasks.sources.reading", "hf_hub_download"),
+    }
+    assert found == {("model.load", "from_pretrained"), ("model.load", "from_config")} | hub
+    calls = [
+        node
+        for node in ast.walk(tree("model.load"))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    for call in (call for call in calls if call.func.attr in READERS):  # type: ignore[attr-defined]
+        named = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        if not ast.unparse(call.func).startswith("GenerationConfig."):  # it has no code
+            assert named.get("trust_remote_code") == "False", ast.unparse(call)
+        assert named.get("local_files_only") == "True" or call.func.attr == "from_config" or None in named, ast.unparse(
+            call
+        )  # type: ignore[attr-defined]
+
+
+def test_only_the_checked_clients_send_requests_to_addresses_that_others_name() -> None:
+    """`protocol.calling` calls the coordinator in an invite, and `shardcast.fetch.source` checks every address."""
+    httpx_calls = {"get", "post", "put", "stream", "request", "head", "delete", "patch"}
+    direct = {
+        name
+        for name in MODULES
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Call)
+        and (
+            ast.unparse(node.func)
+            in {f"httpx.{method}" for method in httpx_calls} | {"urllib.request.urlopen", "urlopen"}
+        )
+    }
+    assert direct == {"evals.harness"}  # its own server on loopback
+    sessions = {
+        name
+        for name in MODULES
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Attribute) and node.attr == "ClientSession"
+    }
+    assert sessions == {"shardcast.fetch.source", "shardcast.fetch.download"}  # the second keeps what the first opened
 
 
 def test_every_module_has_a_docstring() -> None:

@@ -66,8 +66,12 @@ def test_the_wheel_states_versions_extras_and_the_command(dist: Path) -> None:
 
 
 def pins(path: Path) -> dict[str, str]:
-    """Return versions by name, without markers."""
-    lines = [line.partition(";")[0].strip() for line in path.read_text().splitlines() if not line.startswith("#")]
+    """Return versions by name, without markers and hashes."""
+    lines = [
+        re.split("[;\\\\]", line)[0].strip()
+        for line in path.read_text().splitlines()
+        if not line.startswith(("#", " "))
+    ]
     return dict(line.split("==") for line in lines if line)
 
 

@@ -32,6 +32,10 @@ class UserError(ShoalError):
     """An argument is wrong, or it names a wrong file, folder, address or config. The command exits with status 2."""
 
 
+class ModelError(UserError):
+    """A model's or a version's files cannot be used. A node that gets such a version keeps the one that it has."""
+
+
 def check_extra(extra: str, what: str) -> None:
     """Raise UserError if the package of Shoal's extra `extra` is not installed. `what`: the setting that needs it."""
     if importlib.util.find_spec(package := EXTRAS[extra]) is None:

@@ -71,7 +71,10 @@ class NewFile:
         self.temporary.unlink(missing_ok=True)
 
     def _open(self) -> int:
-        fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644 if self.mode is None else self.mode)
+        flags = (
+            os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        )  # in a shared folder, another user may have made a link
+        fd = os.open(self.temporary, flags, 0o644 if self.mode is None else self.mode)
         if self.mode is not None:
             os.fchmod(fd, self.mode)  # because the umask may have removed bits
         return fd

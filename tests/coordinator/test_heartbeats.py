@@ -69,7 +69,7 @@ def test_the_status_shows_download_rates_from_the_pools_own_servers_only() -> No
     for number, role in enumerate(("origin", "relay", "relay", "worker")):
         urls[number] = f"http://{role}-{number}:1"
         invite = payload(f"{role}-{number}", role=role, nonce=f"{number}" * 32)
-        harness.pool.members.register(f"{number}" * 64, invite, urls[number])
+        harness.pool.members.register(f"{number}" * 64, invite, urls[number] if role != "worker" else None)
     harness.pool.db.nodes.move("2" * 64, "ban", "evicted by the operator", harness.clock.now_s)
     rates = {"any text": 1.0} | dict.fromkeys(urls.values(), 2.0)
     harness.pool.members.heartbeat(ALICE, Heartbeat(stats=Stats(intake=Intake(bytes_per_s=rates, size_bytes=7))))

@@ -8,7 +8,7 @@ from shoal.coordinator.database import PoolError
 from shoal.coordinator.nodes import FORGET_S, MAX_SUSPENSION_S
 from shoal.coordinator.pool import Pool
 from shoal.ledger.stakes import UNSTAKE_S
-from shoal.protocol.messages import Booking, Capability, InvitePayload, Reason
+from shoal.protocol.messages import Booking, Capability, Heartbeat, InvitePayload, Reason
 
 from .support import (
     ALICE,
@@ -449,3 +449,21 @@ def test_with_a_contract_only_stake_at_risk_earns_tasks(staking: Harness) -> Non
     assert staking.beat().assignment is not None
     [entry] = [entry for entry in staking.pool.db.ledger.entries(kind="registered") if ALICE in entry.body]
     assert '"payer":"0x1111111111111111111111111111111111111111"' in entry.body
+
+
+@pytest.mark.parametrize("role", ["worker", "validator", "evaluator", "learner"])
+def test_a_role_that_opens_no_port_announces_no_url(harness: Harness, role: Any) -> None:
+    key = "7" * 64
+    with pytest.raises(PoolError, match="opens no port") as caught:
+        harness.pool.members.register(key, payload("new", role=role, nonce="7" * 32), "http://a:1")
+    assert caught.value.status == 400 and harness.pool.members.role(key) is None
+
+
+def test_the_learner_hears_which_nodes_refuse_a_version_and_others_do_not(harness: Harness) -> None:
+    members, worker, learner = harness.pool.members, "7" * 64, "8" * 64
+    members.register(worker, payload("new", nonce="7" * 32), None)
+    members.register(learner, payload("boss", role="learner", nonce="8" * 32), None)
+    assert members.heartbeat(worker, Heartbeat(refused="version 3: tk.py")).refused == []
+    assert members.heartbeat(learner, Heartbeat()).refused == ["new refuses version 3: tk.py"]
+    members.heartbeat(worker, Heartbeat())
+    assert members.heartbeat(learner, Heartbeat()).refused == []

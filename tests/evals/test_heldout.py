@@ -12,9 +12,11 @@ from shoal.config import parse
 from shoal.engine.protocol import Completion, Respond, Sampling
 from shoal.evals.heldout import Evaluator
 from shoal.model.load import load_tokenizer
+from shoal.model.support import UnsupportedModelError
 from shoal.protocol.history import History
 from shoal.protocol.messages import Evaluation, HeartbeatAnswer, Ok
 from shoal.shardcast import FetchError
+from shoal.shardcast.fetch import RefusedVersionError
 
 from ..turns import EOS, config
 
@@ -171,3 +173,22 @@ class Counting:
 
     def doing(self, what: str) -> None:
         return None
+
+
+@pytest.mark.parametrize(
+    "error", [RefusedVersionError("it holds 'tk.py'"), UnsupportedModelError("it needs its own code")]
+)
+def test_a_version_that_cannot_be_used_is_refused_and_the_evaluator_goes_on(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, refused = Site([0, 1, 4, 9, 9]), []
+
+    def fail(version: int, *more: Any) -> Any:
+        if version == 4 and bool(more) == isinstance(error, UnsupportedModelError):
+            raise error
+        return Path() if not more else Evaluation(version=version, greedy=0.5, sampled=0.5, n=1, final=more[1])
+
+    site.refuse = lambda version, error: refused.append(version)  # type: ignore[attr-defined]
+    site.fetch = site.evaluate = fail  # type: ignore[method-assign,assignment]
+    assert site.run(monkeypatch) == "finished"
+    assert refused == [4] and site.posted == [(0, False), (9, True)]

@@ -4,6 +4,8 @@ import errno
 import json
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -372,3 +374,10 @@ def test_loading_shows_no_progress_bar_but_leaves_progress_bars_enabled(
     assert transformers_logging.is_progress_bar_enabled()
     if not shown:
         transformers_logging.disable_progress_bar()
+
+
+def test_no_process_of_shoal_fetches_kernels_from_a_hub() -> None:
+    """With the package `kernels`, transformers would download native code for some models, and run it."""
+    code = "import shoal, transformers.integrations.hub_kernels as hub; print(hub._kernels_enabled)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -2,8 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +11,16 @@ import httpx
 import pytest
 from blake3 import blake3
 
-from shoal.config import Config
+from shoal.config import Config, parse
+from shoal.config.sections import StoreSection
 from shoal.errors import restart_helps
 from shoal.protocol import node as node_module
 from shoal.protocol.calling import NodeError, RefusedError, StoppedError
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import open_payload
-from shoal.protocol.messages import MAX_SENDERS, VERSION, FileLink
-from shoal.shardcast import Arrival
+from shoal.protocol.messages import MAX_SENDERS, VERSION, FileLink, HeartbeatAnswer
+from shoal.protocol.node import Bounds, in_bucket
+from shoal.shardcast import Access, Arrival
 
 from .support import COORDINATOR, OTHER, RUN, FakeCoordinator, NoPauses, join, signer_of
 
@@ -163,18 +164,17 @@ def test_after_three_wrong_answers_of_the_bucket_the_coordinator_is_asked(
 ) -> None:
     answers: list[tuple[int, bytes]] = []
 
-    @contextmanager
-    def stream(method: str, url: str, **options: Any) -> Iterator[httpx.Response]:
+    async def exchange(access: Access, method: str, url: str, **options: Any) -> tuple[int, bytes]:
         status, body = answers.pop(0)
-        yield httpx.Response(status, content=body, request=httpx.Request(method, url))
+        return status, body if len(body) <= options["max_bytes"] else b""
 
-    monkeypatch.setattr(node_module.httpx, "stream", stream)
+    monkeypatch.setattr(node_module, "exchange", exchange)
     coordinator = FakeCoordinator()
     path = "/v1/submissions/s-1"
-    link = FileLink(url="http://bucket/file", hash=blake3(b"rollouts").hexdigest())
+    link = FileLink(url="http://bucket/files/a", hash=blake3(b"rollouts").hexdigest())
     coordinator.answers[f"{path}/link"] = link.model_dump_json()
     node = join(coordinator, tmp_path, patience_s=60.0, stop=NoPauses())
-    node.direct = True
+    node.store = StoreSection(url="s3://files", endpoint="http://bucket")
     answers[:] = [answer, answer, (200, b"rollouts")]
     assert node.fetch_file(path, max_bytes=100) == b"rollouts"
     coordinator.answers[path] = httpx.Response(200, content=b"read by the coordinator")
@@ -193,3 +193,106 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "the condition was not met in time"
         time.sleep(0.01)
+
+
+# --- what a run may make this machine reach ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "url", "peer", "own", "expected"),
+    [
+        ("local", "http://127.0.0.1:1", "", None, "local"),
+        ("local", "http://localhost:1", "", None, "local"),
+        ("local", "http://10.0.0.1:1", "", None, "private"),
+        ("local", "http://8.8.8.8:1", "", None, "public"),
+        ("local", "http://pool.example:1", "", None, "public"),
+        ("local", "http://pool.example:1", "10.0.0.9", None, "private"),
+        ("local", "http://pool.example:1", "127.0.0.1", None, "local"),
+        ("local", "http://pool.example:1", "169.254.169.254", None, "public"),
+        ("local", "http://8.8.8.8:1", "10.0.0.9", None, "public"),
+        ("public", "http://127.0.0.1:1", "127.0.0.1", None, "public"),
+        ("public", "http://127.0.0.1:1", "127.0.0.1", "local", "public"),
+        ("local", "http://8.8.8.8:1", "", "local", "local"),
+        ("local", "http://127.0.0.1:1", "", "public", "public"),
+    ],
+)
+def test_the_reach_is_the_narrower_of_the_configs_and_the_nodes_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, url: str, peer: str, own: Any, expected: str
+) -> None:
+    monkeypatch.setattr(node_module.Node, "bounds", Bounds(reach=own))
+    node = join(FakeCoordinator(), tmp_path)
+    node.invite, node.peer = node.invite.model_copy(update={"url": url}), peer
+    config = parse({"relays": {"reach": said}})
+    assert node.reach_of(config) == node.access("0" * 64, config).reach == expected
+
+
+def test_behind_a_proxy_the_proxys_address_implies_no_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = join(FakeCoordinator(), tmp_path)
+    node.invite, node.peer = node.invite.model_copy(update={"url": "http://pool.example:1"}), "10.0.0.9"
+    monkeypatch.setenv("http_proxy", "http://10.0.0.9:3128")
+    assert node.reach_of(parse({"relays": {"reach": "local"}})) == "public"
+
+
+@pytest.mark.parametrize(
+    ("url", "store", "inside"),
+    [
+        ("http://s3:9000/files/p/a?X-Amz-Signature=1&x-id=PutObject", ("s3://files/p", "http://s3:9000"), True),
+        ("http://files.s3:9000/p/a?X-Amz-Signature=1", ("s3://files/p", "http://s3:9000"), True),
+        ("http://files.s3:9000/files/p/a", ("s3://files/p", "http://s3:9000"), False),
+        ("http://s3:9000/p/a", ("s3://files/p", "http://s3:9000"), False),
+        ("http://s3:9000/files/pp/a", ("s3://files/p", "http://s3:9000"), False),
+        ("http://s3:9001/files/p/a", ("s3://files/p", "http://s3:9000"), False),
+        ("https://s3.us-east-1.amazonaws.com/files/a", ("s3://files", ""), True),
+        ("https://files.s3.eu-west-2.amazonaws.com/a", ("s3://files", ""), True),
+        ("https://files.s3.amazonaws.com.cn/a", ("s3://files", ""), True),
+        ("http://s3.us-east-1.amazonaws.com/files/a", ("s3://files", ""), False),
+        ("https://s3.us-east-1.amazonaws.com.evil.example/files/a", ("s3://files", ""), False),
+        ("https://evil.example/files/a", ("s3://files", ""), False),
+        ("https://other.s3.us-east-1.amazonaws.com/files/a", ("s3://files", ""), False),
+        ("https://s3.us-east-1.amazonaws.com@10.0.0.1/files/a", ("s3://files", ""), False),
+        ("http://s3:9000/files/p/..%5c..%5ca", ("s3://files/p", "http://s3:9000"), False),
+    ],
+)
+def test_a_grant_lies_in_the_bucket_of_the_signed_config(url: str, store: tuple[str, str], inside: bool) -> None:
+    assert in_bucket(url, StoreSection(url=store[0], endpoint=store[1])) is inside
+
+
+def test_a_heartbeat_tells_nothing_that_a_server_in_this_network_answered(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    for what in (
+        "weights: no relay gave a valid manifest of version 3 (http://192.168.1.1: answered 401 for it); check the URLs",
+        "the origin: http://192.168.1.1:80/x: answered 401 for versions.json",
+    ):
+        node.doing(what)
+        node.beat()
+        told = coordinator.beats()[-1].stats.doing
+        assert "401" not in told and "http://192.168.1.1" in told
+
+
+@pytest.mark.parametrize(("size_bytes", "refused"), [(1_000, False), (100 << 20, True)])
+def test_a_later_version_may_not_be_much_larger_than_the_first(tmp_path: Path, size_bytes: int, refused: bool) -> None:
+    node = join(FakeCoordinator(), tmp_path)
+    node.disk_bytes = 1 << 40
+
+    def manifest(size: int) -> Any:
+        return SimpleNamespace(
+            version=1, files=[SimpleNamespace(path="model.safetensors")], size_bytes=size, delta=None
+        )
+
+    assert node.refuses(manifest(1_000)) == ""
+    assert bool(node.refuses(manifest(size_bytes))) is refused
+
+
+def test_the_learner_logs_each_refusal_of_a_version_once_and_no_more_than_a_hundred(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    for number in range(200):
+        refused = [f"w-{number} refuses version 3", "w refuses version 3"]
+        answer = HeartbeatAnswer(state="running", newest_version=3, relays=[], refused=refused)
+        coordinator.answers["/v1/heartbeat"] = answer.model_dump_json()
+        node.beat()
+    told = [message for message in caplog.messages if "refuses" in message]
+    assert len(set(told)) == len(told) <= 101 and "w refuses version 3" in told

@@ -391,3 +391,41 @@ def test_import_hooks_change_only_their_own_process(box: Sandbox) -> None:
     )
     attack(box, source)
     assert box.run(Program("import uuid, json; print(json.dumps(1))"), WIDE).stdout == b"1\n"
+
+
+BUFFERS = """
+import fcntl, socket
+a, b = socket.socketpair()
+try:
+    a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+except PermissionError:
+    print("no setsockopt")
+try:
+    fcntl.flock(a, fcntl.LOCK_EX)
+except PermissionError:
+    print("no flock")
+"""
+
+
+def test_a_program_raises_no_socket_buffer_and_locks_no_file(box: Sandbox) -> None:
+    assert attack(box, BUFFERS).stdout == b"no setsockopt\nno flock\n"
+
+
+FRAMES = """
+import gc, sys
+frame, found, seen = sys._getframe(), [], set()
+while frame:
+    for scope in (frame.f_locals, frame.f_globals):
+        for value in list(scope.values()):
+            if isinstance(value, dict):
+                found += [key for key in value if key in ("binds", "bwrap", "blob", "devices", "host_uid", "control")]
+    frame = frame.f_back
+for value in gc.get_objects():
+    if type(value) is dict and "binds" in value and "host_uid" in value:
+        found.append("collected")
+print(found)
+"""
+
+
+def test_the_frames_below_a_program_name_no_file_of_the_host(box: Sandbox) -> None:
+    assert attack(box, FRAMES).stdout == b"[]\n"

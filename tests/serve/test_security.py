@@ -6,14 +6,19 @@ import socket
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
+from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import UserError
 from shoal.serve.chat.accounts import IDLE_S, SESSION_S, Accounts, connect
 from shoal.serve.chat.routes import STATIC
 from shoal.serve.openai.routes import Keys
+from shoal.serve.service import Service, Settings
+from shoal.serve.versions import ModelSource
 from shoal.watch.page.files import POLICY, SHARED, Files
 from shoal.watch.page.guard import HttpError, RateLimit
 from shoal.watch.page.server import STATIC as DASHBOARD
@@ -241,8 +246,8 @@ def test_an_oversized_body_is_refused_before_it_is_read(ada: User, page: Running
 def test_a_slow_body_has_a_deadline(page: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.watch.page.guard.BODY_S", 0.2)
     with socket.create_connection(page.address, timeout=30) as connection:
-        head = "POST /chat/login HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
-        connection.sendall(head.encode())
+        head = "POST /chat/login HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
         assert connection.recv(65536).split()[1] == b"408"
 
 
@@ -285,3 +290,25 @@ def test_verifications_are_rate_limited(tiny_folder: Path, tmp_path: Path, monke
         reply = eve.reply()
         statuses = [eve.post(f"{reply}/verify").status_code for _ in range(31)]
     assert statuses == [200] * 30 + [429]
+
+
+@pytest.mark.parametrize(
+    ("settings", "status"),
+    [
+        ({}, 421),
+        ({"secure_cookies": True}, 200),
+        ({"host": "0.0.0.0"}, 200),
+        ({"hosts": {"chat.example"}}, 200),
+        ({"hosts": {"b.example"}}, 421),
+    ],
+)
+async def test_on_loopback_without_a_proxy_no_other_host_name_is_served(
+    settings: dict[str, Any], status: int, tiny_folder: Path, tmp_path: Path
+) -> None:
+    source = ModelSource("tiny", None, tiny_folder)
+    service = Service(source, Settings(folder=tmp_path, chat=False, **settings), lambda: TorchEngine("float32"))
+    application = service.app()
+    application.cleanup_ctx.clear()  # no model is needed
+    async with TestClient(TestServer(application)) as client:
+        answer = await client.get("/metrics", headers={"Host": "chat.example"})
+        assert answer.status == status

@@ -217,3 +217,22 @@ async def test_a_ban_resets_the_readers_transfers(tmp_path):
         with pytest.raises(aiohttp.ClientError):
             await asyncio.wait_for(ann.read(), 30)
         assert await asyncio.wait_for(bob.read(), 30) == data
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("localhost:80", 200),
+        ("[::1]", 200),
+        ("relay-1", 200),
+        ("evil.example", 421),
+        ("evil.example:80", 421),
+        ("evil.example.", 421),
+    ],
+)
+async def test_a_name_of_another_host_gets_no_answer_over_loopback(tmp_path, host, status):
+    """Another site's page may point its own name at this machine (DNS rebinding)."""
+    async with serving(tmp_path / "store", guard=make_guard()) as url, aiohttp.ClientSession() as session:
+        answer = await session.get(f"{url}/healthz", headers={"Host": host})
+        assert answer.status == status

@@ -21,7 +21,9 @@ from shoal.protocol.messages import (
     Stored,
     Verdict,
 )
+from shoal.shardcast.fetch import RefusedVersionError
 from shoal.store.rollouts import Rollout, read_accepted
+from shoal.tasks.prompt import ChatTemplateError
 from shoal.validator.service import BATCH, Validator
 from shoal.worker.produce import Producer
 
@@ -275,3 +277,41 @@ def test_a_file_that_the_coordinator_lost_does_not_end_the_validator(validator: 
     [result] = validator.check([lost, claim()])
     assert result.opinion.submission == ASSIGNMENT.id and result.reason is None
     assert validator.check([lost]) == []
+
+
+def test_a_version_that_cannot_be_used_is_refused_and_the_loaded_one_stays(
+    tiny_folder: Path, file: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validator, node = scripted(tiny_folder, file)
+    refused: list[int] = []
+    node.refuse = lambda version, error: refused.append(version)  # type: ignore[attr-defined]
+    tried: list[int] = []
+
+    def fetch(version: int, digest: str | None) -> Any:
+        tried.append(version)
+        raise RefusedVersionError(f"version {version} is refused: it holds 'tk.py'")
+
+    monkeypatch.setattr(validator, "fetch", fetch)
+    monkeypatch.setattr("shoal.validator.service.REFUSED_S", 0.0)
+    before = validator.loaded
+    bad = claim().model_copy(update={"assignment": claim().assignment.model_copy(update={"policy_version": 9})})
+    node.claims = [bad]
+    assert validator.run(threading.Event()) == "finished"
+    assert not validator.load(9, bad.assignment.policy_digest)
+    assert tried == [9] and refused == [9] and node.verdicts == []
+    assert validator.loaded == before and node.policy_version == 2
+
+
+def test_a_template_that_fails_on_a_submission_costs_no_verdict(
+    tiny_folder: Path, file: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validator, node = scripted(tiny_folder, file)
+    refused: list[int] = []
+    node.refuse = lambda version, error: refused.append(version)  # type: ignore[attr-defined]
+
+    def check(claims: Any) -> Any:
+        raise ChatTemplateError("it exceeds a limit")
+
+    monkeypatch.setattr(validator, "check", check)
+    assert validator.run(threading.Event()) == "finished"
+    assert refused == [2] and node.verdicts == [] and node.policy_version is None

@@ -1,3 +1,4 @@
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -8,11 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from shoal.engine.torch_engine import TorchEngine
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import Assignment, HeartbeatAnswer
 from shoal.store.rollouts import read_submission
+from shoal.tasks.prompt import ChatTemplateError
 from shoal.worker.loop import SHORT_S, OneThread, Worker, follow
 from shoal.worker.produce import Producer
 
@@ -381,3 +385,57 @@ def test_jobs_submitted_too_late_are_cancelled() -> None:
         for job in (waiting, threads.submit(submit)):
             with pytest.raises(CancelledError):
                 job.result(30)
+
+
+# --- versions that cannot be used --------------------------------------------------------------------------------------
+
+
+class RefusingNode(ScriptedNode):
+    refused = ""
+
+    def refuse(self, version: int, error: Exception) -> None:
+        self.refused = f"version {version}: {error}"
+
+
+def test_a_version_that_cannot_be_used_is_refused_and_the_loaded_one_stays(tiny_folder: Path, tmp_path: Path) -> None:
+    bad = Path(shutil.copytree(tiny_folder, tmp_path / "bad"))
+    save_file({"other": torch.zeros(2)}, bad / "model.safetensors")
+    follower = at_version_0(tiny_folder)
+
+    def publish(beat: int) -> None:
+        if beat == 1:
+            follower.set(bad, 1)
+        if beat == 4:
+            follower.set(tiny_folder, 2)
+
+    node = RefusingNode(
+        [running(task(0)), *[running(task(number)) for number in (1, 2, 3)], running(task(4, 2)), FINISHED], publish
+    )
+    assert work(node, follower) == "finished"
+    assert node.reported == [0, 0, 0, 0, 0, 2] and len(node.uploads) == 5
+    assert sum(activity == "loading version 1" for activity in node.activities) == 1, "it is tried once"
+    assert node.refused == "", "a good version ends the refusal"
+
+
+def test_a_first_version_that_cannot_be_used_waits_for_the_next(tiny_folder: Path, tmp_path: Path) -> None:
+    bad = Path(shutil.copytree(tiny_folder, tmp_path / "bad"))
+    (bad / "tokenizer_config.json").write_text('{"tokenizer_class": "AutoModelForCausalLM"}')
+    follower = at_version_0(bad)
+    node = RefusingNode(
+        [running(), running(), FINISHED], lambda beat: follower.set(tiny_folder, 1) if beat == 1 else None
+    )
+    assert work(node, follower) == "finished"
+    assert node.reported == [None, None, 1]
+    assert "waiting for a newer version" in " ".join(node.activities)
+
+
+def test_a_template_that_fails_on_a_task_costs_the_version_and_not_the_worker(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(*_: Any) -> list[int]:
+        raise ChatTemplateError("it exceeds a limit")
+
+    monkeypatch.setattr("shoal.worker.produce.prompt_tokens", render)
+    node = RefusingNode([running(task(0)), running(), FINISHED])
+    assert work(node, at_version_0(tiny_folder)) == "finished"
+    assert node.uploads == {} and node.refused.startswith("version 0: ") and node.reported[-1] is None

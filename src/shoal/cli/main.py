@@ -19,6 +19,7 @@ from shoal import __version__
 from shoal.cli import check, evals, nodes, serve, training
 from shoal.cli.arguments import USAGE, Action, Parser, say
 from shoal.cli.audit import commands as audit
+from shoal.cli.launch.process import show_title
 from shoal.cli.nodes import EVICTED, ROLES
 from shoal.cli.pool import commands as pool
 from shoal.errors import ShoalError, UserError, disk_is_full, restart_helps
@@ -36,6 +37,8 @@ GROUPS = {  # the commands as `shoal --help` groups them
 
 
 def main(argv: list[str] | None = None) -> int:
+    if argv is None:
+        show_title(sys.argv[1:])
     arguments, unknown = command_line().parse_known_args(argv)
     if unknown:
         Parser(prog=arguments.prog).error(f"unrecognized arguments: {' '.join(unknown)}")

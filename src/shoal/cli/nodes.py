@@ -39,7 +39,8 @@ ROLES: dict[Role, str] = {
 SHARDCAST = "shardcast"  # name of the run, for files that are shared without a pool
 LOOPBACK = ("127.0.0.1", 0)
 KEEP = whole(1, 1_000_000)
-POOLED = ["dir", "watch", "url"]  # arguments that an origin or a relay uses only with --join
+ORDER = ("public", "private", "local")
+POOLED = ["dir", "watch", "url", "reach", "disk"]  # arguments that an origin or a relay uses only with --join
 ALONE = ["path", "upstream", "key", "key_file", "store", "keep"]  # those that it uses only without
 
 
@@ -58,6 +59,11 @@ def add_commands(commands: Commands) -> None:
         if role in ("worker", "validator", "evaluator"):
             where = "where this node computes, for example cuda (default: the config's model.device)"
             add("--device", default="", help=where)
+        if role != "origin":
+            near = "nearest addresses to connect to, if the config allows them (default: as near as the coordinator)"
+            add("--reach", choices=ORDER, help=near)
+            disk = "GB that one version may reserve on this disk (default: half of the free space)"
+            add("--disk", type=real(0.001, 1e6), metavar="GB", help=disk)
         if role == "worker":
             engine = "engine that generates rollouts (for vllm, see docs/operate.md)"
             add("--engine", choices=get_args(EngineName), default="torch", help=engine)
@@ -156,8 +162,11 @@ def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
 def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threading.Event) -> str:
     """Run the role. Return how the run ended."""
     from shoal.cli import origin_and_relay, roles
+    from shoal.protocol.node import Bounds, Node
 
     folder, threads, device = arguments.dir, arguments.threads, getattr(arguments, "device", "")
+    disk = getattr(arguments, "disk", None)
+    Node.bounds = Bounds(getattr(arguments, "reach", None), round(disk * 1e9) if disk else None)
     match role:
         case "origin":
             return origin_and_relay.run_origin(invite, folder, arguments.watch, stop, arguments.listen, arguments.url)

@@ -25,6 +25,7 @@ from shoal.config.tasks import TaskSection
 
 PROMPT_TOKENS = 8192  # default space for the prompt in a row, in addition to the longest completion
 TURNS = 4  # default of sampling.max_turns if a source has an environment
+PRIVATE = ("coordinator.database", "ledger.rpc", "ledger.key_file")  # fields that only the coordinator's operator sees
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SUBMISSION_BYTES = 64 << 20  # lower bound of `max_submission_bytes`
 TOKEN_BYTES = 18  # per token of a rollout file: id, logprob and 1/32 of a proof
@@ -53,6 +54,13 @@ class Config(Section):
     sft: SftSection = SftSection()
     pretrain: PretrainSection = PretrainSection()
     sites: SitesSection = SitesSection()
+
+    def public(self) -> "Config":
+        """Return the config without its private fields: the only form in which it may leave the coordinator's machine."""
+        config = self
+        for name, key in (field.split(".") for field in PRIVATE):
+            config = config.model_copy(update={name: getattr(config, name).model_copy(update={key: ""})})
+        return config
 
     @property
     def reach(self) -> Literal["local", "private", "public"]:

@@ -220,10 +220,8 @@ def record_start(db: Database, run: str, key: str, config: Config) -> None:
 
 
 def config_text(config: Config) -> str:
-    """Return the config as TOML, for the ledger. Leave out private fields, because validators read the ledger."""
-    section = config.coordinator.model_copy(update={"database": ""})
-    ledger = config.ledger.model_copy(update={"rpc": "", "key_file": ""})
-    return config_module.dumps(config.model_copy(update={"coordinator": section, "ledger": ledger}))
+    """Return the public config as TOML, for the ledger, which validators read."""
+    return config_module.dumps(config.public())
 
 
 def seal(db: Database, tables: Sequence[str]) -> None:

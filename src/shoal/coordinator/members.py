@@ -44,6 +44,7 @@ ONE_VALIDATOR = (
     "one validator: it alone decides what is accepted, and nobody is slashed, dismissed or suspended for a false file;"
     " with two or more (validator.count), they check each other"
 )
+MAX_REFUSED = 8  # refusals of versions that the learner is told
 MAX_DOWNLOAD_S = 86_400.0  # limit on a download's duration, and on the time since its end
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Members:
         self.coordinator_url = ""  # set when the coordinator listens
         self._min_stake = max(1, config.requirements.stake)
         self._beats = HeartbeatBuffer(db)
+        self._refused: dict[str, str] = {}  # by key: the version that a node refuses to load, and why
 
     def may_register(self, key: str, invite: InvitePayload, capability: Capability | None = None) -> None:
         """Raise PoolError unless this invite admits this key on a machine with this capability. Change nothing."""
@@ -122,6 +124,8 @@ class Members:
         `payer`: the on-chain account that stakes on this key; only the one in the first registration counts.
         """
         if url is not None:
+            if invite.role not in ("origin", "relay"):
+                raise PoolError(f"a {invite.role} opens no port, so it has no URL to announce: leave it out", 400)
             self._check_url(url)
         if url is not None and invite.role == "relay":  # but no relay may keep the origin out
             self._check_taken(key, url)
@@ -202,6 +206,7 @@ class Members:
                 banned=self.db.nodes.evicted_keys() if node.role in ("origin", "relay") else [],
                 keep=self.db.kept_versions() if node.role in ("origin", "relay") else [],
                 renewals=self.checkers.renewals(key),
+                refused=self._refusals(node, beat),
             )
             if not beat.wants_task or answer.state != "running" or node.role != "worker":
                 return answer
@@ -215,6 +220,14 @@ class Members:
         if isinstance(outcome, str):
             return answer.model_copy(update={"waiting_for": outcome})
         return answer.model_copy(update={"assignment": outcome})
+
+    def _refusals(self, node: Member, beat: Heartbeat) -> list[str]:
+        """Note which version a node refuses to load. Return for the learner what the nodes say, newest last."""
+        self._refused.pop(node.key, None)
+        if beat.refused:
+            self._refused[node.key] = beat.refused
+        newest = list(self._refused.items())[-MAX_REFUSED:] if node.role == "learner" else []
+        return [f"{self.db.nodes.name(key)} refuses {why}" for key, why in newest]
 
     def drain(self, key: str) -> None:
         """Give no new tasks to a worker that asked to leave. It may finish the tasks that it has."""

@@ -17,6 +17,7 @@ from shoal import tasks
 from shoal.config import Config
 from shoal.config.sections import EVALUATED_AT_ONCE
 from shoal.engine.protocol import Engine
+from shoal.errors import ModelError
 from shoal.evals.examiner import Examiner
 from shoal.model.dtype import release_memory
 from shoal.model.sampling import rollout_seed
@@ -24,6 +25,7 @@ from shoal.protocol.history import History, RunHistory
 from shoal.protocol.messages import Evaluation, Ok
 from shoal.protocol.node import Node
 from shoal.shardcast import Client, FetchError
+from shoal.shardcast.fetch import RefusedVersionError
 from shoal.shardcast.fetch.client import fetch_published
 from shoal.shardcast.store import KEEP
 from shoal.tasks import TaskSet
@@ -77,16 +79,23 @@ class Evaluator:
             try:
                 folder = self.fetch(version)
             except FetchError as error:
-                if version > (answer.newest_version or 0) - KEEP:
+                if isinstance(error, RefusedVersionError):
+                    self.node.refuse(version, error)
+                elif version > (answer.newest_version or 0) - KEEP:
                     raise  # the relays must be down, because they keep so new a version
-                log.warning("version %d is not evaluated, because relays no longer have it: %s", version, error)
+                log.warning("version %d is not evaluated, because it cannot be fetched: %s", version, error)
                 done.add(due)
                 continue
             if answer.newest_version == 0:
                 self.node.doing("the first batch", waiting=True)
                 stop.wait(IDLE_S)
                 continue
-            evaluation = self.evaluate(version, folder, final)
+            try:
+                evaluation = self.evaluate(version, folder, final)
+            except ModelError as error:
+                self.node.refuse(version, error)
+                done.add(due)
+                continue
             self.node.post("/v1/evaluations", evaluation, Ok)
             log.info(
                 "version %d is evaluated: greedy %s, sampled %s, n %d",
@@ -126,7 +135,7 @@ class Evaluator:
     def evaluate(self, version: int, folder: Path, final: bool) -> Evaluation:
         """Return one version's held-out accuracy. Versions between the first and the last get fewer tasks."""
         self.examiner.load(self.new_engine(), folder)  # it is a new engine, so that its memory can be freed afterwards
-        self.node.policy_version = version
+        self.node.policy_version, self.node.refused = version, ""
         self.node.doing(f"evaluating version {version}")
         n = self.config.evaluator.n
         n = n if final or version == 0 else min(n, MAX_INTERMEDIATE)

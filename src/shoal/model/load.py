@@ -1,7 +1,8 @@
 """Load a causal language model from a Hugging Face folder, and save it. A published policy version is such a folder.
 
-Invariant: weights are read from safetensors only. They are written as one bf16 `model.safetensors`, tensor by tensor, which
-`AutoModelForCausalLM.from_pretrained` loads too. (`training` reads only one rank's rows from these files.)
+Invariants: weights are read from safetensors only. Only this file lets transformers read a folder (`from_pretrained`,
+`from_config`): it never runs a model's code, asks to, or connects to another machine. Weights are written as one bf16
+`model.safetensors`, tensor by tensor, which transformers loads too. (`training` reads only one rank's rows.)
 """
 
 import json
@@ -28,14 +29,15 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging as transformers_logging
 
-from shoal.errors import first_line
+from shoal.errors import ShoalError, first_line
 from shoal.files import read_json
 from shoal.model import adapters, attention, exact
 from shoal.model.activations import use_exact_activations_
 from shoal.model.dtype import DtypeName, release_memory
 from shoal.model.numerics import Numerics
 from shoal.model.products import use_exact_products_
-from shoal.model.support import UnsupportedModelError, check_config, check_logprobs_
+from shoal.model.support import UnsupportedModelError, check_config, check_logprobs_, check_settings
+from shoal.model.template import bound_
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # names the file of each tensor, if there are several files
@@ -45,6 +47,8 @@ T = TypeVar("T")
 # replacement can stay, and then each model that the process loads later has an output head of random numbers. It also sets
 # PyTorch's default dtype, so code that runs in other threads meanwhile must name the dtype of new tensors.
 _building = threading.Lock()
+MAX_LAYERS = 10_000
+SPARE = 1 << 26  # numbers in buffers, which files need not hold
 OPENED_FOR = 16  # tensors read before a file is reopened, because its mapped pages use memory until it is closed
 
 
@@ -69,6 +73,10 @@ def load_model(
     return model
 
 
+class OtherWeightsError(UnsupportedModelError, ValueError):
+    """A version's weights are not those of the loaded model."""
+
+
 class Root(nn.Module):
     """A model whose weights may be sharded. FSDP gathers them only while `forward` runs `compute`."""
 
@@ -82,13 +90,12 @@ class Root(nn.Module):
 
 def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Numerics, seed: int | None) -> Any:
     if seed is None:
-        check_weights(folder)
+        check_size(config, check_weights(folder), folder)
 
     def build(name: str) -> Any:
         if seed is not None:
             torch.manual_seed(seed)
-            drawn = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
-            return drawn.to(device, getattr(torch, dtype))
+            return random_model(config, name).to(device, getattr(torch, dtype))
         with quiet(warnings=adapters.stored_in(config) is None):  # it would warn of adapters
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -96,6 +103,7 @@ def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Nu
                 attn_implementation=name,
                 use_safetensors=True,
                 local_files_only=True,
+                trust_remote_code=False,
                 output_loading_info=True,
             )
         if missing := sorted(loaded["missing_keys"]):
@@ -105,10 +113,47 @@ def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Nu
             )
         return model.to(device)
 
-    model = build_model(build, config, numerics)
-    if adapters.stored_in(config) is not None:
-        _load_adapters_(model, folder)
+    with _explained(folder, "weights"):
+        model = build_model(build, config, numerics)
+        if adapters.stored_in(config) is not None:
+            _load_adapters_(model, folder)
     return model
+
+
+def check_size(config: Any, stored: int, folder: Path) -> None:
+    """Raise UnsupportedModelError if the model would need far more memory than its files have parameters."""
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    if not isinstance(layers, int) or layers > MAX_LAYERS:
+        raise UnsupportedModelError(f"{folder}: its config has {layers} layers; Shoal builds at most {MAX_LAYERS}")
+    with _explained(folder, "config"), _building, torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = random_model(config, "eager")
+    needed = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    if needed > 2 * stored + SPARE:
+        raise UnsupportedModelError(
+            f"{folder}: its config describes {needed} parameters, but its files hold {stored}: copy it again"
+        )
+
+
+def random_model(config: Any, attention: str) -> Any:
+    """Build a model with random float32 weights, with the attention that transformers knows by this name."""
+    return AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+    )
+
+
+def generation_config(folder: Path) -> Any:
+    """Return the settings in generation_config.json, or else those in config.json, as in transformers."""
+    if (folder / "generation_config.json").exists():
+        with _explained(folder, "generation settings"):
+            return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return GenerationConfig.from_model_config(load_config(folder))
+
+
+def load_gguf(path: Path) -> tuple[Any, Any]:
+    """Load the model and the tokenizer in a GGUF file of an installed package. The weights become float32."""
+    source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
+    return AutoModelForCausalLM.from_pretrained(**source, trust_remote_code=False, dtype=torch.float32), tokenizer
 
 
 def build_model(build: Callable[[str], Any], config: Any, numerics: Numerics) -> Any:
@@ -212,7 +257,7 @@ def load_config(folder: Path) -> Any:
 
 def load_tokenizer(folder: Path) -> Any:
     """Load a model's tokenizer. Raise UnsupportedModelError, or FileNotFoundError if there is no folder."""
-    return _read(folder, "tokenizer", AutoTokenizer)
+    return bound_(_read(folder, "tokenizer", AutoTokenizer))
 
 
 def _check_folder(folder: Path) -> None:
@@ -222,15 +267,25 @@ def _check_folder(folder: Path) -> None:
 
 
 def _read(folder: Path, part: str, kind: Any) -> Any:
+    check_settings(folder)
+    with _explained(folder, part):
+        return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+@contextmanager
+def _explained(folder: Path, part: str) -> Iterator[None]:
+    """Raise UnsupportedModelError for any error of the model: a stranger's files can make transformers raise any."""
     try:
-        return kind.from_pretrained(folder, local_files_only=True)
+        yield
+    except (ShoalError, MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
-        is_system = isinstance(error, OSError) and error.errno is not None  # an error of the system, not of the model
-        is_plain = type(error) is Exception  # tokenizers raises nothing more specific
-        if is_system or not (is_plain or isinstance(error, OSError | ValueError | KeyError)):
-            raise
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # an error of the system, not of the model
         _check_folder(folder)
-        raise UnsupportedModelError(f"transformers cannot read the {part} in {folder}: {first_line(error)}") from error
+        asks = "trust_remote_code" in str(error)
+        why = "it needs its own code, which Shoal never runs; choose another model" if asks else first_line(error)
+        raise UnsupportedModelError(f"transformers cannot read the {part} in {folder}: {why}") from error
 
 
 @torch.no_grad()
@@ -238,15 +293,16 @@ def load_weights_(model: Any, folder: Path) -> None:
     """Copy a published version's weights into `model`, in place. Only a few tensors are in memory twice."""
     own = model.state_dict()
     tied = tied_names(model)
+    check_weights(folder)
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         names = set(file.keys())
         missing, unknown = set(own) - names - tied, names - set(own)
         if missing or unknown:
-            raise ValueError(f"{folder / WEIGHTS}: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}")
+            raise OtherWeightsError(f"{folder / WEIGHTS}: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}")
         for name in names:  # check all before the first copy, so that a refused file leaves the model unchanged
             shape = tuple(file.get_slice(name).get_shape())
             if shape != tuple(own[name].shape):
-                raise ValueError(f"{folder / WEIGHTS}: {name} is {shape}, not {tuple(own[name].shape)}")
+                raise OtherWeightsError(f"{folder / WEIGHTS}: {name} is {shape}, not {tuple(own[name].shape)}")
     for name, file in open_for_each(folder / WEIGHTS, sorted(names)):
         own[name].copy_(file.get_tensor(name))
 
@@ -332,10 +388,10 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
 
     Without generation_config.json, they come from config.json, as in transformers.
     """
-    if (folder / "generation_config.json").exists():
-        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    else:
-        generation = GenerationConfig.from_model_config(load_config(folder))
-    declared = generation.eos_token_id
+    declared = generation_config(folder).eos_token_id
     ids = declared if isinstance(declared, list) else [declared]
+    if not all(i is None or type(i) is int for i in ids):
+        raise UnsupportedModelError(
+            f"{folder}: eos_token_id is not a list of token ids; correct generation_config.json"
+        )
     return tuple(dict.fromkeys(i for i in [load_tokenizer(folder).eos_token_id, *ids] if i is not None))

@@ -20,7 +20,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shoal.errors import ShoalError, UserError, first_line, user_path
+from shoal.errors import ModelError, ShoalError, first_line, user_path
 from shoal.files import commit_folder_once
 
 SMOLLM2 = "bundled:smollm2-135m-instruct"
@@ -33,7 +33,7 @@ BUNDLED_POSITIONS = {SMOLLM2: 8192, TINY: 1024}
 T = TypeVar("T")
 
 
-class ModelNotFoundError(UserError):
+class ModelNotFoundError(ModelError):
     """No model has this name. The message says what to do."""
 
 
@@ -96,7 +96,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         fields: dict[str, Any] = dict(json.loads(path.read_text()))
         return fields
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ModelNotFoundError(f"{path} is not readable as JSON: {error}") from error
 
 
@@ -127,15 +127,10 @@ def _converted_smollm2() -> Path:
     if (folder / "config.json").exists():
         return folder
     packaged = _packaged_smollm2()
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from shoal.model.load import load_gguf, quiet, save_model
 
-    from shoal.model.load import quiet, save_model
-
-    source = {"pretrained_model_name_or_path": str(packaged.parent), "gguf_file": packaged.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
     with quiet(), redirect_stderr(io.StringIO()):  # the GGUF reader shows its own progress bar
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        model, tokenizer = load_gguf(packaged)
     del model.config.quantization_config  # the weights are not quantised any more
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
@@ -183,15 +178,18 @@ def data_files(name: str, patterns: list[str]) -> list[Path]:
 
 def positions(config: Mapping[str, Any]) -> int | None:
     """Return how many positions a model with this config.json has; None if the config does not say."""
-    count = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
+    text = config.get("text_config")
+    count = config.get("max_position_embeddings") or (text if isinstance(text, dict) else {}).get(
+        "max_position_embeddings"
+    )
     return count if isinstance(count, int) else None
 
 
 def check_max_tokens(folder: Path, max_tokens: int) -> None:
-    """Raise ShoalError if a completion of max_tokens leaves no position for its prompt."""
-    count = positions(json.loads((folder / "config.json").read_text("utf-8")))
+    """Raise ModelError if a completion of max_tokens leaves no position for its prompt."""
+    count = positions(_read_json(folder / "config.json"))
     if count is not None and max_tokens >= count:
-        raise ShoalError(
+        raise ModelError(
             f"sampling.max_tokens = {max_tokens}, but the model in {folder} has {count} positions for prompt and "
             f"completion; set sampling.max_tokens below {count}"
         )

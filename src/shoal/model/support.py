@@ -5,6 +5,7 @@ Shoal packs the completions of several prompts into one row (`tree`) and keeps t
 state spaces, convolutions, their own position biases, attention sinks, windows. Such models would train without an
 error, but wrongly.
 
+    check_settings    refuse files that make transformers run code, fetch kernels or read other weights
     check_config      refuse config fields that act only on long sequences, which a short comparison would miss
     check_logprobs_   refuse models that differ from transformers' eager attention, one sequence per row; record the scaling
                       and soft-capping of logits after the output head
@@ -17,6 +18,7 @@ tolerance lies between 5e-7 and 1e-2, and is 150 times the mean of SmolLM2. The 
 because in a mixture of experts, rounding may send a single token to another expert.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
-from shoal.errors import UserError
+from shoal.errors import ModelError
 from shoal.model import attention, logprobs
 from shoal.model.tree import SHORTEST_ROOT, Tree, blocks, forward_hidden, pack
 
@@ -49,11 +52,56 @@ WINDOW_FIELDS = (
     "index_topk_blocks",
 )
 WINDOWED_LAYERS = ("sliding_attention", "chunked_attention", "hybrid_sliding")
+SETTINGS_BYTES = 128 << 20  # a parser takes some ten times as much memory; the largest known tokenizers have 35 MB
+UNSAFE = re.compile(  # settings that replace Shoal's attention, run other kernels, or name other files to read
+    "_?(attn|experts)_implementation|(quantization|compression|fusion|kernel)_config|transformers_weights|configuration_files"
+)
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")  # all rotations change once a sequence exceeds some length
 
 
-class UnsupportedModelError(UserError):
+class UnsupportedModelError(ModelError):
     """Shoal would compute this model wrongly. The message names its architecture and what is wrong."""
+
+
+def check_settings(folder: Path) -> None:
+    """Raise UnsupportedModelError if transformers would run code, fetch a kernel, or read other weights for this folder.
+
+    Whoever made the folder may be a stranger. This reads its settings as text, before transformers does.
+    """
+    for path in folder.glob("*.json"):
+        if (size_bytes := path.stat().st_size) > SETTINGS_BYTES:
+            raise UnsupportedModelError(
+                f"{path} has {size_bytes} bytes; Shoal reads at most {SETTINGS_BYTES} of settings"
+            )
+    fields: list[tuple[str, Any]] = []  # of all objects, at any depth
+
+    def note(settings: dict[str, Any]) -> dict[str, Any]:
+        fields.extend(settings.items())
+        return settings
+
+    def read(name: str) -> dict[str, Any]:
+        try:
+            settings = json.loads((folder / name).read_bytes(), object_hook=note)
+        except (OSError, ValueError, RecursionError):
+            return {}  # transformers refuses the file, or does without
+        return settings if isinstance(settings, dict) else {}
+
+    config, tokenizer = read("config.json"), read("tokenizer_config.json")
+    for key, value in fields:
+        if UNSAFE.fullmatch(key) and (value is not None or "implementation" in key):
+            raise UnsupportedModelError(
+                f"{folder} sets {key}, which Shoal does not support: save its weights in bf16 without it"
+            )
+        is_own = any(value is settings.get(key) for settings in (config, tokenizer))  # not that of a part of the model
+        is_known = is_own and config.get("model_type") in transformers.CONFIG_MAPPING
+        if key == "auto_map" and value and not is_known:
+            raise UnsupportedModelError(f"{folder} needs its own code, which Shoal never runs; choose another model")
+    for name in filter(None, (config.get("tokenizer_class"), tokenizer.get("tokenizer_class"))):
+        kinds = {getattr(transformers, text, None) for text in (str(name), str(name).removesuffix("Fast"))} - {None}
+        if not all(isinstance(kind, type) and issubclass(kind, transformers.PreTrainedTokenizerFast) for kind in kinds):
+            raise UnsupportedModelError(f"{folder} has a tokenizer of class {name}, which Shoal does not support")
+    if (folder / "adapter_config.json").exists() or any(folder.glob("shard-*-model-*.safetensors")):
+        raise UnsupportedModelError(f"{folder} holds adapters or a sharded checkpoint; merge them into its weights")
 
 
 def long_sequence_field(config: Any) -> str:

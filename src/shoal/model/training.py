@@ -9,8 +9,8 @@ When a model is loaded in shards, no rank ever holds all of the weights, or read
 
 The model is loaded twice: in float32 to compare it with plain transformers (`support.check_logprobs_`), then for training.
 Invariant: weights, buffers and random state are the same as after loading the whole model and then sharding it.
-Left out: quantised weights, and files that name tensors differently from transformers (stacked experts). For these,
-`Weights.why_not` returns the reason, and every rank loads the whole model.
+Left out: files that name tensors differently from transformers (stacked experts). For these, `Weights.why_not` returns the
+reason, and every rank loads the whole model.
 """
 
 import gc
@@ -25,10 +25,21 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoModelForCausalLM, GenerationConfig
 
 from shoal.model import logprobs, numerics
-from shoal.model.load import INDEX, WEIGHTS, Root, build_model, check_weights, load_config, open_for_each, tied_names
+from shoal.model.load import (
+    INDEX,
+    WEIGHTS,
+    Root,
+    build_model,
+    check_size,
+    check_weights,
+    generation_config,
+    load_config,
+    open_for_each,
+    random_model,
+    tied_names,
+)
 from shoal.model.logprobs import LossOf, Scoring, change_of, chosen_logprobs, chosen_loss
 from shoal.model.numerics import Numerics
 from shoal.model.support import check_config, check_logprobs_
@@ -81,8 +92,6 @@ class Weights:
 
     def why_not(self, model: Any) -> str:
         """Return why `model` cannot be read by rows; "" if it can."""
-        if getattr(model.config, "quantization_config", None) is not None:
-            return "its weights are quantised"
         if differ := sorted((set(model.state_dict()) - tied_names(model)) ^ set(self.files)):
             return f"its files name tensors differently from transformers ({differ[0]})"
         return ""
@@ -132,7 +141,7 @@ def open_sharded(folder: Path, device: str, numerics: Numerics, shard: Shard_) -
     """
     config = load_config(folder)
     check_config(config, folder)
-    check_weights(folder)
+    check_size(config, check_weights(folder), folder)
     weights = Weights(folder)
     with torch.random.fork_rng():
         model = skeleton(folder, config, numerics)
@@ -157,10 +166,9 @@ def skeleton(folder: Path, config: Any, numerics: Numerics) -> Any:
 
     def build(name: str) -> Any:
         with torch.random.fork_rng(), init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
+            model = random_model(config, name)
         model.tie_weights()
-        if (folder / "generation_config.json").exists():
-            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        model.generation_config = generation_config(folder)
         return model
 
     return build_model(build, config, numerics)

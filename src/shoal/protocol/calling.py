@@ -91,6 +91,7 @@ class Caller:
         self.patience_s = patience_s
         self.stop = stop
         self.answered_in_s = 0.0  # how long the newest answer to a `post` took
+        self.peer = ""  # the address that sent the newest signed answer; "": unknown
 
     def get(self, path: str, answer: type[M], *, max_bytes: int = MESSAGE_BYTES) -> M:
         return self._parse(answer, self._request("GET", path, max_bytes=max_bytes))
@@ -190,6 +191,7 @@ class Caller:
         request.stream = Pieces(content)
         with closing(self.client.send(request, stream=True)) as response:
             responding.set()
+            peer = _peer(response)
             try:
                 body = read_body(response, max_bytes)
             except BodyError as error:
@@ -205,6 +207,7 @@ class Caller:
         except UnsignedAnswerError as error:
             says = f"; it says {printable(_reason(answer))[:200]}" if status >= 400 else ""  # such as: check the clock
             raise UnsignedAnswerError(f"an answer with status {status}, but {error}{says}") from error
+        self.peer = peer
         answer.elapsed = timedelta(seconds=time.monotonic() - start_s)
         return answer
 
@@ -213,6 +216,14 @@ class Caller:
             return model.model_validate_json(response.content)
         except ValidationError as error:
             raise NodeError(f"{response.request.url.path}: unexpected answer: {first_problem(error)}") from error
+
+
+def _peer(response: httpx.Response) -> str:
+    """Return the address that sends an open response; "" if it is unknown."""
+    try:
+        return str(response.extensions["network_stream"].get_extra_info("server_addr")[0])
+    except (KeyError, TypeError, OSError):  # not a socket, or it is closed
+        return ""
 
 
 def _reason(response: httpx.Response) -> str:

@@ -12,7 +12,7 @@ coordinator's key, so ask the operator for the key, and pass it to `find_run` or
 import time
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Literal
+from typing import Annotated, Literal
 
 import httpx
 from pydantic import ValidationError
@@ -38,6 +38,7 @@ from shoal.protocol.messages import (
     Sample,
     Stats,
     SubmissionId,
+    Url,
 )
 from shoal.protocol.signing import SignedAuth, UnsignedAnswerError, check_answer
 
@@ -52,7 +53,7 @@ MAX_PAGES = 1000  # pages of history per `look`, because a malicious server coul
 class NodeStatus(Message):
     name: str
     role: Role
-    url: str | None
+    url: Annotated[str, Url] | None
     policy_version: Count | None
     seen_s: Number
     evicted: bool

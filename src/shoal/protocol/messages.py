@@ -60,7 +60,7 @@ AtLeast0 = Annotated[float, Field(ge=0, le=1e12)]
 Accuracy = Annotated[float, Field(ge=0, le=1)]
 MILLION = 1_000_000  # scores are summed in whole millionths, so sums are exact and equal everywhere
 MAX_ROLLOUTS = 1 << 16  # in one group
-Url = Field(max_length=200, pattern=r"^https?://[^\s]+$")
+Url = Field(max_length=200, pattern=r"^https?://[A-Za-z0-9._:\[\]-]+/?$")  # of a server: no path, query or user
 
 
 class Message(BaseModel):
@@ -192,6 +192,7 @@ class Heartbeat(Message):
     stats: Stats = Stats()
     fingerprint: Fingerprint | None = None  # None: it computes nothing, or its arithmetic depends on batch shapes
     renewals: Count = 0  # number of reload requests from the coordinator that the node has completed
+    refused: str = Field(default="", max_length=200)  # the version that it does not load, and why; shown to the learner
     finished: Finished | None = None  # a worker with accepted work gets its next task while it uploads this submission
 
 
@@ -211,7 +212,7 @@ class Assignment(Message):
 class HeartbeatAnswer(Message):
     state: Literal["running", "finished", "evicted", "left"]  # left: it drained and has no tasks
     newest_version: Count | None
-    relays: list[str]
+    relays: list[Annotated[str, Url]]
     assignment: Assignment | None = None
     waiting_for: str = ""  # why there is no assignment
     reader_grant: str = ""  # a short-lived permission to read from relays and the origin; "" if the node is evicted
@@ -219,6 +220,7 @@ class HeartbeatAnswer(Message):
     # older versions to keep, because validators still judge work of them; for origin and relays only
     keep: list[Annotated[int, Field(ge=0, le=LARGEST)]] = Field(default=[], max_length=MAX_KEPT)
     renewals: Count = 0  # number of requests to this node to reload its weights and report a new fingerprint
+    refused: list[str] = []  # what nodes refused to load, and why; for the learner only
 
 
 class Announced(Message):

@@ -31,7 +31,7 @@ from shoal.files import write_file
 from shoal.protocol.identity import Identity
 from shoal.protocol.pace import LARGE_BYTES, Pace, Refusal, Strangers, Unread
 from shoal.protocol.signing import NonceStore, SignatureError, SignedHead, sign_answer, verify_head
-from shoal.shardcast.connections import LOG, PATIENCE, Listener, keep_open, network, started
+from shoal.shardcast.connections import LOG, PATIENCE, Listener, is_foreign, keep_open, network, started
 
 MAX_SMALL_BYTES = 4 << 10  # enough for a few fields, as in a registration, claim, version or evaluation
 BODY_TIMEOUT_S = 30.0  # for a whole message, and for the next piece of a file
@@ -81,6 +81,7 @@ class Front:
     def __init__(self, strangers: Strangers | None = None, unread: Unread | None = None) -> None:
         self.strangers = strangers or Strangers()
         self.unread = unread or Unread()
+        self.names: set[str] | None = None  # host names of this server besides loopback's; None: any
 
     def attach(self, application: web.Application) -> web.Application:
         """Add the middleware to this application, for its sub-applications too. Return it."""
@@ -126,6 +127,8 @@ class Front:
 
         async def respond(request: web.Request) -> web.StreamResponse:
             address, request[COVERED] = network(request.remote or ""), True
+            if self.names is not None and is_foreign(request, self.names):
+                return refusal(421, "this server is not available under this host name")
             try:
                 self.strangers.reader(address)
             except Refusal as error:

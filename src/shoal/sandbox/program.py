@@ -54,7 +54,10 @@ def main(config: dict[str, Any], request: dict[str, Any], stdio: list[int], leas
     except BaseException as error:  # noqa: BLE001 - reported to the pool, which raises it
         os.write(leash, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
         os._exit(1)
-    execute(request["source"], "" if config["plain"] else SCRATCH)
+    source, scratch = request["source"], "" if config["plain"] else SCRATCH
+    config.clear()  # the program can read the frames below its own, which must not name the host's files
+    request.clear()
+    execute(source, scratch)
 
 
 def set_limits(request: dict[str, Any], config: dict[str, Any]) -> None:

@@ -109,7 +109,7 @@ class Settings:
     chat: bool = True
     registration: bool = True
     secure_cookies: bool = False  # set if the page is reached over HTTPS
-    hosts: Collection[str] = ()  # accepted Host headers; if empty, all are accepted
+    hosts: Collection[str] = ()  # accepted Host headers; if empty, all, but on loopback without HTTPS only loopback's
     limits: ServeLimits = field(default_factory=ServeLimits)
     hasher: PasswordHasher | None = None  # hashes passwords; None gives argon2's recommended cost
 
@@ -146,7 +146,8 @@ class Service:
         """Build the application and its routes. Raise UserError."""
         settings = self.settings
         application = web.Application(client_max_size=1)  # only `guard.json_body` reads bodies
-        secure(application, LOOPBACK if settings.open else settings.hosts)
+        proxied = settings.secure_cookies or settings.host not in LOOPBACK
+        secure(application, LOOPBACK if settings.open or not (settings.hosts or proxied) else settings.hosts)
         application.middlewares.extend([_close_strangers, unknown_route])
         application.cleanup_ctx.append(self._running)
         application.router.add_get("/health", self.health)

@@ -34,7 +34,7 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import UserError, user_path
 from shoal.model import numerics, sources
 from shoal.model.load import WEIGHTS, eos_ids, load_tokenizer
-from shoal.model.sources import ModelNotFoundError, positions, read_config
+from shoal.model.sources import positions, read_config
 from shoal.serve.errors import NoSlotError, UnknownVersionError
 from shoal.serve.threads import FairSemaphore
 from shoal.shardcast.manifest import parse_version
@@ -167,6 +167,7 @@ class Versions:
     max_loaded: int = MAX_LOADED
     newest: LoadedModel | None = None
     failure: str = ""  # why the newest version could not be loaded
+    _refused: Offer | None = None  # the newest version, if its files cannot be used
     _loaded: dict[str, LoadedModel] = field(default_factory=dict)
     _spare: list[TorchEngine] = field(default_factory=list)  # evicted engines, to reuse their memory
     _offers: list[Offer] = field(default_factory=list)
@@ -192,7 +193,7 @@ class Versions:
 
     async def poll(self) -> None:
         self._offers = await asyncio.to_thread(self.source.offers)
-        if not self._offers or (self.newest and self.newest.offer == self._offers[0]):
+        if not self._offers or self._offers[0] in (self._refused, self.newest and self.newest.offer):
             return
         try:
             async with self._loading:
@@ -204,6 +205,7 @@ class Versions:
             if not self.newest:
                 raise
             self.failure = str(error)  # the folder was removed before it was read; the next poll tries again
+            self._refused = self._offers[0] if isinstance(error.__cause__, UserError) else None
 
     @asynccontextmanager
     async def borrow(self, id: str, caller: str, *, page: bool = False) -> AsyncIterator[LoadedModel]:
@@ -262,7 +264,9 @@ class Versions:
         loop = asyncio.get_running_loop()
         try:
             loaded = await loop.run_in_executor(self._thread, lambda: load(offer, spare or self.new_engine()))
-        except (OSError, ModelNotFoundError) as error:
+        except (OSError, UserError) as error:
+            if self.newest is None and isinstance(error, UserError):
+                raise
             raise UnknownVersionError(f"{offer.id} could not be read: {error}; choose another version") from error
         self._loaded[offer.id] = loaded
         return loaded

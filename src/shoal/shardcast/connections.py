@@ -23,7 +23,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
@@ -277,6 +277,26 @@ async def started(
     await runner.setup()
     await web.SockSite(runner, listener, backlog=backlog).start()
     return runner
+
+
+def is_foreign(request: web.Request, names: Collection[str]) -> bool:
+    """Return whether a request came over loopback under a name of the internet that is none of `names`.
+
+    Another site's page sends such requests after it has pointed its own name at this machine (DNS rebinding). It cannot
+    use an address, or a name without a dot.
+    """
+    here: Any = request.transport.get_extra_info("sockname") if request.transport else None
+    host = request.headers.get("Host", "").lower().rpartition("@")[2]
+    host = host.removeprefix("[").partition("]" if host.startswith("[") else ":")[0].removesuffix(".")
+    own = host in names or "." not in host or is_address(host)
+    return bool(here) and ip_address(here[0]).is_loopback and not own
+
+
+def is_address(host: str) -> bool:
+    try:
+        return bool(ip_address(host))
+    except ValueError:
+        return False
 
 
 def prefer_bbr(connection: socket.socket) -> str:

@@ -21,6 +21,7 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Awaitable, Callable, Collection, Set
 from functools import lru_cache
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from cryptography.exceptions import InvalidSignature
@@ -28,7 +29,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import Field
 
 from shoal.identity import public_key
-from shoal.shardcast.connections import LISTENER, keep_open
+from shoal.shardcast.connections import LISTENER, is_foreign, keep_open
 from shoal.shardcast.manifest import Hash, Record
 
 # Domain separation: nothing else that these keys sign is a valid grant or visit.
@@ -170,6 +171,8 @@ class Guard:
     async def _admit(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        if is_foreign(request, {urlsplit(url).hostname or "" for url in self.servers}):
+            raise web.HTTPMisdirectedRequest(text="this server is not available under this host name\n")
         if request.path == "/healthz":
             response = await handler(request)
             response.force_close()

@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from shoal.config.tasks import TaskSection
-from shoal.errors import UserError
+from shoal.errors import ModelError
 from shoal.tasks.budget import instruction
 from shoal.tasks.task import Task
 
@@ -24,8 +24,8 @@ SENTINELS = ("firstquestion", "firstanswer", "secondquestion")
 ROLES = ("user", "assistant", "user")
 
 
-class ChatTemplateError(UserError):
-    """The model's tokenizer has no chat template."""
+class ChatTemplateError(ModelError):
+    """The model's tokenizer has no chat template, or it cannot render a prompt."""
 
 
 def prompt_tokens(tokenizer: Any, config: TaskSection, task: Task, target_length: int) -> list[int]:
@@ -42,6 +42,8 @@ def prompt_tokens(tokenizer: Any, config: TaskSection, task: Task, target_length
             f"the tokenizer in {tokenizer.name_or_path} has no chat template; use an instruct model, or put a "
             "chat_template.jinja into the model's folder"
         ) from error
+    except TemplateError as error:
+        raise ChatTemplateError(f"the chat template of {tokenizer.name_or_path} refuses a prompt ({error})") from error
     return list(encoded["input_ids"])
 
 

@@ -111,16 +111,17 @@ class Judge:
             load_weights_(self.model, folder)
             return
         settings = self.config.model
+        tokenizer, ends = load_tokenizer(folder), eos_ids(folder)
+        conversation = Conversation(self.config, self.environments, tokenizer, ends)
         self.model = load_model(
             folder, self.dtype, settings.device, numerics.pick(settings.numerics, self.dtype, settings.device)
         )
-        tokenizer, ends = load_tokenizer(folder), eos_ids(folder)
         self._rules = Rules(
             config=self.config,
             run=self.run,
             tokenizer=tokenizer,
             eos_ids=ends,
-            conversation=Conversation(self.config, self.environments, tokenizer, ends),
+            conversation=conversation,
             special_ids=frozenset(tokenizer.all_special_ids) - frozenset(ends),
             vocabulary=vocabulary_of(self.model),
             budget=self.budget,

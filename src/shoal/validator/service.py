@@ -17,6 +17,7 @@ from blake3 import blake3
 from pydantic import ValidationError
 
 from shoal.config import Config
+from shoal.errors import ModelError, ShoalError
 from shoal.files import write_file
 from shoal.ledger.chain import GENESIS, Entry, Head, LedgerError, open_head, parse_entries, sign_head, verify_chain
 from shoal.model.dtype import DtypeName
@@ -35,6 +36,7 @@ from shoal.protocol.messages import (
 )
 from shoal.protocol.node import Node
 from shoal.shardcast import Client, Manifest
+from shoal.shardcast.fetch import RefusedVersionError
 from shoal.shardcast.fetch.cache import Cache, forget_verified
 from shoal.shardcast.fetch.client import fetch_published
 from shoal.tasks import TaskSet
@@ -45,6 +47,7 @@ from shoal.validator.spending import regenerate, spent
 from shoal.validator.verdict import Result, group_results
 
 IDLE_S = 0.1
+REFUSED_S = 1.0
 BATCH = 4  # largest number of submissions checked in one prefill; all are of one version
 RELOAD_SHARE = 0.05  # largest share of time for reloads after inexact work, so that such work cannot block other claims
 GRADING_SHARE = 0.5  # largest share of a lease for running the programs of all claims
@@ -134,6 +137,7 @@ class Validator:
         self.fingerprint = fingerprint
         self.witness = witness
         self.loaded: tuple[Path, Manifest] | None = None  # the version in memory: its files
+        self.refused: tuple[int, str | None] | None = None  # the version that cannot be used, and its digest if known
         self.reload_at_s = 0.0  # monotonic time before which inexact work causes no reload
 
     def run(self, stop: threading.Event) -> str:
@@ -150,8 +154,15 @@ class Validator:
                     self.preload()
                     stop.wait(self.node.pause_s(IDLE_S))
                     continue
-                self.load(claims[0].assignment.policy_version, claims[0].assignment.policy_digest)
-                for result in self.check(claims):
+                if not self.load(claims[0].assignment.policy_version, claims[0].assignment.policy_digest):
+                    stop.wait(REFUSED_S)  # the claims' leases expire, so another validator may check them
+                    continue
+                try:
+                    checked = self.check(claims)
+                except ModelError as error:  # such as a chat template that exceeds its limits
+                    self.refuse(claims[0].assignment.policy_version, claims[0].assignment.policy_digest, error)
+                    continue
+                for result in checked:
                     self.upload(result)
         return "stopped"
 
@@ -278,11 +289,25 @@ class Validator:
         if self.node.policy_version is None or exact:
             self.load(answer.newest_version)
 
-    def load(self, version: int, digest: str | None = None) -> None:
-        """Load the weights of exactly this version."""
-        if self.node.policy_version != version:
+    def load(self, version: int, digest: str | None = None) -> bool:
+        """Load the weights of exactly this version. Return False if it cannot be used; the loaded one then stays."""
+        if self.node.policy_version == version:
+            return True
+        if (version, digest) == self.refused:
+            return False
+        try:
             self._load(*self.fetch(version, digest))
-            log.info("version %d is loaded", version)
+        except (ModelError, RefusedVersionError) as error:
+            self.refuse(version, digest, error)
+            return False
+        log.info("version %d is loaded", version)
+        return True
+
+    def refuse(self, version: int, digest: str | None, error: ShoalError) -> None:
+        self.node.refuse(version, error)
+        self.refused = version, digest
+        if version == self.node.policy_version:
+            self.node.policy_version = None
 
     def reload(self) -> None:
         """Verify the files of the loaded version again, load them, and compute a new fingerprint."""
@@ -304,9 +329,9 @@ class Validator:
         return Cache(self.cache, public_key=self.access.public_key, run=self.access.run, keep=1)
 
     def _load(self, folder: Path, manifest: Manifest) -> None:
-        self.loaded = folder, manifest
         self.judge.load(folder)
-        self.node.policy_version = manifest.version
+        self.loaded = folder, manifest
+        self.node.policy_version, self.node.refused = manifest.version, ""
         self._take_fingerprint(manifest.version)
 
     def _take_fingerprint(self, version: int) -> None:

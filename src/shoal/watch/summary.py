@@ -83,7 +83,7 @@ def summarize(config: Config, status: Status, history: RunHistory, measured: Leg
     before = [evaluation for evaluation in history.evaluations if evaluation.version == 0 and not evaluation.final]
     after = [evaluation for evaluation in history.evaluations if evaluation.final]
     return {
-        "config": config.model_dump(mode="json"),
+        "config": config.public().model_dump(mode="json"),
         "seed": config.run.seed,
         "steps": len(metrics),
         "wall_s": measured.wall_s if measured else status.now_s - status.started_s,

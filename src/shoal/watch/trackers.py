@@ -49,7 +49,7 @@ class Wandb:
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=name,
             dir=str(folder),
-            config=config.model_dump(mode="json"),
+            config=config.public().model_dump(mode="json"),
             settings=wandb.Settings(console="off", quiet=True),  # the terminal shows the run's own view
         )
         self.table = wandb.Table

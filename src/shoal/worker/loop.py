@@ -24,6 +24,7 @@ from typing import Any, Self, TypeVar
 from blake3 import blake3
 
 from shoal.config import Config
+from shoal.errors import ModelError
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import Assignment, Fingerprint, Finished, HeartbeatAnswer
 from shoal.protocol.node import Node
@@ -118,6 +119,7 @@ class Worker:
         self.loaded: int | None = None
         self.folder: Path | None = None  # holds the loaded version
         self.digest = ""  # digest of the loaded version's manifest
+        self.refused: tuple[int | None, str] = None, ""  # the newest version, if it cannot be used, and why
         self.working: dict[Assignment, Future[bytes]] = {}  # submissions in production, oldest first
         self.upload: Future[None] | None = None  # the upload in progress
 
@@ -159,11 +161,17 @@ class Worker:
         produced.add_done_callback(self.compute.wake)
 
     def deliver(self) -> None:
-        """Upload finished submissions, up to the first unfinished one. Raise a producer's error."""
+        """Upload finished submissions, up to the first unfinished one. Raise a producer's error, unless the version's files
+        cause it."""
         for assignment, produced in list(self.working.items()):
             if not produced.done():
                 break
-            data = produced.result()
+            try:
+                data = produced.result()
+            except ModelError as error:
+                del self.working[assignment]
+                self.refuse(assignment.policy_version, error)
+                continue
             self.node.tokens = self.producer.tokens
             self.send(assignment, data)
 
@@ -173,7 +181,10 @@ class Worker:
 
     def waits_to_load(self, newest: tuple[Path, Manifest] | None) -> bool:
         """Return whether weights must be loaded. If so, no task is requested until the current ones are finished."""
-        return (newest is not None and newest[1].version != self.loaded) or self.node.renewal() is not None
+        return self.is_new(newest) or self.node.renewal() is not None
+
+    def is_new(self, newest: tuple[Path, Manifest] | None) -> bool:
+        return newest is not None and newest[1].version not in (self.loaded, self.refused[0])
 
     def idle(self, answer: HeartbeatAnswer, follower: Follower, stop: threading.Event) -> None:
         """Wait before the next heartbeat."""
@@ -181,7 +192,7 @@ class Worker:
         if self.working:
             self.wait(pause_s)
             return
-        why = f"weights: {follower.last_error}" if follower.last_error else answer.waiting_for
+        why = f"weights: {follower.last_error}" if follower.last_error else self.refused[1] or answer.waiting_for
         if answer.assignment is not None:  # a validator would reject work with the loaded weights
             version = answer.assignment.policy_version
             why = f"other weights: the pool's version {version} differs from the weights loaded here"
@@ -216,15 +227,27 @@ class Worker:
             self.upload = self.node.finished = None
 
     def load_newer(self, newest: tuple[Path, Manifest] | None) -> None:
-        """Load a newer version. Call it only while nothing is generated."""
-        if newest is None or newest[1].version == self.loaded:
+        """Load a newer version, or refuse it and keep the loaded one. Call it only while nothing is generated."""
+        if newest is None or not self.is_new(newest):
             return
         folder, manifest = newest
         self.node.doing(f"loading version {manifest.version}")
-        self.node.policy_version = self.producer.load(folder, manifest.version)
+        try:
+            self.node.policy_version = self.producer.load(folder, manifest.version)
+        except ModelError as error:
+            self.refuse(manifest.version, error)
+            return
+        self.refused, self.node.refused = (None, ""), ""
         self.loaded, self.digest, self.folder = manifest.version, manifest.digest, folder
         self._take_fingerprint(manifest.version)
         log.info("version %d is loaded", manifest.version)
+
+    def refuse(self, version: int, error: ModelError) -> None:
+        """Keep the version that is loaded, unless it is this one: then the worker takes no task before a newer one."""
+        self.node.refuse(version, error)
+        self.refused = version, f"a newer version, because it refused {self.node.refused}"
+        if version == self.loaded:
+            self.loaded, self.digest, self.folder, self.node.policy_version = None, "", None, None
 
     def renew(self) -> None:
         """Load the same weights again from the verified files, and compute a new fingerprint.

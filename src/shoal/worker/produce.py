@@ -64,12 +64,14 @@ class Producer:
         """
         check_max_tokens(folder, self.config.sampling.max_tokens)
         # Read the folder before the engine loads it. Loading may take long, and the folder may be removed meanwhile.
-        if self.tokenizer is None:
-            self.tokenizer = load_tokenizer(folder)
-            self.sampling = replace(self.sampling, eos_ids=eos_ids(folder))
-            tokenizer = load_tokenizer(folder)  # other threads use the first one meanwhile
-            self.conversation = Conversation(self.config, self.environments, tokenizer, self.sampling.eos_ids)
+        if self.tokenizer is not None:
+            self.engine.load(folder)
+            return version
+        tokenizer, ends = load_tokenizer(folder), eos_ids(folder)
+        other = load_tokenizer(folder)  # other threads use the first one meanwhile
+        conversation = Conversation(self.config, self.environments, other, ends)
         self.engine.load(folder)
+        self.tokenizer, self.conversation, self.sampling = tokenizer, conversation, replace(self.sampling, eos_ids=ends)
         return version
 
     def close(self) -> None:

@@ -425,3 +425,11 @@ def test_many_strangers_at_one_address_do_not_keep_out_another_address(
         assert "has staked 0" in await staking.join(ALICE, address="203.0.113.8")
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/v1/status", "/v1/run", "/metrics"])
+def test_a_page_of_another_site_cannot_read_a_pool_on_loopback(tmp_path: Path, path: str) -> None:
+    """The site points its own name at this machine (DNS rebinding), so the browser sends that name."""
+    with served(tmp_path) as site:
+        for host, status in (("evil.example", 421), ("evil.example:80", 421), ("localhost", 200), ("127.0.0.1", 200)):
+            assert ANYONE.get(site.url + path, headers={"Host": host}).status_code == status, host

@@ -19,8 +19,6 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from setproctitle import setproctitle
-
 from shoal.cli.launch import process
 from shoal.errors import ShoalError
 
@@ -188,7 +186,7 @@ def _become(module: str, command: list[str], log: Path) -> None:
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    setproctitle(" ".join(["shoal", *command]))
+    process.show_title(command)
     sys.exit(importlib.import_module(module).main(command))
 
 

@@ -9,14 +9,18 @@ import errno
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from setproctitle import setproctitle
+
+from shoal.config.config import PRIVATE
 from shoal.errors import UserError, printable
 
 PARENT_POLL_S = 0.5
@@ -26,6 +30,14 @@ THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "
 # operations of a model takes longer than a small operation (docs/results.md, "Threads that wait"). Only GNU OpenMP
 # reads GOMP_SPINCOUNT.
 IDLE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+
+
+HIDDEN = re.compile(rf"((?:{'|'.join(map(re.escape, PRIVATE))})=|--(?:rpc|key-file)[ =])\S+|shoal1\.\S+")
+
+
+def show_title(command: Sequence[str]) -> None:
+    """Show the command in the list of processes, which every user of the machine reads: no invite, no private field."""
+    setproctitle(HIDDEN.sub(r"\1…", " ".join(["shoal", *command])))
 
 
 class Interrupted(Exception):

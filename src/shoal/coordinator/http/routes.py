@@ -144,8 +144,7 @@ class Coordinator:
         return self._described(self.config.model_copy(update={"tasks": self.served}))
 
     def _described(self, config: Config) -> web.Response:
-        fields = config.model_dump(exclude={"coordinator": {"database"}, "ledger": {"rpc", "key_file"}})
-        keys = self.pool.members.keys()
+        fields, keys = config.public().model_dump(), self.pool.members.keys()
         descriptor = messages.RunDescriptor(protocol=messages.VERSION, run=self.run, config=fields, keys=keys)
         signed = Signed.make(self.identity, descriptor.model_dump_json(), domain="run")
         return web.json_response(text=signed.model_dump_json())

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from shoal.config import Config, check_resumed
 from shoal.config.config import LOOPBACK
@@ -270,6 +271,7 @@ async def _serve(served: ServedRun, port: int, stop: threading.Event, url: str) 
     try:
         address = Address(url=url or url_of(section.host, bound), run=coordinator.run)
         coordinator.pool.members.coordinator_url = address.url
+        coordinator.front.names = {urlsplit(address.url).hostname or ""}
         address.write(served.folder)
         log.info("run %s: listening at %s, key %s", coordinator.run, address.url, coordinator.identity.public)
         await served.live(stop)

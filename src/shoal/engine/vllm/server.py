@@ -156,6 +156,7 @@ def _start(folder: str, dtype: str) -> Any:
         folder,
         dtype=dtype,
         load_format="safetensors",
+        trust_remote_code=False,
         skip_tokenizer_init=True,
         generation_config="vllm",
         enforce_eager=True,

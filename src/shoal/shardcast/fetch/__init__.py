@@ -34,6 +34,10 @@ class FetchError(ShoalError):
     restart_helps = True  # other relays may be up after a restart
 
 
+class RefusedVersionError(FetchError):
+    """This machine does not take a version, whichever server has it. The message says why."""
+
+
 class NoRouteError(FetchError):
     """No server offers the parent of a delta yet."""
 

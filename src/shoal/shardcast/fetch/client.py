@@ -28,7 +28,7 @@ from pathlib import Path
 from shoal.files import discard
 from shoal.shardcast import delta
 from shoal.shardcast.delta import DeltaError, Link
-from shoal.shardcast.fetch import FetchError, NoRouteError, NotHeld, SourceError, disk_errors
+from shoal.shardcast.fetch import FetchError, NoRouteError, NotHeld, RefusedVersionError, SourceError, disk_errors
 from shoal.shardcast.fetch.cache import RESULTS, Cache, Partial
 from shoal.shardcast.fetch.download import Sources, StreamDownload
 from shoal.shardcast.fetch.reach import proxy_for
@@ -369,7 +369,12 @@ async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None
         parent, digest = manifest.delta.parent, manifest.delta.parent_digest
         parent_offer = cache.offer(parent) if cache.manifest(parent, digest) else None
         if parent_offer is None:
-            answers, reasons = await sources.ask(bind(offered, version=parent, digest=digest))
+            try:
+                answers, reasons = await sources.ask(bind(offered, version=parent, digest=digest))
+            except RefusedVersionError:
+                if not routes:
+                    raise
+                break
             parent_offer = next((answer for answer in answers.values() if answer), None)
         if parent_offer is None:
             break
@@ -421,8 +426,8 @@ def fetch_published(
     while True:
         try:
             return client.fetch(version, digest=digest)
-        except FetchError:
-            if time.monotonic() > deadline_s:
+        except FetchError as error:
+            if time.monotonic() > deadline_s or isinstance(error, RefusedVersionError):
                 raise
             time.sleep(POLL_S)
 

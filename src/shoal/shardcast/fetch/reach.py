@@ -120,6 +120,10 @@ def narrowest(host: str) -> Reach:
     return "local"
 
 
+def narrower(first: Reach, second: Reach) -> Reach:
+    return min(first, second, key=ORDER.index)
+
+
 class Resolver(AbstractResolver):
     """The system's resolver, which refuses addresses beyond `reach`. `exempt` says which hosts it does not check."""
 
@@ -145,7 +149,8 @@ def _check(address: IPv4Address | IPv6Address, host: str, reach: Reach) -> None:
     if needs is None:
         raise OutOfReach(f"{host} is {address}, to which no other machine can connect")
     if ORDER.index(needs) > ORDER.index(reach):
-        raise OutOfReach(f'{host} is {address}, a {needs} address; relays.reach = "{needs}" allows it')
+        how = f'relays.reach = "{needs}" with --reach {needs} on this machine'
+        raise OutOfReach(f"{host} is {address}, a {needs} address; {how} allows it")
 
 
 def _needs(address: IPv4Address | IPv6Address) -> Reach | None:

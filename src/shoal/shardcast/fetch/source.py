@@ -26,7 +26,7 @@ from blake3 import blake3
 from pydantic import ValidationError
 from yarl import URL
 
-from shoal.shardcast.fetch import BadData, FetchError, NotHeld, SourceError
+from shoal.shardcast.fetch import BadData, FetchError, NotHeld, RefusedVersionError, SourceError
 from shoal.shardcast.fetch.reach import OutOfReach, Proxy, Reach, Resolver, check_host, is_proxy, proxy_for
 from shoal.shardcast.manifest import (
     MAX_LISTING_BYTES,
@@ -173,6 +173,7 @@ class Access:
     reach: Reach | None = None  # allowed addresses; None, which allows all, if the user named the servers
     standings: dict[str, Standing] = field(default_factory=dict)  # by URL
     on_fetched: Callable[[Arrival], None] = lambda arrival: None
+    refuses: Callable[[Manifest], str] = lambda manifest: ""  # why this machine does not take a version; "": it does
     newest: Newest | None = None  # the origin's latest statement that any server sent
 
     def heard(self, signed: SignedNewest | None) -> None:
@@ -266,9 +267,12 @@ class Source:
             return signed, signed.open(self.access.public_key, run=self.access.run, version=version)
 
         try:
-            return opened() if len(body) <= LARGE_BYTES else await asyncio.to_thread(opened)
+            offer = opened() if len(body) <= LARGE_BYTES else await asyncio.to_thread(opened)
         except ManifestError as error:
             raise self._bad(f"manifest of version {version}: {error}") from error
+        if why := self.access.refuses(offer[1]):
+            raise RefusedVersionError(f"version {version} is refused: {why}")
+        return offer
 
     async def shard(self, version: int, part: Part, incoming: Incoming) -> None:
         """Receive the rest of one shard. Return only if the whole shard is correct. Let errors of the sink pass."""
@@ -356,10 +360,7 @@ class Source:
         """Send a request. A URL or proxy that cannot be used is a SourceError, because other servers may work."""
         try:
             proxy = self.proxy
-            if self.access.reach:
-                # This checks addresses; the session's resolver checks names. aiohttp connects to `raw_host`, in which
-                # ASCII digits replace others, such as circled ones.
-                check_host(URL(self.url).raw_host or "", self.access.reach)
+            _check_address(self.url, self.access)
             return await self.session.get(
                 f"{self.url}/{path}",
                 allow_redirects=False,
@@ -372,6 +373,57 @@ class Source:
 
     def _through(self) -> str:
         return f" through the proxy {self.proxy.shown}, which the environment names" if self.proxy else ""
+
+
+def _check_address(url: str, access: Access) -> None:
+    """Raise OutOfReach for an address; the session's resolver checks names. aiohttp connects to `raw_host`, in which ASCII
+    digits replace others, such as circled ones."""
+    if access.reach:
+        check_host(URL(url).raw_host or "", access.reach)
+
+
+PIECE_BYTES = 1 << 20
+
+
+async def exchange(
+    access: Access, method: str, url: str, *, headers: dict[str, str], data: bytes = b"", max_bytes: int = 0
+) -> tuple[int, bytes]:
+    """Send one request to a URL that another party named, as to a relay: within reach, without redirects.
+
+    Return status and body, or "" for a body that is longer than `max_bytes`. No piece may take `idle_timeout_s`. Raise
+    SourceError.
+    """
+    server, body = str(URL(url, encoded=True).origin()), bytearray()
+    try:
+        proxy = proxy_for(server)
+        _check_address(server, access)
+        async with asyncio.timeout(access.limits.idle_timeout_s) as waiting, open_session(access) as session:
+
+            def go_on() -> None:
+                waiting.reschedule(asyncio.get_running_loop().time() + access.limits.idle_timeout_s)
+
+            async def pieces() -> AsyncIterator[bytes]:
+                for at in range(0, len(data), PIECE_BYTES):
+                    go_on()
+                    yield data[at : at + PIECE_BYTES]
+
+            async with session.request(
+                method,
+                URL(url, encoded=True),  # the signature covers these characters
+                data=pieces() if data else None,
+                headers=headers | ({"Content-Length": str(len(data))} if data else {}),
+                skip_auto_headers=["Content-Type"],
+                allow_redirects=False,
+                proxy=proxy.url if proxy else None,
+            ) as response:
+                while len(body) <= max_bytes and (part := await response.content.read(PIECE_BYTES)):
+                    if len(body) // WAKE_BYTES < (len(body) + len(part)) // WAKE_BYTES:
+                        go_on()
+                    body += part
+                return response.status, bytes(body) if len(body) <= max_bytes else b""
+    except (FetchError, ValueError, TimeoutError, aiohttp.ClientError, OutOfReach) as error:
+        inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+        raise SourceError(server, f"{type(inner).__name__} {inner}") from error
 
 
 @contextmanager
