@@ -27,6 +27,7 @@ SRC = ROOT / "src" / "shoal"
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
@@ -329,7 +330,7 @@ def test_the_places_that_the_table_of_questions_names_exist() -> None:
 def test_the_list_of_checks_has_the_validators_checks_in_order() -> None:
     rows = table((ROOT / "docs" / "trust.md").read_text(), "| check |")
     written = [name.split("`")[1] for name, *_ in rows if name.startswith("`")]
-    assert written == [check.__name__ for check in (*checks.FILE, *checks.EXPENSIVE, *EXACT, *checks.GRADED)]
+    assert written == [check.__name__ for check in (*checks.FILE, *checks.EXPENSIVE, *EXACT, *checks.ANSWERS)]
 
 
 def test_the_table_of_attacks_names_tests_that_exist_or_says_open() -> None:

@@ -4,8 +4,19 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
-from shoal.evidence import FLOOR, Process, allocation, centre, frequency, share
+from shoal.evidence import FLOOR, Process, allocation, centre, frequency, share, within
+
+FIGURES = [0.0, -0.0, 5e-324, 0.5, 1.0, 1.0000001, math.nan, math.inf, -math.inf, -5e-324, -1.0]
+PASS = [True, True, True, True, True, False, False, False, False, False, False]
+
+
+def test_only_what_is_finite_and_inside_passes_a_judge() -> None:
+    assert [within(figure, 1.0) for figure in FIGURES] == PASS
+    assert within(torch.tensor(FIGURES, dtype=torch.float64), 1.0).tolist() == PASS
+    assert within(np.array(FIGURES), 1.0).tolist() == PASS
+    assert not within(0.5, math.nan) and not within(math.inf, math.inf) and within(2, 2)
 
 
 def test_a_frequency_bet_pays_at_most_one_on_average() -> None:

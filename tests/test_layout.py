@@ -13,13 +13,14 @@ SRC = Path(__file__).parent.parent / "src" / "shoal"
 ROOMS = {
     "errors": [],
     "files": ["errors"],
+    "identity": ["errors"],
     "config": ["errors"],
-    "toploc": [],
     "evidence": [],
+    "toploc": ["evidence"],
     "sandbox": [],
-    "shardcast": ["errors", "files"],
+    "shardcast": ["errors", "files", "identity"],
     "model": ["errors", "files"],
-    "protocol": ["config", "errors", "files", "shardcast"],
+    "protocol": ["config", "errors", "files", "identity", "shardcast"],
     "store": ["errors", "files", "model", "protocol"],
     "ledger": ["errors", "files", "protocol"],
     "tasks": ["config", "errors", "files", "model", "protocol", "sandbox"],
@@ -27,7 +28,7 @@ ROOMS = {
     "engine": ["errors", "files", "model"],
     "watch": ["config", "errors", "evidence", "files", "protocol", "shardcast"],
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "watch"],
-    "learner": ["config", "diloco", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
+    "learner": ["config", "diloco", "errors", "evidence", "files", "model", "protocol", "shardcast", "store", "tasks"],
     "worker": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": [
         "config", "engine", "evidence", "files", "ledger", "model", "protocol", "sandbox", "shardcast", "store", "tasks",
@@ -54,7 +55,7 @@ LIBRARIES = [
     "diloco",
     "watch",
 ]
-ROOT_MODULES = {"", "__main__", "errors", "evidence", "files"}
+ROOT_MODULES = {"", "__main__", "errors", "evidence", "files", "identity"}
 
 SUB_ROOMS = {  # for each part of a room, the parts that it imports; a module that is not listed may import all parts
     "shardcast": {

@@ -36,7 +36,7 @@ from shoal.protocol.identity import Identity
 from shoal.tasks.derive import GroupPlan
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
-from shoal.validator.checks import EXPENSIVE, FILE, GRADED, endings
+from shoal.validator.checks import ANSWERS, EXPENSIVE, FILE, endings
 from shoal.validator.judge import Judge
 from shoal.validator.prefill import VOCABULARY_ROWS, hidden_states
 from shoal.validator.service import BATCH
@@ -105,7 +105,7 @@ def long_completions(
             assert rules is not None
             outcomes = [check(rules, case) for check in FILE if check is not endings]
             graded = judge.grade(case)
-            outcomes += [check(rules, graded) for check in GRADED]
+            outcomes += [check(rules, graded) for check in ANSWERS]
             computed = judge.prefill([graded])[0]
             outcomes += [check(rules, computed) for check in EXPENSIVE]
             if findings := [outcome.finding for outcome in outcomes if outcome.finding]:

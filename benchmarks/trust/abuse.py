@@ -161,10 +161,6 @@ def attacks(site: Site, seconds: float) -> dict[str, Attack]:
         "other files than announced by a member": other_files,
         "history pages": attack(lambda: HISTORY, rate=50, at_once=100, reads=True),
         "slow readers of history": attack(lambda: HISTORY, rate=100, at_once=250, holds=True),
-        "ledger pages of a member": attack(
-            lambda: site.request(site.insider, "GET", "/v1/ledger/0", b"", connection="close"),
-            rate=MEMBER_RATE, at_once=100, outside=False, reads=True,
-        ),
     }  # fmt: skip
 
 

@@ -209,8 +209,7 @@ class Tally:
     def compare(self, judge: Judge, one: Examined, honest: Case) -> None:
         """Compare with honest work: record whether the attack changed anything, and its gain."""
         same = [_made(row) for row in one.case.rows] == [_made(row) for row in honest.rows]
-        claims = [row.reward for row in one.case.rows] == [row.reward for row in honest.rows]
-        same = same and claims and one.case.header.signer == honest.header.signer
+        same = same and one.case.header.signer == honest.header.signer
         self.unchanged += same
         self.slipped += not same and one.finding is None
         if one.case.prefill:

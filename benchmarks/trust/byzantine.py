@@ -1,7 +1,7 @@
 """Start `shoal run` with workers that lie. Each joins the run with an invite, as a stranger's worker joins a pool.
 
     python -m benchmarks.trust.byzantine configs/tiny.toml --out runs/byzantine
-    python -m benchmarks.trust.byzantine configs/tiny.toml --out DIR --lies quantized_weights forged_reward
+    python -m benchmarks.trust.byzantine configs/tiny.toml --out DIR --lies quantized_weights wrong_temperature
 
 `adversary/cheats.py` lists the lies. Other arguments are passed on to `shoal run`. A single liar is named `cheater`, several
 are `cheater-0`, `cheater-1` and so on. Their folders and logs are beside those of the run's own processes.

@@ -141,6 +141,7 @@ HARMS = ("paid", "paid less", "waits", "unpaid", "suspended", "dismissed", "slas
 class Uploaded:
     header: Header
     rows: list[Rollout]
+    rewards: list[float]
     file: str
     truth: Reason | None  # why an honest validator rejects it
     lies: bool  # the colluders forge figures of it
@@ -282,12 +283,10 @@ class Scene:
         rows = [
             Rollout(
                 group=number // SIZE,
-                task=f"t{number}",
                 target_length=0,
                 seed=number,
                 tokens=[7] * TOKENS,
                 logprobs=[-0.5] * TOKENS,
-                reward=0.0 if flat else float(number % SIZE),
                 proofs=[bytes(258)],
             )
             for number in range(task.groups * SIZE)
@@ -295,7 +294,8 @@ class Scene:
         file = self.store.put("submissions", write_submission(header, rows, key))
         truth = self.attack.truth if friend else None
         lies = key is self.attack.target and not self.is_warming_up
-        self.uploads[task.id] = Uploaded(header, rows, file, truth, lies)
+        rewards = [0.0 if flat else float(number % SIZE) for number in range(len(rows))]
+        self.uploads[task.id] = Uploaded(header, rows, rewards, file, truth, lies)
         self.pool.assignments.uploaded(key.public, task.id, file)
 
     # --- validators --------------------------------------------------------------------------------------------------
@@ -352,8 +352,8 @@ class Scene:
         if said.stores == "nothing":
             return "0" * 64
         rows = [
-            AcceptedRollout(row.group, row.task, [1, 2], row.tokens, row.logprobs, row.reward + said.reward)
-            for row in uploaded.rows
+            AcceptedRollout(row.group, f"t{number}", [1, 2], row.tokens, row.logprobs, reward + said.reward)
+            for number, (row, reward) in enumerate(zip(uploaded.rows, uploaded.rewards, strict=True))
         ]
         data = write_accepted(uploaded.header, rows, key) if said.stores == "its file" else f"garbage {id}".encode()
         accepted = self.store.put("accepted", data)
@@ -362,20 +362,21 @@ class Scene:
 
     def verdict(self, key: Identity, id: str, said: Said, accepted: str) -> Verdict:
         uploaded = self.uploads[id]
-        differ = len({row.reward for row in uploaded.rows[:SIZE]}) > 1
+        differ = len(set(uploaded.rewards[:SIZE])) > 1
         useful = differ if said.useful is None else said.useful
         group = GroupResult(reward_mean=0.5, useful=useful, tokens=said.tokens)
+        groups = [] if said.reason else [group] * min(said.groups, uploaded.header.groups)
         opinion = Opinion(
             run=RUN,
             submission=f"{id[:-6]}999999" if said.about == "submission" else id,
             file="0" * 64 if said.about == "file" else uploaded.file,
             reason=said.reason,
+            tokens=sum(each.tokens for each in groups),
             accepted=accepted,
             replay=said.replay,
             spent=None if said.reason else said.spent,
         )
         signed = sign_opinion(opinion, key).model_dump_json()
-        groups = [] if said.reason else [group] * min(said.groups, uploaded.header.groups)
         return Verdict(submission=id, opinion=signed, detail="", evidence={}, groups=groups)
 
     # --- what came of it ---------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ EXPECTED = {  # by number of colluders: 1, 2, 3
         "honest paid less; found by audit",
     ),
     "more tokens than the file": (
-        "honest paid, friend enriched; found by audit",
+        "honest paid, friend enriched; found by second opinion, audit",
         "honest paid, friend enriched; found by audit",
         "honest paid, friend enriched; found by audit",
     ),
@@ -179,12 +179,12 @@ EXPECTED = {  # by number of colluders: 1, 2, 3
         "honest waits, stalls; found by coordinator",
     ),
     "false acceptance": (
-        "honest paid, friend slashed, trained on it; found by second opinion, recomputation",
+        "honest paid, friend slashed; found by second opinion, recomputation",
         "honest paid, friend enriched, trained on it; found by recomputation",
         "honest paid, friend enriched, trained on it; found by recomputation",
     ),
     "false acceptance, with the friend's fingerprint": (
-        "honest paid, friend slashed, trained on it; found by second opinion, recomputation",
+        "honest paid, friend slashed; found by second opinion, recomputation",
         "honest paid, friend enriched, trained on it; found by recomputation",
         "honest paid, friend enriched, trained on it; found by recomputation",
     ),

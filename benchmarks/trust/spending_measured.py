@@ -29,7 +29,7 @@ from shoal.model.dtype import DtypeName
 from shoal.model.sources import resolve
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
-from shoal.validator.checks import EXPENSIVE, GRADED, run
+from shoal.validator.checks import ANSWERS, EXPENSIVE, run
 from shoal.validator.spending import spent
 
 DTYPES: list[DtypeName] = ["float32", "bfloat16"]
@@ -73,7 +73,7 @@ def measured(path: Path, submissions: int, worker: int) -> dict[str, Any]:
                 opened = judge.open(assignment, key.public, data)
                 assert isinstance(opened, Case) and judge.rules is not None
                 [case] = judge.prefill([judge.grade(opened)])
-                outcome = run([*EXPENSIVE, *GRADED], judge.rules, case)
+                outcome = run([*EXPENSIVE, *ANSWERS], judge.rules, case)
                 seeds.update(row.seed for row in case.rows)
                 result["judgements"] += len(case.rows)
                 result["rejected"] += outcome.finding is not None

@@ -40,7 +40,7 @@ from shoal.evidence import ALPHA, Process
 from shoal.model.sources import resolve
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case, Finding
-from shoal.validator.checks import EXPENSIVE, GRADED
+from shoal.validator.checks import ANSWERS, EXPENSIVE
 from shoal.validator.checks import run as run_checks
 from shoal.validator.judge import Judge
 from shoal.validator.spending import spent
@@ -90,7 +90,7 @@ class Bench:
         assert isinstance(opened, Case), opened
         [case] = self.judge.prefill([self.judge.grade(opened)])
         assert self.judge.rules is not None
-        outcome = run_checks([*EXPENSIVE, *GRADED], self.judge.rules, case)
+        outcome = run_checks([*EXPENSIVE, *ANSWERS], self.judge.rules, case)
         return case, outcome.finding, dict(outcome.evidence)
 
     def honest_reward(self, number: int) -> float:

@@ -1,4 +1,4 @@
-"""Sequential tests by betting: pure mathematics, independent of pools and tokens.
+"""What judges compare with (`within`), and sequential tests by betting: pure mathematics, independent of pools and tokens.
 
 An e-value is the payoff of a bet against the honest hypothesis for one observation. Each function returns the logarithm
 of an e-value, in nats. The bets are that:
@@ -26,6 +26,7 @@ Sources: Ramdas, Gruenwald, Vovk, Shafer 2023, "Game-theoretic statistics and sa
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 ALPHA = 1e-6  # maximum probability that the tests ever accuse an honest worker, however long it works
 REWARD_TILT = (
@@ -33,6 +34,14 @@ REWARD_TILT = (
 )
 TASK_TILT = 4.0  # in a submission, numerics may change one group's tokens at most this many times as often as another's
 FLOOR = -700.0  # lowest logarithm stored; capital below e^-700 is so small that it changes no sum
+
+
+def within(figure: Any, limit: float) -> Any:
+    """Return whether a judged figure passes: it is finite, and 0 <= figure <= limit. A tensor gives a tensor.
+
+    Every judge compares with this function, so NaN, infinite and negative figures pass nowhere.
+    """
+    return (figure >= 0) & (figure <= limit) & (figure < math.inf)
 
 
 def frequency(count: float, exposure: float, rate: float, theta: float) -> float:

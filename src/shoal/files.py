@@ -114,6 +114,20 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], *, mode: int 
         file.commit()
 
 
+def unique_json(data: str | bytes | bytearray) -> Any:
+    """Parse JSON. Raise ValueError also if a key is repeated, because readers differ in which value they take."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(fields := dict(pairs)) < len(pairs):
+            raise ValueError("a key is repeated")
+        return fields
+
+    try:
+        return json.loads(data, object_pairs_hook=unique)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def read_json(path: Path) -> Any:
     """Read a file of JSON that Shoal wrote. Raise DamagedFileError, OSError."""
     return parse_json(path.read_bytes(), path)

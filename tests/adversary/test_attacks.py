@@ -44,7 +44,6 @@ REASONS = {  # for attacks that are detectable with any model
     "truncated": Reason.TERMINATION,
     "padded": Reason.TERMINATION,
     "end_forced": Reason.SAMPLING,
-    "forged_rewards": Reason.REWARD,
     "forged_logprobs": Reason.LOGPROBS,
     "copied": Reason.PROOF,
     "replayed": Reason.TASKS,
@@ -99,7 +98,7 @@ def test_every_attacker_signs_changed_rows_for_its_assigned_tasks(files: dict[st
     assert list(lied.rows) != list(honest.rows) or name.startswith("spends")
     if name != "replayed":
         assert (lied.header.prompts, lied.header.submission) == (honest.header.prompts, ASSIGNMENT.number)
-        claims = [[(row.group, row.task, row.target_length, row.seed) for row in file.rows] for file in (lied, honest)]
+        claims = [[(row.group, row.target_length, row.seed) for row in file.rows] for file in (lied, honest)]
         assert claims[0] == claims[1]
 
 

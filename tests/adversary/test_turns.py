@@ -26,7 +26,6 @@ REASONS = {
     "truncated": Reason.TERMINATION,
     "padded": Reason.TERMINATION,
     "easier_task_retold": Reason.SAMPLING,
-    "forged_rewards": Reason.REWARD,
     "forged_logprobs": Reason.LOGPROBS,
     "constant_proofs": Reason.PROOF,
 } | dict.fromkeys(TOOL_ATTACKS, Reason.ENVIRONMENT)

@@ -12,7 +12,9 @@ import pytest
 
 from shoal.cli import main
 from shoal.cli.arguments import USAGE
+from shoal.cli.audit.commands import NOT_COMPARED
 from shoal.cli.audit.run import BrokenError, open_run
+from shoal.coordinator.pool import TABLE_NAMES
 from shoal.ledger.chain import read_export
 from shoal.protocol.invite import FILE as ADDRESS
 
@@ -36,12 +38,17 @@ def test_an_unchanged_run_passes_with_status_0(recorded: Path, capsys: pytest.Ca
     assert main(["audit", str(recorded), *QUICK]) == 0
     printed = capsys.readouterr().out
     assert f"coordinator {COORDINATOR.public}" in printed and "tables: as sealed" in printed
-    assert printed.splitlines()[-1] == "the audit found no broken link"
+    *_, verdict, counts = printed.splitlines()
+    assert verdict == "the audit found no broken link" and ", 0 no, " in counts
 
 
-def test_the_coordinators_folder_of_a_run_passes(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", str(recorded / "coordinator"), *QUICK]) == 0
-    assert "metrics.jsonl, evaluations.jsonl: as recorded" in capsys.readouterr().out
+def test_the_coordinators_folder_of_a_run_passes_except_for_the_model(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", str(recorded / "coordinator"), *QUICK]) == NOT_COMPARED
+    printed = capsys.readouterr().out
+    assert "metrics.jsonl, evaluations.jsonl: as recorded" in printed
+    assert "NOT COMPARED: 1 trained models" in printed and "could not compare all that matters" in printed
 
 
 def lose_a_file(run: Path) -> str:
@@ -66,8 +73,8 @@ def change_an_entry(run: Path) -> str:
     with sqlite3.connect(run / "coordinator" / "pool.sqlite") as pool:
         for (name,) in pool.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
             pool.execute(f"DROP TRIGGER {name}")
-        pool.execute("UPDATE ledger SET body = replace(body, 'alice', 'alisa') WHERE seq = 5")
-    return "BROKEN ledger entry 5: "
+        pool.execute("UPDATE ledger SET body = replace(body, 'alice', 'alisa') WHERE seq = 6")
+    return "BROKEN ledger entry 6: "
 
 
 @pytest.mark.parametrize("tamper", [lose_a_file, lose_the_ledger, change_a_table])
@@ -76,12 +83,12 @@ def test_the_audit_names_what_is_broken_and_exits_with_status_1(
 ) -> None:
     link = tamper(run)
     assert main(["audit", str(run), *QUICK]) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(link) and "no broken link" not in last
+    *_, broken, counts = capsys.readouterr().out.splitlines()
+    assert broken.startswith(link) and ", 1 no, " in counts
 
 
 @pytest.mark.parametrize(
-    ("more", "status", "last"),
+    ("more", "status", "verdict"),
     [
         (["--key", COORDINATOR.public], 0, "the audit found no broken link"),
         (["--key", identity(99).public], 1, "BROKEN "),
@@ -89,10 +96,10 @@ def test_the_audit_names_what_is_broken_and_exits_with_status_1(
     ],
 )
 def test_a_key_or_head_that_the_auditor_gives_must_match_the_ledger(
-    recorded: Path, capsys: pytest.CaptureFixture[str], more: list[str], status: int, last: str
+    recorded: Path, capsys: pytest.CaptureFixture[str], more: list[str], status: int, verdict: str
 ) -> None:
     assert main(["audit", str(recorded), *QUICK, *more]) == status
-    assert capsys.readouterr().out.splitlines()[-1].startswith(last)
+    assert capsys.readouterr().out.splitlines()[-2].startswith(verdict)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +125,15 @@ def test_an_unfinished_run_passes_the_audit_only_with_unsealed(run: Path, capsys
     assert main([*audit, "--unsealed"]) == 0 and "tables: not compared" in capsys.readouterr().out
 
 
+def test_tables_that_were_not_read_are_not_called_sealed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["audit", str(run), "--export", str(run / "whole.jsonl")])
+    (run / "coordinator" / "pool.sqlite").unlink()
+    assert main(["audit", str(run), *QUICK, "--ledger", str(run / "whole.jsonl")]) == NOT_COMPARED
+    printed = capsys.readouterr().out
+    assert "tables: as sealed" not in printed and f"NOT COMPARED: {len(TABLE_NAMES)} tables" in printed
+    assert "not compared: 2 copies of the config and the metrics" in printed
+
+
 def test_a_folder_without_a_run_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(tmp_path)]) == USAGE
     assert f"{tmp_path} is neither the folder of a run nor of a coordinator" in capsys.readouterr().err
@@ -133,9 +149,9 @@ def test_an_export_is_the_whole_chain(recorded: Path, tmp_path: Path, capsys: py
 def test_a_changed_entry_is_named_by_the_audit_and_by_the_export(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     link = change_an_entry(run)
     assert main(["audit", str(run), *QUICK]) == 1
-    assert capsys.readouterr().out.splitlines()[-1].startswith(link)
+    assert capsys.readouterr().out.splitlines()[-2].startswith(link)
     assert main(["audit", str(run), "--export", str(run / "ledger.jsonl")]) == 1
-    assert "ledger entry 5" in capsys.readouterr().err
+    assert "ledger entry 6" in capsys.readouterr().err
 
 
 def test_a_folder_whose_server_asks_for_the_auditors_password_gets_none(

@@ -201,12 +201,16 @@ def verdict(
     run: str = "r",
     file: str = FILE,
     accepted: str = ACCEPTED_FILE,
+    groups: list[GroupResult] | None = None,
     **opinion: Any,
 ) -> Verdict:
     """Return a signed verdict. `opinion`: further fields of the opinion."""
-    groups = [GroupResult(reward_mean=0.5, useful=u, tokens=10) for u in useful] if reason is None else []
+    groups = groups or [GroupResult(reward_mean=0.5, useful=u, tokens=10) for u in useful] if reason is None else []
     accepted = "" if reason else accepted
-    signed = Opinion(run=run, submission=id, file=file, reason=reason, accepted=accepted, **opinion)
+    tokens = sum(group.tokens for group in groups)
+    signed = Opinion(
+        run=run, submission=id, file=file, reason=reason, accepted=accepted, **{"tokens": tokens} | opinion
+    )
     return Verdict(
         submission=id,
         opinion=sign_opinion(signed, SIGNERS[validator] if isinstance(validator, str) else validator).model_dump_json(),

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.coordinator.checkers import DOUBT_S, MISMATCHES, WINDOW_S
 from shoal.coordinator.database import PoolError
-from shoal.protocol.messages import HARD, LEASE_S, Evaluation, Reason, Replay
+from shoal.protocol.messages import HARD, LEASE_S, Evaluation, GroupResult, Reason, Replay
 
 from .support import (
     ACCEPTED_FILE,
@@ -449,6 +449,20 @@ def test_a_drawn_share_of_accepted_work_is_judged_again(
     assert ("slashed" in harness.kinds()) == slashed
     [entry] = harness.pool.db.ledger.entries(kind=state)
     assert len(json.loads(entry.body)["opinions"]) == len(reasons)
+
+
+def test_of_two_acceptances_the_one_that_credits_less_counts(harness: Harness) -> None:
+    harness.pool.checkers.random = lambda: 0.0
+    for number, tokens in enumerate([(10, 900), (900, 10)]):
+        id = uploaded(harness)
+        for validator, count in zip((VALIDATOR, OTHER_VALIDATOR), tokens, strict=True):
+            assert claimable(harness, validator) == [id]
+            harness.pool.judgement.accepted_stored(validator, id, ACCEPTED_FILE)
+            groups = [GroupResult(reward_mean=0.5, useful=True, tokens=count)] * 2
+            harness.pool.judgement.judge(validator, verdict(id, None, (), validator, groups=groups))
+        entry = list(harness.pool.db.ledger.entries(kind="accepted"))[-1]
+        assert json.loads(entry.body)["tokens"] == 20
+        assert any("counted 1800 tokens" in notice for notice in harness.status().notices), number
 
 
 def test_if_two_disagree_and_nobody_else_is_live_the_worker_is_paid(harness: Harness) -> None:

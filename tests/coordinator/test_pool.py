@@ -80,7 +80,7 @@ def test_a_reopened_pool_is_unchanged(tmp_path: Path) -> None:
     before = harness.status()
     harness.pool.db.connection.close()
     again = open_pool(tmp_path / "pool.sqlite")
-    assert again.status() == before
+    assert again.status() == before.model_copy(update={"notices": []})  # notices are in memory
     assert again.task(version=1) == held
     assert again.pool.batches.of_step(0).ready
 
@@ -108,7 +108,6 @@ def test_a_failing_ledger_leaves_no_trace_of_the_verdict(
 
 
 SAMPLE = Sample(task="1+1", prompt="1+1=", completion="2", reward=1.0, tokens=2)
-SAMPLE_OF_A = SAMPLE.model_dump() | {"submission": "a-0", "group": 0, "worker": "a", "policy_version": 0}
 
 
 def report(step: int, loss: float) -> StepReport:
@@ -143,21 +142,20 @@ def test_a_page_is_bounded_in_bytes_and_a_larger_entry_is_sent_alone(harness: Ha
     size_bytes = database.PAGE_BYTES // 5
     for number in range(12):
         task = "x" * (size_bytes if number != 7 else 2 * database.PAGE_BYTES)
-        harness.pool.db.history.put("sample", f"a/{number}", json.dumps(SAMPLE_OF_A | {"completion": task}))
+        harness.pool.db.history.put("step", f"{number}", json.dumps({"text": task}))
     cursor, sizes = 0, []
     while (page := json.loads(data := harness.pool.db.history.page(cursor)))["cursor"] != cursor:
         cursor = page["cursor"]
-        sizes.append((len(page["samples"]), len(data) <= database.PAGE_BYTES + 200))
+        sizes.append((len(page["metrics"]), len(data) <= database.PAGE_BYTES + 200))
     assert sizes == [(4, True), (3, True), (1, False), (4, True)]
 
 
 def accept_with_sample(harness: Harness) -> str:
     task = harness.upload(ALICE)
     harness.claim(VALIDATOR)
-    given = verdict(task.id)
     groups = [GroupResult(reward_mean=0.5, useful=False, tokens=2, sample=SAMPLE)]
     harness.pool.judgement.accepted_stored(VALIDATOR, task.id, "8" * 64)
-    harness.pool.judgement.judge(VALIDATOR, given.model_copy(update={"groups": groups}))
+    harness.pool.judgement.judge(VALIDATOR, verdict(task.id, groups=groups))
     return task.id
 
 
@@ -166,6 +164,7 @@ def test_an_accepted_groups_sample_names_its_worker_and_is_stored_once(harness: 
     (sample,) = harness.pool.db.history.after(0).samples
     assert (sample.submission, sample.group, sample.worker, sample.policy_version) == (id, 0, "worker-a", 0)
     assert sample.completion == "2"
+    assert json.loads(harness.pool.db.history.page(0))["samples"] == [], "nobody else may see completions and rewards"
     stored = harness.pool.db.connection.value("SELECT verdict FROM submissions WHERE id = ?", id)
     assert "completion" not in stored, "the text must not be stored a second time with the verdict"
 

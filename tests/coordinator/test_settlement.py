@@ -13,6 +13,7 @@ from shoal.coordinator.database import PoolError
 from shoal.ledger import evm
 from shoal.ledger.chain import Entry, LedgerError
 from shoal.ledger.evm import ChainLostError, deploy, read_key
+from shoal.protocol.messages import LARGEST
 
 from ..ledger.stakes_support import ACCOUNT, InContract, RevmChain
 from .support import ALICE, BOB, Harness, open_pool, strangers
@@ -162,6 +163,34 @@ def test_entries_queued_while_settled_ones_are_skipped_are_settled(monkeypatch: 
     settling._queue_entries()
     settling._settle_batch([])
     assert [entry.body for entry in sent] == ['{"number":1}', '{"number":2}'] and not settling.waiting
+
+
+def test_a_stake_beyond_a_column_is_shown_as_the_largest_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A contract holds uint256, and a coin has 10^18 units, so 9.3 coins exceed a BIGINT."""
+    monkeypatch.setattr(credit, "POLL_S", 0.01)
+    harness = open_pool()
+    harness.join(ALICE)
+    stakes = ChainStakes()
+    settling = Settlement(harness.pool.config, harness.pool.db, stakes, print)
+    monkeypatch.setattr(settling, "_settle_batch", lambda members: stakes.members.update({ALICE: 93 * 10**17}))
+    asyncio.run(until(lambda: any(node.staked for node in harness.pool.db.nodes.all()), of=settling))
+    assert [node.staked for node in harness.pool.db.nodes.all() if node.key == ALICE] == [LARGEST]
+    assert stakes.at_risk(ALICE) == 93 * 10**17, "decisions use the exact stake"
+
+
+def test_an_unexpected_error_is_reported_and_settlement_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(credit, "POLL_S", 0.01)
+    harness, notices, tries = open_pool(), [], []
+    settling = Settlement(harness.pool.config, harness.pool.db, ChainStakes(), notices.append)
+
+    def settle_batch(members: list[str]) -> None:
+        tries.append(members)
+        if len(tries) < 3:
+            raise OverflowError("Python int too large to convert to SQLite INTEGER")
+
+    monkeypatch.setattr(settling, "_settle_batch", settle_batch)
+    asyncio.run(until(lambda: len(tries) > 3, of=settling))
+    assert "too large" in notices[0] and "again" in notices[1]
 
 
 def test_a_wrong_contract_or_key_ends_the_coordinator(scene: Scene, tmp_path: Path) -> None:

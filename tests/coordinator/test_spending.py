@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.coordinator.database import PoolError
 from shoal.coordinator.trust import bets, shared_evidence
 from shoal.evidence import Process
 from shoal.protocol.messages import Reason, Replay, ToleranceSpent
@@ -188,7 +189,8 @@ def test_one_validators_figures_dismiss_nobody(harness: Harness, figures: dict[s
     for _ in range(8):
         assert submitted(harness, spent(**figures), validator=VALIDATOR) == "accepted"
         assert submitted(harness, spent(), validator=OTHER_VALIDATOR) == "accepted"
-    harness.rejected(Reason.SPENDING)
+    with pytest.raises(PoolError, match="only the coordinator finds spending"):
+        harness.rejected(Reason.SPENDING)
     assert "dismissed" not in harness.kinds() and harness.task()
 
 

@@ -103,17 +103,17 @@ def test_a_group_with_a_grader_error_is_counted_and_never_trained_on(online_filt
     failed = Outcomes(graded=1, grader_error=1)
     metrics = credited(
         harness,
-        group("sums", [1, 0], outcomes=failed, error="no module numpy"),
-        group("sums", [0, 0], outcomes=failed, error="no space left"),
+        group("sums", [1, 0], outcomes=failed),
+        group("sums", [0, 0], outcomes=failed),
     )
     assert metrics["outcome/sums/grader_error"] == 0.5 and metrics["filtered/sums"] == 0
     status = harness.status()
     assert status.have == 0 and status.signal.groups == 2
-    assert status.grading.model_dump() == {"total": 4, "recent": 4, "errors": 2, "error": "no space left"}
+    assert status.grading.model_dump() == {"total": 4, "recent": 4, "errors": 2}
 
 
 def test_old_grader_errors_are_forgotten(harness: Harness) -> None:
-    errors = group("sums", [0] * 16, outcomes=Outcomes(grader_error=16), error="x")
+    errors = group("sums", [0] * 16, outcomes=Outcomes(grader_error=16))
     harness.pool.batches.credit("a-0", 0, [errors, errors])
     # Together with one of the two failed groups, these are the newest 512 rollouts.
     harness.pool.batches.credit("a-1", 0, [group("sums", [1] * 15 + [0])] * 31)

@@ -124,9 +124,9 @@ def test_a_verdict_cannot_credit_more_than_the_task_allows(harness: Harness) -> 
     more = given.groups[0].model_copy(update={"tokens": most + 1})
     for groups in ([*given.groups, given.groups[0]], [more, *given.groups[1:]]):
         with pytest.raises(PoolError, match="more groups or tokens than its task allows"):
-            harness.pool.judgement.judge(VALIDATOR, given.model_copy(update={"groups": groups}))
+            harness.pool.judgement.judge(VALIDATOR, verdict(task.id, groups=groups))
     full = given.groups[0].model_copy(update={"tokens": most})
-    harness.pool.judgement.judge(VALIDATOR, given.model_copy(update={"groups": [full, *given.groups[1:]]}))
+    harness.pool.judgement.judge(VALIDATOR, verdict(task.id, groups=[full, *given.groups[1:]]))
     assert harness.state(task.id) == "accepted"
 
 

@@ -72,12 +72,10 @@ def _file(random: Random, **layout: Any) -> _File:
     rows = [
         Rollout(
             group=i // 2,
-            task=f"{i}+{random.randrange(99)}",
             target_length=i,
             seed=random.getrandbits(62),
             tokens=[random.randrange(49_152) for _ in range(3 + i)],
             logprobs=[-0.5] * (3 + i - i % 2),
-            reward=float(i % 2),
             proofs=[random.randbytes(PROOF_BYTES)],
             turns=[1, 1] * (i % 2),
         )

@@ -134,7 +134,7 @@ class Site:
 
     def verdict(self, id: str, reason: Reason | None, accepted: str | None) -> dict[str, Any]:
         file = self.files.get(id, "0" * 64)
-        opinion = Opinion(run=RUN, submission=id, file=file, reason=reason, accepted=accepted or "")
+        opinion = Opinion(run=RUN, submission=id, file=file, reason=reason, accepted=accepted or "", tokens=6)
         signed = sign_opinion(opinion, self.members["validator"]).model_dump_json()
         groups = [{"reward_mean": 0.5, "useful": True, "tokens": 3}] * 2
         return {"submission": id, "opinion": signed, "detail": "", "evidence": {"margin": 0.5}, "groups": groups}

@@ -102,18 +102,20 @@ def submission(number: int) -> str:
     return f"{'a' * 16}-{number:06d}"
 
 
-def rollouts(groups: int = 3, size: int = 2) -> list[AcceptedRollout]:
+def rollouts(groups: int = 3, size: int = 2, task: str = "1+1") -> list[AcceptedRollout]:
     return [
-        AcceptedRollout(group, "1+1", [4 + group, 5], [10 * (group + 1) + i, 2], [-0.5, -0.25], float(i))
+        AcceptedRollout(group, task, [4 + group, 5], [10 * (group + 1) + i, 2], [-0.5, -0.25], float(i))
         for group in range(groups)
         for i in range(size)
     ]
 
 
 def accepted(
+    number: int = 0,
     *,
     version: int = 4,
     run: str = "run",
+    worker: str = "a" * 64,
     rows: list[AcceptedRollout] | None = None,
     by: Identity = VALIDATOR,
     prefilled: bool = True,
@@ -124,13 +126,13 @@ def accepted(
         step=4,
         policy_version=version,
         policy_digest="0" * 64,
-        worker="1" * 64,
-        submission=0,
+        worker=worker,
+        submission=number,
         nonce="0" * 32,
         signer=by.public,
         prefilled=prefilled,
     )
-    return write_accepted(header, rollouts() if rows is None else rows, by)
+    return write_accepted(header, rollouts(task=f"{number}+1") if rows is None else rows, by)
 
 
 class Store:
@@ -186,7 +188,7 @@ def step_file(step: int) -> bytes:
             length = 3 + int(torch.randint(0, 4, (1,), generator=draw))
             tokens = torch.randint(4, 60, (length,), generator=draw).tolist()
             rows.append(AcceptedRollout(group, "1+1", prompt, tokens, [-4.0] * length, float((i + group) % 3)))
-    return accepted(version=step, rows=rows)
+    return accepted(step, version=step, rows=rows)
 
 
 class Pool(Store):

@@ -47,7 +47,7 @@ def changed(data: bytes) -> bytes:
 
 
 def test_the_validators_keys_are_requested_once_per_batch(quarantine, monkeypatch):
-    store, requests = Store(accepted(), accepted()), []
+    store, requests = Store(accepted(), accepted(1)), []
     descriptor = store.descriptor()
     monkeypatch.setattr(store, "descriptor", lambda: requests.append(1) or descriptor)
     fetched(store, quarantine, (0, 2), (1, 0), (0, 0))
@@ -55,7 +55,7 @@ def test_the_validators_keys_are_requested_once_per_batch(quarantine, monkeypatc
 
 
 def test_groups_are_in_the_order_of_the_batch_and_each_file_is_read_once(quarantine):
-    store = Store(accepted(), accepted(version=3))
+    store = Store(accepted(), accepted(1, version=3))
     result = fetched(store, quarantine, (0, 2), (1, 0), (0, 0))
     assert (result.refused, result.quarantined) == (0, 0) and not quarantine.exists()
     assert [(group.submission, group.policy_version) for group in result.groups] == [
@@ -92,9 +92,24 @@ def test_a_group_by_another_signer_or_of_another_run_or_version_or_incomplete_is
     data, message, quarantine, caplog
 ):
     """Such a group must not stop the learner, because a restarted learner gets the same batch again."""
-    result = fetched(Store(data, accepted()), quarantine, (0, 2), (1, 0))
+    result = fetched(Store(data, accepted(1)), quarantine, (0, 2), (1, 0))
     assert ([group.submission for group in result.groups], result.foreign) == ([submission(1)], 1)
     assert re.search(message, caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("copy", "message"),
+    [
+        (accepted(0), f"its file is that of submission {submission(0)}"),
+        (accepted(1, worker="b" * 64), f"its file is that of submission {'b' * 16}-000001"),
+        (accepted(1, rows=rollouts(task="0+1")), f"its file has the rows of submission {submission(0)}"),
+    ],
+    ids=["same header", "another worker", "same rows"],
+)
+def test_a_validator_cannot_let_a_group_train_twice(copy, message, quarantine, caplog):
+    result = fetched(Store(accepted(0), copy, accepted(2)), quarantine, (0, 1), (1, 1), (2, 1))
+    assert ([group.submission for group in result.groups], result.foreign) == ([submission(0), submission(2)], 1)
+    assert message in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -116,7 +131,7 @@ def test_a_file_that_breaks_the_schema_is_quarantined(broken, why, quarantine, c
 
 
 def test_a_file_that_is_damaged_in_the_store_costs_its_groups_alone(quarantine, monkeypatch, caplog):
-    store, status = Store(accepted(), accepted()), 410
+    store, status = Store(accepted(), accepted(1)), 410
     fetch = store.fetch_file
 
     def damaged(path: str, *, max_bytes: int) -> bytes:
@@ -138,7 +153,7 @@ def test_a_file_that_is_damaged_in_the_store_costs_its_groups_alone(quarantine, 
     ("files", "why"),
     [
         ([b"", b"PAR1"], "2 are in damaged files"),
-        ([accepted(version=1), accepted(version=1)], "2 are too old"),
+        ([accepted(version=1), accepted(1, version=1)], "2 are too old"),
     ],
     ids=["broken", "old"],
 )
@@ -149,7 +164,7 @@ def test_an_empty_batch_says_why_its_groups_were_left_out(files, why, quarantine
 
 @pytest.mark.parametrize(("version", "taken"), [(4, 1), (2, 1), (1, 0), (0, 0)])
 def test_a_group_beyond_the_async_level_is_counted_and_left_out(version, taken, quarantine):
-    result = fetched(Store(accepted(version=version), accepted()), quarantine, (0, 0), (1, 0))
+    result = fetched(Store(accepted(version=version), accepted(1)), quarantine, (0, 0), (1, 0))
     assert (len(result.groups), result.refused) == (1 + taken, 1 - taken)
 
 

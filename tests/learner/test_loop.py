@@ -188,7 +188,7 @@ class Mixed(Pool):
 
 def test_a_step_counts_and_skips_broken_and_old_groups(tiny_folder, tmp_path, files):
     make_learner(tiny_folder, tmp_path, Pool(*files), steps=3).run(threading.Event())
-    old = accepted(version=0, rows=rollouts(5, 4))
+    old = accepted(2, version=0, rows=rollouts(5, 4))
     pool = Mixed(files[0], b"broken", old, files[3])
     make_learner(tiny_folder, tmp_path, pool, steps=4).run(threading.Event())
     [report] = pool.reports
@@ -219,7 +219,7 @@ def test_a_step_in_which_all_rewards_are_equal_changes_no_weight(tiny_folder, tm
 
 
 def test_a_step_without_usable_groups_is_skipped_and_reported(tiny_folder, tmp_path, files):
-    pool = Pool(files[0], b"broken", accepted(version=2, rows=rollouts(5, 4), by=STRANGER), files[3])
+    pool = Pool(files[0], b"broken", accepted(2, version=2, rows=rollouts(5, 4), by=STRANGER), files[3])
     assert make_learner(tiny_folder, tmp_path, pool, steps=4).run(threading.Event()) == "finished"
     result = versions(tmp_path)
     assert result["v000001"] == result["v000002"] == result["v000003"] != result["v000004"]

@@ -213,3 +213,29 @@ def test_an_out_of_memory_error_leaves_the_policy_unchanged(tiny_folder, monkeyp
         else:
             policy.own_logprobs(batches()[0])
     assert all(torch.equal(before[name], now) for name, now in masters(policy).items())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model.embed_tokens.weight", float("nan"), "norm of the weights is nan"),
+        ("model.layers.0.mlp.up_proj.weight", float("inf"), "norm of the weights is inf"),
+        ("model.norm.weight", 1e38, "the (norm of the weights|logprob of a token) is (inf|nan)"),
+    ],
+)
+def test_a_policy_from_which_nobody_can_sample_is_not_published(tiny_folder, tmp_path, name, value, message):
+    """Workers and validators would compute NaN, and honest work would be rejected."""
+    broken = make_policy(tiny_folder)
+    with torch.no_grad():
+        broken.masters[name].fill_(value)
+    broken.round()
+    with pytest.raises(ShoalError, match=f"{message}.*this version is not written: lower the learning rate"):
+        broken.write(tmp_path / "v000001")
+    assert not list(tmp_path.iterdir())
+
+
+def test_finite_weights_with_infinite_logits_are_not_published(tiny_folder, tmp_path, monkeypatch):
+    broken = make_policy(tiny_folder)
+    monkeypatch.setattr(broken, "logprobs", lambda packed: (torch.tensor([0.0, float("nan")]), None))
+    with pytest.raises(ShoalError, match="logprob of a token is nan"):
+        broken.write(tmp_path / "v000001")

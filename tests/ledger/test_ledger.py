@@ -49,6 +49,22 @@ def first_bad(entries: list[Entry], key: str = COORDINATOR.public) -> int | None
     return caught.value.seq
 
 
+ENTRY = some_entries(2)[1].model_dump_json().encode()
+DOUBLE = ENTRY.replace(b'"kind":', b'"kind":"a lie","kind":') + b"\n"
+SPACED = ENTRY.replace(b'"kind":', b'"kind": ') + b"\n"
+
+
+@pytest.mark.parametrize(
+    "body", ['{"a":1,"a":2}', '{"a": 1}', '{"b":1,"a":2}', '{"a":NaN}', "[]", "1", "{", "[" * 9999]
+)
+def test_verification_finds_a_signed_body_with_two_readings(body: str) -> None:
+    digest = entry_digest(1, 0, "accepted", body, GENESIS)
+    signature = COORDINATOR.sign(bytes.fromhex(digest), domain="ledger")
+    entry = Entry(seq=1, time_s=0, kind="accepted", body=body, previous=GENESIS, digest=digest, signature=signature)
+    with pytest.raises(LedgerError, match="its body is not a JSON object in canonical form"):
+        verify_chain([entry], COORDINATOR.public)
+
+
 def test_an_entry_has_a_known_digest_and_signature() -> None:
     ledger, _ = open_ledger()
     entry = ledger.append("registered", {"b": [1, 2.5, None], "a": "ü"})
@@ -239,7 +255,7 @@ def test_an_export_can_be_verified_without_the_database_and_replaces_the_previou
     assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"], "a temporary file was left behind"
 
 
-@pytest.mark.parametrize("line", [b"\n", b"{}\n", b"\xff\n", b'{"seq": "1"}\n', b"[1"])
+@pytest.mark.parametrize("line", [b"\n", b"{}\n", b"\xff\n", b'{"seq": "1"}\n', b"[1", DOUBLE, SPACED])
 def test_the_error_for_an_export_names_the_line_that_is_not_an_entry(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(some_entries(1)[0].model_dump_json().encode() + b"\n" + line)

@@ -220,3 +220,15 @@ def test_a_stranger_can_only_reclaim_its_own_deposit() -> None:
     assert stakes.pool() == 107
     assert chain.evm.get_balance(address) == 107, "slashed stake must stay in the contract"
     assert chain.evm.get_balance(ACCOUNT) == operator_before - 7, "the slasher must get nothing"
+
+
+@pytest.mark.parametrize("amount", [float("nan"), float("inf"), 0.5, 5.0, True, "5", -1, None])
+@pytest.mark.parametrize("kind", ["deposited", "credited"])
+def test_an_amount_that_is_not_a_whole_number_changes_no_account(kind: str, amount: object) -> None:
+    """NaN is not at most 0, so a comparison alone would let it pass."""
+    book = Book()
+    book.apply(Event("registered", B, "worker"), 0)
+    key = A if kind == "deposited" else B
+    with pytest.raises(LedgerError, match="not a whole number"):
+        book.apply(Event(kind, key, "w-1", amount), 0)  # type: ignore[arg-type]
+    assert book.deposits == {} and book.accounts == {B: Account("worker")}

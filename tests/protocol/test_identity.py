@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+import shoal
 from shoal.protocol.identity import (
     FIELD_PRIME,
     SMALL_ORDER_Y,
@@ -26,6 +27,9 @@ from shoal.protocol.identity import (
     public_key,
     verify,
 )
+from shoal.shardcast import ManifestError, SignedManifest, guard
+from shoal.shardcast.guard import Refused
+from shoal.shardcast.manifest import SignedNewest
 
 ALICE = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))
 MESSAGE = b"four legs good"
@@ -157,3 +161,34 @@ def test_a_signed_text_that_is_changed_or_for_another_signer_or_purpose_is_refus
 def test_a_malformed_signed_text_is_refused(text: str) -> None:
     with pytest.raises(ValidationError):
         Signed.model_validate_json(text)
+
+
+def test_a_signed_text_with_a_repeated_key_is_refused() -> None:
+    """Readers differ in which of the values they take."""
+    signed = Signed.make(ALICE, '{"step":1,"step":2}', domain="trained")
+    with pytest.raises(IdentityError, match="unclear: a key is repeated"):
+        signed.open(ALICE.public, domain="trained")
+    text = Signed.make(ALICE, "{}", domain="trained").model_dump_json()
+    for double in (text.replace('"payload":', '"payload":"a lie","payload":'), text[:-1] + ',"key":"x"}', "[" * 99_999):
+        with pytest.raises(ValidationError):
+            Signed.model_validate_json(double)
+    assert Signed.model_validate_json(text).open(ALICE.public, domain="trained") == "{}"
+
+
+def test_every_public_key_is_read_in_one_place() -> None:
+    source = Path(shoal.__file__).parent
+    readers = [path for path in source.rglob("*.py") if "from_public_bytes" in path.read_text()]
+    assert readers == [source / "identity.py"]
+
+
+@pytest.mark.parametrize("y", sorted(SMALL_ORDER_Y))
+def test_an_unsafe_key_verifies_no_manifest_statement_or_pass(y: int) -> None:
+    """With such a key, a signature made without any private key is valid for some texts."""
+    key = y.to_bytes(32, "little").hex()
+    forged = (1).to_bytes(32, "little").hex() + "0" * 64
+    manifest = SignedManifest(manifest="{}", key=key, signature=forged)
+    with pytest.raises(ManifestError, match="bad signature"):
+        manifest.open(key)
+    assert SignedNewest(statement="{}", signature=forged).open(key) is None
+    with pytest.raises(Refused):
+        guard._verified(f"e30.{forged}", key, guard.VISIT_DOMAIN, guard.Visit, "forged")

@@ -137,3 +137,20 @@ def test_an_invite_to_a_run_of_another_coordinator_is_refused() -> None:
     invite(COORDINATOR, RUN).check("worker", None)
     with pytest.raises(InviteError, match="does not belong to the coordinator in the invite"):
         invite(OTHER, RUN).check("worker", None)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [('"url":', '"url":"http://evil:1","url":'), ('"url":', '"url": '), ('"run":', '"run":7,"run":')]
+)
+def test_an_invite_has_one_text(old: str, new: str) -> None:
+    made = invite()
+    plain = base64.urlsafe_b64decode(made.encode().removeprefix("shoal1.")).decode()
+    assert Invite.decode("shoal1." + base64.urlsafe_b64encode(plain.encode()).decode()) == made
+    with pytest.raises(InviteError, match="damaged"):
+        Invite.decode("shoal1." + base64.urlsafe_b64encode(plain.replace(old, new, 1).encode()).decode())
+
+
+@pytest.mark.parametrize("run", ["a\x1b[2J", "a\u202eb", "a\nb", ""])
+def test_a_run_whose_name_could_mislead_a_reader_has_no_invite(run: str) -> None:
+    with pytest.raises(ValueError, match="run"):
+        invite(run=run)

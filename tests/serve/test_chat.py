@@ -99,7 +99,7 @@ def test_the_server_and_shoal_audit_verify_a_reply_and_refuse_a_changed_one(
         "proof": {"proofs": [reply["proofs"][0][:-8] + "AAAAAAAA", *reply["proofs"][1:]]},
     }
     for name, lie in lies.items():
-        assert page.verify(reply | lie).sentence == proof.REFUSED, name
+        assert page.verify(reply | lie).sentence.startswith(proof.REFUSED), name
     path.write_text(json.dumps(reply | lies["seed"]))
     assert main(["audit", str(path), "--model", str(tiny_folder)]) == 1
 

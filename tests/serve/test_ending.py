@@ -128,15 +128,18 @@ def test_a_reply_with_another_text_is_refused_without_a_forward_pass(
     assert not proof.verify(reply.model_copy(update={"text": "another"}), tiny).passed
 
 
-@pytest.mark.parametrize(("margins", "passed"), [((2.9, 2.9), True), ((2.9, 2.9, 2.9), False), ((3.1,), False)])
-def test_a_reply_from_other_numerics_may_have_two_mismatched_tokens(
+@pytest.mark.parametrize(
+    ("margins", "passed"),
+    [((0.7,), True), ((0.8,), False), ((0.7, 0.7, 0.7), False), ((float("nan"),), False), ((-0.1,), False)],
+)
+def test_a_short_reply_from_other_numerics_may_have_no_mismatched_token(
     tiny: LoadedModel,
     reply: proof.Reply,
     monkeypatch: pytest.MonkeyPatch,
     margins: tuple[float, ...],
     passed: bool,
 ) -> None:
-    """The limits are the validator's, where a mismatch is counted and does not enter the mean margin."""
+    """A submission of thousands of tokens may have a few. In a short text, one changes the answer."""
 
     def some(_: object, tokens_N: torch.Tensor, *__: object) -> torch.Tensor:
         margins_N = torch.zeros(len(tokens_N))

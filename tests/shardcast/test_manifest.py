@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.shardcast import Manifest, ManifestError, SignedManifest
-from shoal.shardcast.manifest import SIGNATURE_DOMAIN
+from shoal.shardcast.manifest import SIGNATURE_DOMAIN, STATEMENT_DOMAIN, Newest, SignedNewest
 
 from .support import KEY, OTHER_KEY, PUBLIC_KEY, PUBLICATION
 
@@ -179,3 +179,10 @@ def test_a_path_that_is_accepted_stays_inside_the_folder(path):
         return
     parts = opened.files[0].path.split("/")
     assert all(part not in ("", ".", "..") and part.isascii() and "\\" not in part for part in parts)
+
+
+def test_a_statement_has_one_text():
+    statement = Newest(run="run", publication=PUBLICATION, version=1, serial=1, as_of_s=1.0).model_dump_json()
+    for text in (statement, statement.replace(":", ": "), statement.replace('"version":', '"version":9,"version":')):
+        signed = SignedNewest(statement=text, signature=KEY.sign(STATEMENT_DOMAIN + text.encode()).hex())
+        assert (signed.open(PUBLIC_KEY) is not None) == (text == statement)

@@ -27,18 +27,19 @@ HEADER = Header(
 ROWS = [
     Rollout(
         group=i // 2,
-        task=f"{i}+1",
         target_length=100 * i,
         seed=2**62 + i,
         tokens=list(range(i, i + 3 + i)),
         logprobs=[-0.5 * i] * (3 + i),
-        reward=float(i % 2),
         proofs=[bytes([i]) * PROOF_BYTES] * (1 + i % 2),
         turns=[1, i] * (i // 2),  # an environment answered in the last two rows only
     )
     for i in range(4)
 ]
-ACCEPTED_ROWS = [AcceptedRollout(r.group, r.task, [5, 6, 7], r.tokens, r.logprobs, r.reward, r.turns) for r in ROWS]
+ACCEPTED_ROWS = [
+    AcceptedRollout(r.group, f"{i}+1", [5, 6, 7], r.tokens, r.logprobs, float(i % 2), r.turns)
+    for i, r in enumerate(ROWS)
+]
 DATA = write_submission(HEADER, ROWS, ME)
 
 

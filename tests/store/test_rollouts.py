@@ -107,12 +107,10 @@ def test_the_digest_depends_on_which_row_a_value_is_in() -> None:
 
 CHANGED: dict[str, Any] = {
     "group": 5,
-    "task": "9+9",
     "target_length": 1,
     "seed": 1,
     "tokens": [9, 9, 9],
     "logprobs": [0.0, 0.0, -1e-7],
-    "reward": 0.5,
     "proofs": [bytes(PROOF_BYTES - 1) + b"x"],
     "turns": [1, 1],
 }
@@ -128,7 +126,7 @@ def test_a_changed_value_is_refused(name: str) -> None:
 
 def test_a_changed_value_with_a_matching_digest_is_refused() -> None:
     _, metadata = opened(DATA)
-    table = with_column("reward", [1.0, 1.0, 1.0, 1.0])
+    table = with_column("target_length", [1, 1, 1, 1])
     header = json.loads(metadata["shoal.header"]) | {"content": digest(table)}
     with pytest.raises(BadSignatureError, match="not signed by"):
         read(forged(table, metadata | {"shoal.header": json.dumps(header)}))
@@ -220,14 +218,21 @@ def test_an_invalid_header_field_is_refused(name: str, value: Any) -> None:
     assert not isinstance(refusal.value, BadSignatureError)
 
 
+def test_a_signed_header_with_a_repeated_key_is_refused() -> None:
+    table, metadata = opened(DATA)
+    header = metadata["shoal.header"].replace('"step":', '"step":9,"step":')
+    with pytest.raises(RolloutFileError, match="header: a key is repeated"):
+        read(with_header(table, header.encode()))
+
+
 BAD_TABLES: dict[str, Callable[[], pa.Table]] = {
     "extra column": lambda: opened(DATA)[0].append_column("more", pa.array([1, 2, 3, 4])),
-    "missing column": lambda: opened(DATA)[0].drop_columns(["reward"]),
+    "missing column": lambda: opened(DATA)[0].drop_columns(["seed"]),
     "reordered columns": lambda: opened(DATA)[0].select(SUBMISSION.names[::-1]),
     "column twice": lambda: opened(DATA)[0].append_column("group", pa.array([1, 2, 3, 4], pa.int32())),
     "wider integer": lambda: with_column("group", [0, 0, 1, 1], pa.int64()),
-    "wider float": lambda: with_column("reward", [0.0] * 4, pa.float64()),
-    "bytes for text": lambda: with_column("task", [b"a"] * 4, pa.binary()),
+    "claimed rewards, of an older version": lambda: opened(DATA)[0].append_column("reward", pa.array([1.0] * 4)),
+    "wider floats": lambda: with_column("logprobs", [[0.0]] * 4, pa.list_(pa.float64())),
     "shorter proofs": lambda: with_column(
         "proofs", [[b"x"]] * 4, pa.list_(pa.field("element", pa.binary(1), nullable=False))
     ),
@@ -262,8 +267,10 @@ def test_unknown_encodings_are_refused(options: dict[str, Any], encoding: str) -
 def test_text_that_is_not_utf8_is_refused() -> None:
     bad = pa.array([b"\xff\xfe"] * 4, pa.binary())
     text = pa.Array.from_buffers(pa.string(), 4, bad.buffers())
+    table, _ = opened(write_accepted(HEADER, ACCEPTED_ROWS, ME))
+    table = table.set_column(table.schema.get_field_index("task"), table.schema.field("task"), text)
     with pytest.raises(RolloutFileError, match="UTF8"):
-        read(signed(with_column("task", text)))
+        read_accepted(signed(table, domain="accepted"), max_rows=8, max_tokens=16)
 
 
 # --- limits -----------------------------------------------------------------------------------------------
@@ -333,18 +340,16 @@ def test_an_honest_file_fits_into_its_tasks_limit(groups: int, max_tokens: int) 
     rows = [
         Rollout(
             group=i // config.sampling.group_size,
-            task=f"{'source' * 20}/{draw.randbytes(8).hex()}",
             target_length=draw.getrandbits(31),
             seed=draw.getrandbits(63),
             tokens=[draw.getrandbits(31) for _ in range(max_tokens)],
             logprobs=[-draw.random() for _ in range(max_tokens)],
-            reward=draw.random(),
             proofs=[draw.randbytes(PROOF_BYTES) for _ in range(-(-max_tokens // 32))],
             turns=[1, 1] * min(draw.randrange(8), (max_tokens - 1) // 2),
         )
         for i in range(groups * config.sampling.group_size)
     ]
-    data = write_submission(HEADER.model_copy(update={"graded_with": draw.randbytes(500).hex()}), rows, ME)
+    data = write_submission(HEADER.model_copy(update={"engine": "e" * 20 + "/" + "d" * 19}), rows, ME)
     assert len(data) <= config.submission_bytes(groups)
     assert [row.tokens for row in read(data, len(rows), max_tokens)] == [row.tokens for row in rows]
 

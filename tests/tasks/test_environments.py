@@ -2,6 +2,7 @@
 
 import random
 from contextlib import suppress
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,16 @@ FIRST = [30, 31, EOS]
 def test_the_environment_answers_a_turn_that_ends_with_an_end_token(conversation: Conversation, tokenizer: Any) -> None:
     answer = conversation.reply(TASK, 7, FIRST, [])
     assert answer is not None and tokenizer.decode(answer) == "<user>14<eos><assistant>"  # 7 + 2 + 5 characters
+
+
+def test_an_environment_gets_no_more_of_a_task_than_a_worker_has(
+    conversation: Conversation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a worker's environment could answer in another way than a validator's, and the worker be slashed."""
+    seen: list[Task] = []
+    monkeypatch.setattr(conversations.Echo, "respond", lambda _, task, *rest: seen.append(task))
+    conversation.reply(replace(TASK, tests="{}", metadata="{}", reward="math"), 7, FIRST, [])
+    assert seen == [Task("", TASK.question, "", TASK.source, metadata="{}")]
 
 
 def test_an_answer_depends_on_task_seed_and_turns(conversation: Conversation) -> None:

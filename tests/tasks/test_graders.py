@@ -38,6 +38,16 @@ def test_a_reward_that_runs_code_gets_the_budget(name: str) -> None:
         assert reward.budget is budget  # type: ignore[attr-defined]
 
 
+def test_a_failing_reward_is_logged_once_because_its_text_goes_nowhere_else(caplog: pytest.LogCaptureFixture) -> None:
+    words = replace(TASK, answer="five")  # its text quotes the answer
+    with Graders(section("number")) as rewards:
+        for task in (words, words, TASK, words, replace(TASK, answer="six")):
+            rewards.grade([task], ["5"])
+    assert [record.getMessage() for record in caplog.records] == [
+        f'a reward failed: "the task\'s answer {answer} holds no number"' for answer in ("'five'", "'six'")
+    ]
+
+
 @pytest.mark.usefixtures("_rewards")
 def test_a_task_is_graded_with_its_own_reward_only_if_its_source_names_none() -> None:
     some = [replace(TASK, reward=reward) for reward in ("half", "whole", "half")]

@@ -281,18 +281,21 @@ def test_files_may_be_beside_the_config_and_the_current_folder_comes_first(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "own" / "my.jsonl", rows(20, "Ann"))
-    source = "def exact(task, completion): return 1.0\n"
-    source += "class Echo:\n    def respond(self, task, seed, turns): return turns[-1]\n"
-    (tmp_path / "own" / "mine.py").write_text(source)
+    code = {
+        "mine.py": b"def exact(task, completion): return 1.0\n",
+        "mine_env.py": b"class Echo:\n    def respond(self, task, seed, turns): return turns[-1]\n",
+    }
+    for name, text in code.items():
+        (tmp_path / "own" / name).write_bytes(text)
     config = tmp_path / "own" / "my.toml"
     config.write_text(
         '[tasks]\nheldout = 4\n[evaluator]\nn = 4\n[[tasks.sources]]\npath = "my.jsonl"\n'
-        'reward = { "mine.py:exact" = 1.0, "number" = 0.5 }\nenvironment = "mine.py:Echo"\n'
+        'reward = { "mine.py:exact" = 1.0, "number" = 0.5 }\nenvironment = "mine_env.py:Echo"\n'
     )
     loaded = load(config)
     assert loaded.tasks.sources[0].path == str(tmp_path / "own" / "my.jsonl")
-    assert loaded.tasks.sources[0].environment == f"{tmp_path / 'own' / 'mine.py'}:Echo"
-    assert tasks.load(loaded.tasks).files == {"mine.py": source.encode()}
+    assert loaded.tasks.sources[0].environment == f"{tmp_path / 'own' / 'mine_env.py'}:Echo"
+    assert tasks.load(loaded.tasks).files == code
     written(tmp_path / "my.jsonl", rows(20, "Bob"))
     assert load(config).tasks.sources[0].path == "my.jsonl"
 

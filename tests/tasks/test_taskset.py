@@ -16,6 +16,7 @@ from shoal.config import ConfigError, load, parse
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.tasks import compiling, taskset
 from shoal.tasks.compiling import Spool, build_tasks, content_id, read_built
+from shoal.tasks.sources import reading
 from shoal.tasks.sources.rows import TaskFields
 from shoal.tasks.task import Task, TasksNotFoundError
 
@@ -324,6 +325,50 @@ def test_reward_files_of_the_same_name_or_too_large_are_refused(source: Path, tm
     (tmp_path / "a" / "mine.py").write_text("#" * (2 << 20))
     with pytest.raises(TasksNotFoundError, match="has 2.1 MB"):
         tasks.load(TaskSection(sources=sources, heldout=4))
+
+
+def test_a_file_with_a_reward_and_an_environment_is_refused(source: Path, tmp_path: Path) -> None:
+    """Workers get the files of environments."""
+    (tmp_path / "mine.py").write_text("class Echo: ...\ndef exact(task, completion): return 1.0\n")
+    one, other = ({"reward": f"{tmp_path / 'mine.py'}:exact"}, {"environment": f"{tmp_path / 'mine.py'}:Echo"})
+    for sources in ([one | other], [one, other]):
+        section = [SourceSection(name=str(n), path=str(source), **each) for n, each in enumerate(sources)]
+        with pytest.raises(TasksNotFoundError, match=r"mine.py holds a reward and an environment, .* another file"):
+            tasks.load(TaskSection(sources=section, heldout=4))
+
+
+# --- the set for workers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_the_set_for_workers_has_the_same_training_questions_and_nothing_else(source: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    lines = [row | {"question": f"{row['question']} Really?", "metadata": {"n": 1}} for row in rows(40)]
+    other.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    section = TaskSection(
+        sources=[SourceSection(path=str(source)), SourceSection(path=str(other), weight=2)], heldout=9
+    )
+    whole = tasks.load(section, tmp_path / "pool")
+    built = read_built(tmp_path / "pool")
+    assert built is not None
+    coordinator = Coordinator(tmp_path / "pool" / "public")
+    public = tasks.join(section.public(built.public), tmp_path / "worker", coordinator)
+    assert [Task("", task.question, "", task.source) for task in whole.train] == list(public.train)
+    drawn = [hashlib.sha256(str(n).encode()).digest() for n in range(200)]
+    assert [whole.pick(each) for each in drawn] == [public.pick(each) for each in drawn]
+    assert not public.heldout and not public.files and len(public.manifest.sources[0].chunks) > 1
+    names = {path.name for path in (tmp_path / "pool").iterdir()}
+    assert not names & {path.name for path in (tmp_path / "pool" / "public").iterdir()}, "the files must be others"
+
+
+def test_an_own_environment_for_tasks_of_a_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its metadata, which the environment would see, tells the library's answers."""
+    rows = [{"question": f"{n}?", "answer": "1", "reward": "number"} for n in range(40)]
+    monkeypatch.setitem(reading.GENERATORS, "reasoning_gym", lambda _: rows)
+    (tmp_path / "mine.py").write_text("class Echo: ...\n")
+    source = SourceSection(generator="reasoning_gym", environment=f"{tmp_path / 'mine.py'}:Echo")
+    with pytest.raises(TasksNotFoundError, match="source reasoning_gym: an environment of your own sees metadata"):
+        tasks.load(TaskSection(sources=[source], heldout=4))
 
 
 # --- filters ----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """User environments: what they see and answer, and that they affect only their own answer."""
 
+import json
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +141,17 @@ def test_the_environment_on_the_page_on_tasks_works_on_other_machines(
     [page] = re.findall(r"^```python\n(# my_env.py\n.*?)^```", DOCS.read_text(), flags=re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     Path("my_env.py").write_text(page)
-    source = {"generator": "arithmetic", "environment": "my_env.py:Guess"}
+    rows = [{"question": f"Which number am I? ({n})", "answer": str(n), "metadata": {"number": n}} for n in range(99)]
+    Path("numbers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"path": "numbers.jsonl", "environment": "my_env.py:Guess"}
     task_set = task_set_of(source)
     Path("my_env.py").unlink()  # other machines have only the task set
     settings = config(tasks={"sources": [source]})
     try_out(settings, task_set)
     environments = environments_of(settings, task_set.files)
     try:
-        answers = [environments["arithmetic"].respond(TASK, 0, [turn]) for turn in ("3", "I say 9", "5", "who knows")]
+        task = replace(TASK, source="numbers", metadata='{"number": 5}')
+        answers = [environments["numbers"].respond(task, 0, [turn]) for turn in ("3", "I say 9", "5", "who knows")]
     finally:
         close(environments)
     assert answers == ["too low", "too high", None, None]
@@ -161,3 +166,11 @@ def test_a_trial_names_an_environment_that_fails(tmp_path: Path, monkeypatch: py
         ConfigError, match=r"mine.py:Raises fails in a trial on task arithmetic/.* turn '': KeyError: ''"
     ):
         try_out(config(tasks={"sources": [source]}), task_set)
+
+
+def test_a_trial_names_an_environment_that_asks_for_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("class Peeks:\n    def respond(self, task, seed, turns): return task.answer\n")
+    source = {"generator": "arithmetic", "environment": "mine.py:Peeks"}
+    with pytest.raises(ConfigError, match=r"no attribute 'answer'.*\(it sees only question, source, metadata"):
+        try_out(config(tasks={"sources": [source]}), task_set_of(source))

@@ -110,14 +110,13 @@ def test_the_accepted_file_has_the_validators_own_results(
 ) -> None:
     validator = make_validator(tiny_folder, SETTINGS)
     claimed = [Rollout(**vars(row) | {"logprobs": [p - 0.01 for p in row.logprobs]}) for row in honest]
-    claimed = [Rollout(**vars(row) | {"reward": row.reward + 0.00005}) for row in claimed]
     verdict, data = checked(validator, claim(), signed(worker, ASSIGNMENT, claimed))
     assert verdict.reason is None and data is not None
     accepted = read_accepted(data, max_rows=GROUPS * GROUP_SIZE, max_tokens=SETTINGS.learner.row_tokens)
     for row, true in zip(accepted.rows, honest, strict=True):
-        assert (row.group, row.task, row.tokens) == (true.group, true.task, true.tokens)
+        task = worker.tasks.train[worker.plan(ASSIGNMENT)[row.group].task_index]
+        assert (row.group, row.task, row.tokens) == (true.group, task.id, true.tokens)
         assert row.logprobs == pytest.approx(true.logprobs, abs=1e-4)
-        assert row.reward == pytest.approx(true.reward, abs=1e-6)
         assert row.prompt == worker.prompt(worker.plan(ASSIGNMENT)[row.group])
     header = accepted.header
     assert (header.run, header.step, header.policy_version, header.policy_digest, header.submission) == (
@@ -131,14 +130,15 @@ def test_the_accepted_file_has_the_validators_own_results(
 
 
 def test_the_verdict_describes_every_group(tiny_folder: Path, honest: list[Rollout], file: bytes) -> None:
-    verdict, _ = checked(make_validator(tiny_folder, SETTINGS), claim(), file)
+    verdict, accepted = checked(make_validator(tiny_folder, SETTINGS), claim(), file)
+    rows = read_accepted(accepted or b"", max_rows=GROUPS * GROUP_SIZE, max_tokens=SETTINGS.learner.row_tokens).rows
     assert [group.tokens for group in verdict.groups] == [
         sum(len(row.tokens) for row in honest if row.group == number) for number in range(GROUPS)
     ]
     for number, group in enumerate(verdict.groups):
-        rewards = {round(row.reward, 5) for row in honest if row.group == number}
+        rewards = {round(row.reward, 5) for row in rows if row.group == number}
         assert group.useful == (len(rewards) > 1)
-        mean = sum(row.reward for row in honest if row.group == number) / GROUP_SIZE
+        mean = sum(row.reward for row in rows if row.group == number) / GROUP_SIZE
         assert group.reward_mean == pytest.approx(mean, abs=1e-6)
 
 
@@ -227,14 +227,14 @@ def test_each_of_several_claims_gets_its_own_verdict(tiny_folder: Path, worker: 
     given = [assignment(number) for number in range(5)]
     files = [worker.submission(given) for given in given]
     files[1] = b"nonsense"
-    files[2] = signed(worker, given[2], [replace(row, reward=1.0) for row in produced(worker, given[2])])
+    files[2] = signed(worker, given[2], [replace(row, seed=row.seed + 1) for row in produced(worker, given[2])])
     files[3] = make_producer(tiny_folders[1], SETTINGS).submission(given[3])
     node.files = {given.id: data for given, data in zip(given, files, strict=True)}
     node.claims = [claim(given, full=number != 4) for number, given in enumerate(given)]
     node.claims += [claim(given, full=False) for given in given[2:4]]
     assert validator.run(threading.Event()) == "finished"
     assert node.limits == [BATCH] * 2
-    reasons = {0: None, 1: Reason.UNREADABLE, 2: Reason.REWARD, 3: Reason.PROOF, 4: None}
+    reasons = {0: None, 1: Reason.UNREADABLE, 2: Reason.TASKS, 3: Reason.PROOF, 4: None}
     opinions = [open_opinion(verdict.opinion, VALIDATOR.public) for verdict in node.verdicts]
     assert [(opinion.submission, opinion.reason) for opinion in opinions] == [
         (given[number].id, reasons[number]) for number in (0, 1, 2, 3, 4, 2, 3)

@@ -110,14 +110,15 @@ def test_results_do_not_depend_on_how_the_prefill_is_packed(
     torch.testing.assert_close(one.logprobs_N, other.logprobs_N, atol=1e-4, rtol=0)
 
 
-def test_the_reward_is_for_the_last_turn_and_the_models_tokens(worker: Producer, honest: list[Rollout]) -> None:
-    for row in honest:
-        plan = worker.plan(ASSIGNMENT)[row.group]
-        task = worker.tasks.train[plan.task_index]
+def test_the_reward_is_for_the_last_turn_and_the_models_tokens(
+    worker: Producer, validator: Validator, honest: list[Rollout]
+) -> None:
+    case = validator.judge.grade(case_of(validator.judge, ASSIGNMENT, signed(worker, ASSIGNMENT, honest)))
+    for row, reward in zip(honest, case.rewards, strict=True):
         last = worker.tokenizer.decode(row.tokens[sum(row.turns) :], skip_special_tokens=True)
-        [grade] = worker.graders.grade([task], [last])
+        [grade] = validator.judge.graders.grade([case.tasks[row.group]], [last])
         length = len(model_positions(row.turns, len(row.tokens)))
-        assert row.reward == pytest.approx(grade.score - 0.0003 * abs(plan.target_length - length), abs=1e-6)
+        assert reward == pytest.approx(grade.score - 0.0003 * abs(row.target_length - length), abs=1e-6)
 
 
 def test_graders_read_only_the_last_turn(
@@ -132,9 +133,6 @@ def test_graders_read_only_the_last_turn(
             read.extend(texts)
             return [Grade(0.0) for _ in texts]
 
-    monkeypatch.setattr(worker, "graders", Reader())
-    assert [row.turns for row in produced(worker, ASSIGNMENT)] == [row.turns for row in honest] and read == last
-    read.clear()
     monkeypatch.setattr(validator.judge, "graders", Reader())
     validator.judge.grade(case_of(validator.judge, ASSIGNMENT, signed(worker, ASSIGNMENT, honest)))
     assert read == last

@@ -6,7 +6,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from shoal.protocol.history import Signal, WorkerSample
+from shoal.protocol.history import Signal
 from shoal.watch.terminal.live import LiveView
 from shoal.watch.terminal.progress import CommandProgress, FetchBar
 
@@ -112,17 +112,10 @@ def test_in_a_terminal_the_screen_is_redrawn_below_messages() -> None:
     assert text.endswith("\x1b[?25h")  # this code shows the cursor again
 
 
-def sample(n: int, completion: str = "four") -> WorkerSample:
-    return WorkerSample(
-        task="2+2", prompt="2 + 2 =", completion=completion, reward=0.0, tokens=2, submission=f"{'a' * 16}-{n:06d}",
-        group=0, worker="worker-0", policy_version=3,
-    )  # fmt: skip
-
-
-def test_groups_with_equal_rewards_are_reported_with_completions_and_again_when_their_number_doubles() -> None:
+def test_groups_with_equal_rewards_are_reported_and_again_when_their_number_doubles() -> None:
     def flat(n: int) -> Snapshot:
         signal = Signal(groups=n, useful=0, flat=n, lowest=0.0, highest=0.0)
-        return status(signal=signal, samples=[sample(n) for n in range(9)])
+        return status(signal=signal)
 
     lines = plain_lines(*map(flat, (31, 39, 45, 77, 78)))
     reported = [line for line in lines if "equal rewards" in line]
@@ -130,8 +123,7 @@ def test_groups_with_equal_rewards_are_reported_with_completions_and_again_when_
         "39 of the newest 39 groups had equal rewards, all 0.0",
         "78 of the newest 78 groups had equal rewards, all 0.0",
     ]
-    assert lines[1] == "completion by worker-0, version 3, reward 0.000: 2 + 2 = → four"
-    assert len(lines) == 8
+    assert len(lines) == 2
 
 
 def test_progress_of_the_current_step_is_logged_every_minute() -> None:
@@ -159,12 +151,11 @@ def test_a_step_with_length_targets_reports_the_length_penalty() -> None:
 
 def test_grader_errors_are_reported_once_and_again_when_their_number_doubles() -> None:
     def graded(errors: int) -> Snapshot:
-        return status(grading={"total": 99, "recent": 99, "errors": errors, "error": "no module named numpy"})
+        return status(grading={"total": 99, "recent": 99, "errors": errors})
 
     lines = plain_lines(*(graded(n) for n in (0, 1, 1, 2, 3, 4, 2, 0, 1)))
     reported = [line for line in lines if "the grader failed" in line]
     assert [line.partition("failed for ")[2][:2] for line in reported] == ["1 ", "2 ", "4 ", "1 "]
-    assert "(last: no module named numpy)" in reported[0]
 
 
 def test_a_command_reports_progress_every_ten_seconds_with_the_eta() -> None:

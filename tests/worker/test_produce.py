@@ -8,7 +8,6 @@ import pytest
 from shoal import toploc
 from shoal.engine.torch_engine import TorchEngine
 from shoal.store.rollouts import RolloutFile, prompts_digest, read_submission
-from shoal.tasks.prompt import completion_text
 from shoal.worker.produce import Producer
 
 from ..workers import ALICE, RUN, assignment, config, make_producer, produced
@@ -33,10 +32,6 @@ def test_the_content_of_a_submission_follows_from_its_assignment(tiny_folder: Pa
     assert [row.group for row in file.rows] == [0, 0, 0, 1, 1, 1]
     assert len({row.seed for row in file.rows}) == 6
     for row in file.rows:
-        chosen = next(task for task in producer.tasks.train if task.id == row.task)
-        [grade] = producer.graders.grade([chosen], [completion_text(producer.tokenizer, row.tokens)])
-        length_cost = 0.0003 * abs(row.target_length - len(row.tokens))
-        assert row.reward == pytest.approx(grade.score - length_cost, abs=1e-6)
         assert row.target_length in (4, 6) and len(row.logprobs) == len(row.tokens)
     assert producer.tokens == sum(len(row.tokens) for row in file.rows)
 

@@ -39,7 +39,6 @@ ATTACKS: dict[str, type[Attack]] = {
     "padded": tokens.Padded,
     "end_forced": tokens.EndForced,
     "end_suppressed": tokens.EndSuppressed,
-    "forged_rewards": proofs.ForgedRewards,
     "forged_logprobs": proofs.ForgedLogprobs,
     "copied": proofs.Copied,
     "replayed": proofs.Replayed,

@@ -50,13 +50,6 @@ class QuantizedWeights(Producer):
         return version
 
 
-class ForgedReward(Producer):
-    """Claims that every answer was right."""
-
-    def rollouts(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> list[Rollout]:
-        return [replace(rollout, reward=1.0) for rollout in super().rollouts(plans, groups)]
-
-
 class WrongTemperature(Producer):
     """Samples at half the stated temperature, which gives higher rewards and less exploration."""
 
@@ -72,7 +65,9 @@ class ForgedTool(Producer):
         honest = super().reply(plan, seed, tokens, turns)
         if honest is None or self.conversation is None or self.conversation.frame is None:
             return honest
-        forged = self.conversation.frame.tokens(hint(self.tasks.train[plan.task_index]))
+        forged = self.conversation.frame.tokens(
+            hint(self.tasks.train[plan.task_index])
+        )  # a pool's worker must guess it
         return forged if len(tokens) + len(forged) < self.sampling.max_tokens else honest
 
 
@@ -107,7 +102,6 @@ class FakedFingerprint(Producer):
 CHEATS: dict[str, type[Producer]] = {
     "older_weights": OlderWeights,
     "quantized_weights": QuantizedWeights,
-    "forged_reward": ForgedReward,
     "wrong_temperature": WrongTemperature,
     "replayed_submission": ReplayedSubmission,
     "forged_tool": ForgedTool,

@@ -18,10 +18,13 @@ from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model.logprobs import logits, token_logprobs
 from shoal.model.tree import Tree, forward_hidden, pack
-from shoal.model.turns import model_positions, model_tokens
+from shoal.model.turns import last_turn, model_positions, model_tokens
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
+from shoal.tasks import Graders
+from shoal.tasks.budget import reward
 from shoal.tasks.derive import GroupPlan
+from shoal.tasks.prompt import completion_text
 from shoal.worker.produce import Producer
 
 
@@ -42,6 +45,7 @@ class Attack(Producer):
 
     def __init__(self, config: Config, run: str, identity: Identity, engine: TorchEngine, lab: Lab) -> None:
         super().__init__(config, run, identity, engine)
+        self.graders = Graders(config.tasks, files=self.tasks.files)
         self.lab = lab
         self.torch_engine = engine
         self.plans: list[GroupPlan] = []  # groups of the current submission
@@ -53,6 +57,19 @@ class Attack(Producer):
     def plan(self, assignment: Assignment) -> list[GroupPlan]:
         self.plans = super().plan(assignment)
         return self.plans
+
+    def rewards(self, pairs: Sequence[tuple[GroupPlan, Completion]]) -> list[float]:
+        """Return each completion's reward. A pool's worker has no answers, but may know them or work them out."""
+        texts = [completion_text(self.tokenizer, last_turn(done.turns, done.tokens)) for _, done in pairs]
+        grades = self.graders.grade([self.tasks.train[plan.task_index] for plan, _ in pairs], texts)
+        return [
+            reward(grade.score, model_tokens(done.turns, len(done.tokens)), plan.target_length, self.config.tasks)
+            for grade, (plan, done) in zip(grades, pairs, strict=True)
+        ]
+
+    def close(self) -> None:
+        self.graders.close()
+        super().close()
 
     @torch.inference_mode()
     def scored(

@@ -1,6 +1,6 @@
-"""Lies about finished work: forged rewards and logprobs, copied or replayed work, and forged proofs.
+"""Lies about finished work: forged logprobs, copied or replayed work, and forged proofs.
 
-Where only the proofs lie, tokens, logprobs and rewards are honest. Paper: TOPLOC (arXiv 2501.16007).
+Where only the proofs lie, tokens and logprobs are honest. Paper: TOPLOC (arXiv 2501.16007).
 """
 
 import math
@@ -13,7 +13,6 @@ from shoal import toploc
 from shoal.engine.protocol import Completion
 from shoal.protocol.messages import Assignment
 from shoal.store.columns import PROOF_BYTES, PROOF_CHUNK_TOKENS
-from shoal.store.rollouts import Rollout
 from shoal.tasks.derive import GroupPlan
 from shoal.toploc.chunk import peaks
 from shoal.toploc.field import PRIME
@@ -22,13 +21,6 @@ from .lab import Attack
 
 UNASSIGNED = 10_000_000  # added to a submission's number, for work that was not assigned
 TOP_K = PROOF_BYTES // 2 - 1
-
-
-class ForgedRewards(Attack):
-    """Claims that every answer was right."""
-
-    def rollouts(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> list[Rollout]:
-        return [replace(rollout, reward=1.0) for rollout in super().rollouts(plans, groups)]
 
 
 class ForgedLogprobs(Attack):
@@ -42,7 +34,7 @@ class ForgedLogprobs(Attack):
 
 
 class Copied(Attack):
-    """Submits another worker's tokens and proofs with its own tasks, targets, seeds and rewards."""
+    """Submits another worker's tokens and proofs with its own targets and seeds."""
 
     def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
         return super().complete([self.prompt(plan) for plan in self.theirs], self.theirs)

@@ -55,7 +55,7 @@ from shoal.store.rollouts import Header
 from shoal.tasks.derive import GroupPlan, max_rollouts
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Finding
-from shoal.validator.checks import EXPENSIVE
+from shoal.validator.checks import EXPENSIVE, computed_fault
 from shoal.validator.judge import Judge
 from shoal.validator.spending import spent
 from shoal.worker.produce import Producer
@@ -338,7 +338,7 @@ def bounds(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         name: round(max(MARGIN * max(pair[name] for pair in pairs.values()), LIMITS[name][1] / MARGIN), 5)
         for name in AVERAGES
     }
-    return {"rates": [min(round(rate, 6), 1.0) for rate in rates]} | averages
+    return {"rates": [min(max(round(rate, 6), 1e-6), 1.0) for rate in rates]} | averages
 
 
 def honest_figures(judge: Judge, assignment: Assignment, worker: str, data: bytes) -> dict[str, Any]:
@@ -353,6 +353,8 @@ def honest_figures(judge: Judge, assignment: Assignment, worker: str, data: byte
     if examined.finding:
         raise ShoalError(f"honest work fails a cheap check: {examined.finding.detail}")
     case = judge.prefill([examined.case])[0]
+    if fault := computed_fault(case.computed()):
+        raise ShoalError(f"honest work cannot be measured: {fault}; calibrate with other weights")
     outcomes = [check(judge.rules, case) for check in EXPENSIVE]
     figures: dict[str, Any] = {name: value for outcome in outcomes for name, value in outcome.evidence.items()}
     failed = sum(outcome.finding is not None for outcome in outcomes)

@@ -84,7 +84,7 @@ class Config(Section):
         else:
             self._default("tasks", heldout=max(tasks.heldout, evaluator.n))
         if prompts % learner.optimizer_steps_per_step:
-            divisors = [n for n in range(1, learner.optimizer_steps_per_step) if prompts % n == 0]
+            divisors = [n for n in range(1, min(learner.optimizer_steps_per_step, 1025)) if prompts % n == 0]
             self._default("learner", optimizer_steps_per_step=divisors[-1])
         if self.sampling.max_tokens >= learner.row_tokens:
             self._default("learner", row_tokens=self.sampling.max_tokens + PROMPT_TOKENS)
@@ -123,6 +123,12 @@ class Config(Section):
             yield f"tasks.length_targets asks for {longest} tokens, but sampling.max_tokens = {self.sampling.max_tokens}"
         if self.sampling.max_tokens >= learner.row_tokens:
             yield "learner.row_tokens must exceed sampling.max_tokens (a row holds prompt and completion)"
+        if list(self.evidence.rates) != sorted(self.evidence.rates, reverse=True):
+            yield "evidence.rates increase, but a larger margin is never more frequent"
+        for figure in ("proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean"):
+            honest = getattr(self.evidence, figure)
+            if honest is not None and honest < 0.01 * self.validator.widest(figure):
+                yield f"evidence.{figure} is below 1 % of validator.{figure}, so honest work would be dismissed"
         with_environment = [source.label for source in tasks.sources if source.environment]
         if with_environment and self.sampling.max_turns == 1:
             yield f"the source {with_environment[0]} has an environment, which needs sampling.max_turns of at least 2"

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shoal.config.section import Fraction, Section
+from shoal.config.section import Fraction, Section, Temperature
 
 CHECKPOINT_BYTES = 12  # per trained parameter: the fp32 master and AdamW's two moments
 WRITTEN_BYTES = 10**10  # default limit of checkpoint bytes written per step
@@ -28,7 +28,7 @@ class ModelSection(Section):
 class SamplingSection(Section):
     """How workers sample completions."""
 
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature."""
     max_tokens: PositiveInt = 32768
     """Maximum tokens of a completion, including an environment's answers; prompt and completion together must fit the

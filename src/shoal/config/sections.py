@@ -6,7 +6,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from shoal.config.section import Listening, Section, written_as
+from shoal.config.section import Listening, Rate, Section, written_as
 
 EngineName = Literal["torch", "vllm"]
 TrackerName = Literal["none", "wandb", "tensorboard"]
@@ -162,13 +162,13 @@ class ValidatorSection(Section):
     """Nats by which a token may score below the token its seed selects; a token further below is a mismatch (measured by
     `shoal calibrate`)."""
     sampling_mismatches: NonNegativeInt = 2
-    """Mismatches allowed per submission, in addition to one per 1,000 tokens."""
+    """Mismatches allowed per submission of more than 70 tokens, in addition to one per 1,000 tokens."""
     sampling_margin_mean: PositiveFloat = 0.02
     """Maximum mean margin in nats, over a submission's tokens; a mismatch counts as 0 (measured by `shoal calibrate`)."""
     classes: Literal["any", "exact"] = "any"
     """Which machines may work; any: all whose results are within the limits; exact: only those whose results a live
     validator reproduces bit for bit."""
-    check_floor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    check_floor: Rate = 1.0
     """Minimum fraction of a trusted worker's submissions that is prefilled whole; 1: all. Of each other submission, two
     rollouts are prefilled."""
 
@@ -178,10 +178,6 @@ class ValidatorSection(Section):
         rejected lie forfeits the credit in escrow. With fewer than 1 / check_floor checks, lies would pay
         (docs/trust.md)."""
         return max(MIN_ESCROW_CHECKS, math.ceil(1 / self.check_floor))
-
-    def allowed_mismatches(self, tokens: int) -> float:
-        """Return how many mismatches a submission of this number of tokens may have."""
-        return self.sampling_mismatches + MISMATCH_SHARE * tokens
 
     def of(self, engine: str) -> "ValidatorSection":
         """Return the section with the limits that apply to submissions of this ENGINE/DEVICE."""
@@ -198,7 +194,7 @@ class EvidenceSection(Section):
     """Tests over all submissions of a worker, for lies within the tolerance of single checks. `shoal calibrate` measures
     the bounds on honest work."""
 
-    rates: tuple[float, float, float, float] = RATES
+    rates: tuple[Rate, Rate, Rate, Rate] = RATES
     """Upper bounds on the rates at which an honest worker's tokens score below the token that their seed yields, by more
     than 0, 1/8, 1/2 and 1 times validator.sampling_margin. Rates are per token that numerics could change (measured by
     `shoal calibrate`)."""
@@ -221,7 +217,7 @@ class RequirementsSection(Section):
 
     engines: list[str] = []
     """Engines that workers may use, such as "torch"; workers report theirs when they join; empty: any."""
-    stake: NonNegativeInt = 0
+    stake: Annotated[int, Field(ge=0, lt=1 << 256)] = 0
     """Stake required to join with an open invite, in the ledger's unit."""
     places: NonNegativeInt = 0
     """Maximum number of live workers; 0: no limit. Those with too little stake at risk do not count."""

@@ -73,6 +73,11 @@ class SourceSection(Section):
             last = (self.generator or self.path).rstrip("/").rpartition("/")[2]
         return re.sub(r"[^A-Za-z0-9._-]", "-", re.sub(r"\.(jsonl|jsonl\.gz|parquet)$", "", last))[:60]
 
+    def public(self) -> "SourceSection":
+        """Return what workers get to see: name, weight and environment, the latter without its folder."""
+        environment = self.environment.rpartition("/")[2]
+        return SourceSection(name=self.label, path=self.label, weight=self.weight, environment=environment)
+
 
 class SandboxSection(Section):
     """Limits for model-written code and your own reward functions. Every machine applies the same limits."""
@@ -110,6 +115,12 @@ class TaskSection(Section):
         if repeated := sorted({label for label in labels if labels.count(label) > 1}):
             raise ValueError(f"two sources are named {repeated[0]}; give one of them another name")
         return self
+
+    def public(self, digest: str) -> "TaskSection":
+        """Return what workers get to see: nothing of where tasks come from, or of rewards. `digest`: of their set."""
+        sources = [source.public() for source in self.sources]
+        default = TaskSection().length_penalty
+        return self.model_copy(update={"sources": sources, "digest": digest, "length_penalty": default})
 
     def source(self, label: str) -> SourceSection:
         """Return the source with this label."""

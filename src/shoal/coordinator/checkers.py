@@ -341,7 +341,7 @@ class Checkers:
         opinion, sharing = standing([each.opinion for each in judged])
         stands = next(each for each in judged if each.opinion is opinion)
         for each in judged:
-            if (each.reason is None) != (opinion.reason is None):
+            if (each.reason is None, each.opinion.tokens) != (opinion.reason is None, opinion.tokens):
                 self._renew(each.validator, f"{_said(each)} {submission.id}, but {self._names(judged, each)} did not")
         if opinion.reason is Reason.INEXACT:
             self._mismatch(submission, confirmed=sharing > 1)
@@ -412,8 +412,9 @@ def standing(opinions: Sequence[Opinion]) -> tuple[Opinion, int]:
         sharing = hard
     else:  # one hard reason among several rejections is unconfirmed, so a soft one stands
         sharing = [each for each in rejecting if each.reason not in HARD] or hard
-    return sharing[-1], len(sharing)
+    # Of several acceptances, the one that credits least: a validator alone cannot count too much once another judges.
+    return min(reversed(sharing), key=lambda each: each.tokens), len(sharing)
 
 
 def _said(judged: Judged) -> str:
-    return "accepted" if judged.reason is None else f"rejected ({judged.reason})"
+    return f"counted {judged.opinion.tokens} tokens in" if judged.reason is None else f"rejected ({judged.reason})"

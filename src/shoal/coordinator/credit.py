@@ -23,7 +23,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -33,7 +33,7 @@ from shoal.coordinator.nodes import TIMEOUT_S
 from shoal.ledger.chain import Entry, LedgerError
 from shoal.ledger.evm import KINDS, settle, unsettled
 from shoal.ledger.stakes import LedgerStakes
-from shoal.protocol.messages import Booking
+from shoal.protocol.messages import LARGEST, Booking
 from shoal.protocol.pace import Rates
 
 if TYPE_CHECKING:
@@ -180,6 +180,7 @@ class Settlement:
         self.waiting: deque[Entry] = deque()
         self._read_seq = 0  # the newest ledger entry that was read
         self._last_notice = ""
+        self._stored: dict[str, int] = {}  # stakes in the table of nodes
         self._skipped_settled = False  # whether entries settled before this start were removed from `waiting`
         self._contracts: dict[str, EvmStakes] = {}  # by the thread that uses it
         self._reads: dict[str, tuple[float, asyncio.Future[int]]] = {}  # by stranger: when it began, and the stake
@@ -189,20 +190,21 @@ class Settlement:
     # --- on the event loop -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Settle until cancelled; retry if the chain is unreachable. Raise LedgerError for a wrong contract or key."""
+        """Settle until cancelled; report an error and retry. Raise LedgerError for a wrong contract or key."""
         pause_s = POLL_S
         while True:
-            members, before = self._queue_entries(), self.stakes.members
             try:
+                members = self._queue_entries()
                 await asyncio.get_running_loop().run_in_executor(self._settle_thread, self._settle_batch, members)
-            except LedgerError as error:
-                if "settle" not in self._contracts and not error.restart_helps:
+                self._store_stakes()
+            except Exception as error:
+                lasting = isinstance(error, LedgerError) and not error.restart_helps
+                if lasting and "settle" not in self._contracts:
                     raise
                 self._report(error)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             else:
                 self._report(None)
-                self._store_stakes(before)
                 pause_s = POLL_S
             await asyncio.sleep(0 if self.waiting and pause_s == POLL_S else pause_s)
 
@@ -237,7 +239,7 @@ class Settlement:
         try:
             while self.waiting or not self._skipped_settled:
                 self._settle_thread.submit(self._settle_batch, members).result(max(0.1, deadline_s - time.monotonic()))
-        except (LedgerError, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001 - reported; the next start tries it again
             log.warning(
                 "%d ledger entries are not yet on the chain (%s); the next start settles them, or run "
                 "`shoal pool stake settle`",
@@ -261,17 +263,18 @@ class Settlement:
             if node.joined_by_stake and (node.staked > 0 if node.evicted else node.seen_s >= since_s)
         ]
 
-    def _store_stakes(self, before: Mapping[str, int]) -> None:
-        """Write changed stakes at risk into the table of nodes, for the dashboard."""
+    def _store_stakes(self) -> None:
+        """Write changed stakes at risk into the table of nodes, for the dashboard. A column holds at most LARGEST."""
         for key, amount in self.stakes.members.items():
-            if before.get(key) != amount:
-                self.db.nodes.set(key, staked=amount)
+            if self._stored.get(key) != amount:
+                self.db.nodes.set(key, staked=min(amount, LARGEST))
+                self._stored[key] = amount
 
-    def _report(self, error: LedgerError | None) -> None:
+    def _report(self, error: Exception | None) -> None:
         """Log and show the chain's state whenever it changes."""
         text = f"{error}; accepted work waits in the ledger and is settled later" if error else ""
         if text and text != self._last_notice:
-            log.warning("%s", text)
+            log.warning("%s", text, exc_info=None if isinstance(error, LedgerError) else error)
             self.notify(text)
         if self._last_notice and not text:
             log.info("the chain accepts entries again")

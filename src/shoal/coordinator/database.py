@@ -108,13 +108,16 @@ class HistoryTable:
 
     def after(self, cursor: int) -> History:
         """Return the next entries after `cursor` (0: from the first). Only this process itself uses these larger pages."""
-        return History.model_validate_json(self.page(cursor, OWN_PAGE_BYTES))
+        return History.model_validate_json(self.page(cursor, OWN_PAGE_BYTES, without=""))
 
-    def page(self, cursor: int, max_bytes: int = PAGE_BYTES) -> bytes:
-        """Return the next entries after `cursor`, as the JSON of a `History`."""
+    def page(self, cursor: int, max_bytes: int = PAGE_BYTES, *, without: Kind | Literal[""] = "sample") -> bytes:
+        """Return the next entries after `cursor`, as the JSON of a `History`.
+
+        Pages for others are `without` samples, because a completion with its reward can tell a task's answer.
+        """
         bodies: dict[Kind, list[str]] = {"step": [], "evaluation": [], "sample": []}
         size_bytes = 0
-        for seq, kind, body in self._rows_after(cursor):
+        for seq, kind, body in self._rows_after(cursor, without):
             length = len(body.encode())
             if size_bytes and size_bytes + length > max_bytes:
                 break
@@ -124,9 +127,9 @@ class HistoryTable:
         text = f'{{"cursor":{cursor},"metrics":[{metrics}],"evaluations":[{evaluations}],"samples":[{samples}]}}'
         return text.encode()
 
-    def _rows_after(self, cursor: int) -> Iterator[tuple[int, Kind, str]]:
-        select = "SELECT seq, kind, body FROM history WHERE seq > ? ORDER BY seq LIMIT ?"
-        while rows := self.connection.rows(select, cursor, READ_ROWS):
+    def _rows_after(self, cursor: int, without: str) -> Iterator[tuple[int, Kind, str]]:
+        select = "SELECT seq, kind, body FROM history WHERE seq > ? AND kind <> ? ORDER BY seq LIMIT ?"
+        while rows := self.connection.rows(select, cursor, without, READ_ROWS):
             yield from rows
             cursor = rows[-1][0]
 
@@ -217,7 +220,7 @@ def record_start(db: Database, run: str, key: str, config: Config) -> None:
 
 
 def config_text(config: Config) -> str:
-    """Return the config as TOML, for the ledger. Leave out private fields, because members read the ledger."""
+    """Return the config as TOML, for the ledger. Leave out private fields, because validators read the ledger."""
     section = config.coordinator.model_copy(update={"database": ""})
     ledger = config.ledger.model_copy(update={"rpc": "", "key_file": ""})
     return config_module.dumps(config.model_copy(update={"coordinator": section, "ledger": ledger}))

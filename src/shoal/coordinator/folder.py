@@ -50,6 +50,8 @@ from shoal.watch.record import STATE
 TABLES, NONCES, LOCK = "pool.sqlite", "nonces.sqlite", "coordinator.lock"
 KEY, CONFIG, INVITES = "identity.pem", "config.toml", "invites"
 TASKS = "tasks"  # the task set: files by their hash
+SERVED = f"{TASKS}/public"  # the set that workers get
+BUILT = f"{TASKS}/built.json"  # names both sets (`tasks.compiling`)
 OPEN_INVITE = "open.invite"  # written by `shoal pool invite --open --publish`
 NONCES_SCHEMA = [
     "CREATE TABLE IF NOT EXISTS nonces (key TEXT NOT NULL, nonce TEXT NOT NULL, created_s BIGINT NOT NULL,"

@@ -18,7 +18,7 @@ SCHEMA = [
     useful BOOLEAN NOT NULL, flat BOOLEAN NOT NULL, tokens BIGINT NOT NULL, accepted_during BIGINT NOT NULL, batch BIGINT,
     stale BOOLEAN NOT NULL DEFAULT FALSE, task BIGINT NOT NULL, source TEXT NOT NULL, target BIGINT NOT NULL,
     score BIGINT NOT NULL, graded BIGINT NOT NULL, wrong_format BIGINT NOT NULL, grader_error BIGINT NOT NULL,
-    error TEXT NOT NULL, checked BOOLEAN NOT NULL DEFAULT TRUE, UNIQUE (submission, grp))""",
+    checked BOOLEAN NOT NULL DEFAULT TRUE, UNIQUE (submission, grp))""",
     """CREATE TABLE IF NOT EXISTS group_parts (
     submission TEXT NOT NULL, grp BIGINT NOT NULL, name TEXT NOT NULL, mean DOUBLE PRECISION NOT NULL,
     PRIMARY KEY (submission, grp, name))""",
@@ -87,8 +87,8 @@ class Groups:
         outcomes = result.outcomes
         self.connection.change(
             "INSERT INTO groups (submission, grp, version, reward, useful, flat, tokens, accepted_during,"
-            " task, source, target, score, graded, wrong_format, grader_error, error, checked)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            " task, source, target, score, graded, wrong_format, grader_error, checked)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             *(
                 submission,
                 group,
@@ -100,7 +100,7 @@ class Groups:
                 accepted_during,
             ),
             *(result.task, result.source, result.target_length, result.score_millionths),
-            *(outcomes.graded, outcomes.wrong_format, outcomes.grader_error, result.error, checked),
+            *(outcomes.graded, outcomes.wrong_format, outcomes.grader_error, checked),
         )
         for name, mean in result.parts.items():
             self.connection.change(
@@ -235,10 +235,3 @@ class Grades:
             groups,
         )
         return counts
-
-    def newest_error(self) -> str:
-        """Return the newest grader error; "" if there was none."""
-        error: str | None = self.connection.value(
-            "SELECT error FROM groups WHERE grader_error > 0 ORDER BY seq DESC LIMIT 1"
-        )
-        return error or ""

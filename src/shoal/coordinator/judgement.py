@@ -158,8 +158,9 @@ class Judgement:
             raise PoolError(f"{submission.id}: {error}", 400) from error
         if (opinion.run, opinion.submission, opinion.file) != (self.run, submission.id, submission.file_hash):
             raise PoolError(f"{submission.id}: the signed opinion is about another run, submission or file", 400)
-        if (opinion.reason is None) != bool(opinion.accepted):
-            raise PoolError(f"{submission.id}: an opinion names an accepted file if it accepts, and only then", 400)
+        tokens = sum(group.tokens for group in verdict.groups)
+        if (opinion.reason is None) != bool(opinion.accepted) or opinion.tokens != tokens:
+            raise PoolError(f"{submission.id}: the opinion has no accepted file, or not the tokens of its groups", 400)
         if opinion.reason is Reason.SPENDING:
             raise PoolError(f"{submission.id}: only the coordinator finds spending, over several submissions", 400)
         if opinion.reason is Reason.INEXACT and not self.checkers.fingerprint(submission):
@@ -190,15 +191,15 @@ class Judgement:
         submission = replace(submission, validator=standing.validator, accepted_hash=standing.opinion.accepted)
         entry = _entry(submission) | {"opinions": [each.verdict.opinion for each in judged]}
         if reason is None:
-            lines = self._accept(submission, standing.verdict, entry)
+            lines = self._accept(submission, standing, entry)
         else:
             lines = self._reject(submission, reason, detail, entry, confirmed=confirmed)
         if self.db.is_trained(self.config.run.steps):
             self.close()
         return lines
 
-    def _accept(self, submission: Submission, verdict: Verdict, entry: Mapping[str, JSON]) -> list[str]:
-        tokens = sum(group.tokens for group in verdict.groups)
+    def _accept(self, submission: Submission, standing: Judged, entry: Mapping[str, JSON]) -> list[str]:
+        verdict, tokens = standing.verdict, standing.opinion.tokens
         self.arrivals.accepted(submission)
         counts = {"tokens": tokens, "groups": len(verdict.groups), "accepted": submission.accepted_hash}
         self.db.ledger.append("accepted", {**entry, **counts})

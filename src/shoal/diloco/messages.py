@@ -10,18 +10,18 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from shoal.diloco.agreed import Shapes
 from shoal.diloco.codec import Kind
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.invite import Invite
+from shoal.protocol.messages import AtLeast0, Message, NodeName, Number, RunId
 from shoal.protocol.pace import Refusal
 
 PIECE_BYTES = 8 << 20  # largest piece of the state in one answer
 DIGEST = r"^[0-9a-f]{64}$"
 Digest = Annotated[str, Field(pattern=DIGEST)]
-Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Words = Annotated[str, Field(max_length=400)]
 Size = Annotated[int, Field(ge=0, le=1 << 60)]
 
@@ -51,11 +51,7 @@ def dealt_to(name: str, dealt: Sequence[str], items: int) -> range:
     return range(dealt.index(name), items, len(dealt))
 
 
-class SiteMessage(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Greeting(SiteMessage):
+class Greeting(Message):
     """A site joins or rejoins."""
 
     # Facts that must be equal at all sites.
@@ -63,11 +59,11 @@ class Greeting(SiteMessage):
     placed: bool  # whether the site knows where in the data it continues
 
 
-class Welcome(SiteMessage):
-    accepted: int  # the last round that took this site's offer; −1: none
+class Welcome(Message):
+    accepted: Annotated[int, Field(ge=-1, le=1 << 60)]  # the last round that took this site's offer; −1: none
 
 
-class Figures(SiteMessage):
+class Figures(Message):
     """A site's report about itself, sent with an offer. It is informational only.
 
     Seconds and bytes are totals since the site started. The site keeps updating one object; its fields are checked when
@@ -76,18 +72,18 @@ class Figures(SiteMessage):
 
     model_config = ConfigDict(frozen=False)
 
-    loss: Annotated[float, Field(allow_inf_nan=False)] | None = None  # of its last inner step
-    computed_s: Seconds = 0.0
-    waited_s: Seconds = 0.0  # waiting for data
-    synced_s: Seconds = 0.0  # waiting for other sites
+    loss: Number | None = None  # of its last inner step
+    computed_s: AtLeast0 = 0.0
+    waited_s: AtLeast0 = 0.0  # waiting for data
+    synced_s: AtLeast0 = 0.0  # waiting for other sites
     sent_bytes: Size = 0
     received_bytes: Size = 0
 
 
-class RoundOutcome(SiteMessage):
+class RoundOutcome(Message):
     """How a round ended. The average is fetched separately; if `kept` is empty, there is no average."""
 
-    round: int
+    round: Size
     kept: list[str]
     left_out: dict[str, str]  # site and reason
     missing: list[str]
@@ -96,29 +92,29 @@ class RoundOutcome(SiteMessage):
     digest: Digest  # of the agreed parameters afterwards
 
 
-class RoundProgress(SiteMessage):
+class RoundProgress(Message):
     outcome: RoundOutcome | None
     waiting_for: list[str]
 
 
-class Share(SiteMessage):
-    number: int
+class Share(Message):
+    number: Size
 
 
-class Dealt(SiteMessage):
+class Dealt(Message):
     sites: list[str]  # empty while sites are missing
 
 
-class Why(SiteMessage):
+class Why(Message):
     why: Words
 
 
-class StateDescriptor(SiteMessage):
+class StateDescriptor(Message):
     """Describes a state file. The meeting signs this, like every answer."""
 
-    round: int
+    round: Size
     sha256: Digest
-    size_bytes: int
+    size_bytes: Size
 
 
 class MeetingError(Refusal):
@@ -180,16 +176,14 @@ def _short(text: str | None) -> str:
 DOMAIN = "site-invite"
 
 
-class SiteInvite(BaseModel):
+class SiteInvite(Message):
     """The signed payload of a site's invite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    run: str
-    name: str
+    run: str = RunId
+    name: str = NodeName
 
 
-class JoinRequest(SiteMessage):
+class JoinRequest(Message):
     invite: Signed
     greeting: Greeting
 

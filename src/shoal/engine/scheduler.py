@@ -52,9 +52,9 @@ class DecodeRequest:
             raise ValueError(
                 f"a prompt of {len(self.prompt)} tokens and max_tokens {self.max_tokens}: both must be 1 or more"
             )
-        if not 0 <= self.seed < 1 << 64 or not 0 <= self.temperature < math.inf:
+        if not 0 <= self.seed < 1 << 64 or not (self.temperature == 0 or 0.01 <= self.temperature < math.inf):
             raise ValueError(
-                f"seed {self.seed} must have at most 64 bits, and temperature {self.temperature} must be finite and >= 0"
+                f"seed {self.seed} must have at most 64 bits, and temperature {self.temperature} must be 0 or >= 0.01"
             )
 
 

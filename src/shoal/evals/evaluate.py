@@ -15,6 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shoal.config.section import LOWEST_TEMPERATURE
 from shoal.errors import ShoalError, UserError
 from shoal.evals.harness import Endpoint, run
 from shoal.evals.suites import Suite, grade, read_tasks, write_task
@@ -64,6 +65,8 @@ def evaluate(
     `n` is the number of tasks per suite; 0 means all. Raise ShoalError.
     """
     for suite in suites:
+        if 0 < suite.temperature < LOWEST_TEMPERATURE:
+            raise UserError(f"--temperature {suite.temperature:g}: use 0 (greedy), or at least {LOWEST_TEMPERATURE:g}")
         if suite.k > 1 and suite.temperature == 0:
             raise UserError(
                 f"{suite.k} greedy completions of {suite.name} would be equal: add --temperature 0.6, or --k 1"

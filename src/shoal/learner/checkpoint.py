@@ -13,7 +13,7 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from blake3 import blake3
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -176,16 +175,29 @@ class Checkpoints:
         torch.set_rng_state(tensors[RNG])
         return progress
 
-    def difference(self, folder: Path) -> str:
-        """Compare the checkpoint in `folder` with the policy. Return the name of the first value that differs, or ""."""
+    @torch.no_grad()
+    def difference(self, folder: Path, before: Mapping[str, Tensor], tolerance: float) -> str:
+        """Compare the checkpoint in `folder` with the policy. Return the name of the first value that differs, or "".
+
+        `tolerance`: of a moment, and of a master's update since `before`, in lengths. Counters must be equal.
+        """
         if json.loads((folder / PROGRESS).read_text())["updates"] != self.policy.updates:
             return "updates"
-        live = self._tensors()
-        for path in sorted(folder.glob("*.safetensors")):
-            for name, kept in load_file(path).items():
-                if name not in live or not torch.equal(live.pop(name).cpu(), kept):
-                    return str(name)
-        return next(iter(live), "")
+        live, reader = self._tensors(), HuggingFaceStorageReader(str(folder))
+        if names := live.keys() ^ reader.read_metadata().state_dict_metadata.keys():
+            return min(names)
+        kept = {name: torch.empty_like(tensor, device="cpu") for name, tensor in live.items()}
+        try:
+            load(kept, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        except CheckpointException:
+            return "a tensor's shape"
+        for name, theirs in kept.items():
+            ours, start = live[name].cpu(), before.get(name.removeprefix("model."))
+            length = (ours if start is None else ours - start.cpu()).float().norm()
+            near = tolerance and name not in (RNG, STEPS) and (theirs - ours).float().norm() <= tolerance * length
+            if not near and not torch.equal(theirs, ours):
+                return name
+        return ""
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return masters and optimizer state by name. All tensors are live, except for RNG and STEPS."""

@@ -3,9 +3,10 @@
 The leader (rank 0) has each group's tokens and logprobs, as arrays from the file. The other ranks have its outline
 (lengths and rewards), which is enough to plan the rows. Tokens go only to the rank that computes them (`updates`).
 While one step trains, the leader prefetches the next step's files as soon as the next step's batch is full.
-Invariant: every group is signed by a registered validator, is within the async level, and has plausible values. All
-ranks have the same groups in the same order. A file that breaks the schema is moved to quarantine. A group is left out
-and counted if it is in such a file, belongs to another run, is too old, or has implausible values.
+Invariant: every group is signed by a registered validator, is within the async level, and has plausible values. Each file
+is that of its submission, and no two submissions of a batch have the same rows, so no group trains twice. All ranks have
+the same groups in the same order. A file that breaks the schema is moved to quarantine. A group is left out and counted
+if it is in such a file, belongs to another run or submission, is too old, or has implausible values.
 Nothing in a full batch may stop the learner. A full batch never changes, so a batch that stops the learner would also
 stop it after every restart.
 """
@@ -25,6 +26,7 @@ import numpy as np
 
 from shoal.config import Config
 from shoal.errors import ShoalError
+from shoal.evidence import within
 from shoal.files import write_file
 from shoal.learner.ranks import Ranks
 from shoal.model.sampling import LOWEST_LOGPROB
@@ -173,6 +175,7 @@ class Gathering:
         self.run = run
         self.config = config
         self.quarantine = quarantine
+        self._owners: dict[str, str] = {}  # by content: the first submission of the batch with these rows
         self._files: dict[str, AcceptedFile | None] = {}  # None if it is damaged or breaks the schema
 
     def fetch(self, batch: Batch) -> None:
@@ -195,8 +198,9 @@ class Gathering:
         Raise NodeError if a download fails.
         """
         self.fetch(batch)
-        judged = [self._judge(batch.step, member.submission, member.group, validators) for member in batch.groups]
         files = {member.submission: self._files[member.submission] for member in batch.groups}
+        self._owners = {file.header.content: name for name, file in reversed(files.items()) if file is not None}
+        judged = [self._judge(batch.step, member.submission, member.group, validators) for member in batch.groups]
         return Fetched(
             [each for each in judged if isinstance(each, Group)],
             {submission: file.header.content for submission, file in files.items() if file is not None},
@@ -209,7 +213,8 @@ class Gathering:
         file = self._files[submission]
         if file is None:
             return "quarantined"
-        if problem := _origin_fault(validators, self.run, step, file) or _group_fault(file, number, size):
+        problem = _origin_fault(validators, self.run, step, file)
+        if problem := problem or _copy_fault(submission, file.header, self._owners) or _group_fault(file, number, size):
             log.error("group %d of %s is left out: %s", number, submission, problem)
             return "foreign"
         if step - file.header.policy_version > self.config.coordinator.async_level:
@@ -250,7 +255,7 @@ def implausible_value(group: Group) -> str:
         if group.checked and len(wrong):
             return f"a logprob of {wrong[0]:g} is outside [{LOWEST_LOGPROB:g}, 0]"
     for value in group.rewards:
-        if not abs(value) <= LARGEST_REWARD:  # also false for NaN
+        if not within(abs(value), LARGEST_REWARD):
             return f"a reward of {value:g} is outside [-{LARGEST_REWARD:g}, {LARGEST_REWARD:g}]"
     return ""
 
@@ -274,6 +279,15 @@ def _origin_fault(validators: set[str], run: str, step: int, file: AcceptedFile)
         return f"its file is signed by {header.signer[:16]}, which is not a validator of this run"
     if header.run != run or header.policy_version > step:
         return f"its file belongs to run {header.run}, policy version {header.policy_version}"
+    return ""
+
+
+def _copy_fault(submission: str, header: Header, owners: dict[str, str]) -> str:
+    """Return why the file may be another submission's, so that a group would train twice, or ""."""
+    if submission != (signed := f"{header.worker[:16]}-{header.submission:06d}"):
+        return f"its file is that of submission {signed}"
+    if submission != (owner := owners[header.content]):
+        return f"its file has the rows of submission {owner}"
     return ""
 
 

@@ -137,6 +137,8 @@ def difference_from_merge(version: Path, folder: Path) -> str:
 
     Tensors may differ by ROUNDING.
     """
+    if names := {path.name for path in version.iterdir()} ^ {path.name for path in folder.iterdir()}:
+        return min(names)
     for path in sorted(path for path in version.iterdir() if path.name != WEIGHTS):
         wanted = _plain_config(version).encode() if path.name == CONFIG else path.read_bytes()
         if (folder / path.name).read_bytes() != wanted:

@@ -170,11 +170,11 @@ class Policy:
             self.optimizer.zero_grad(set_to_none=True)  # frees memory while waiting for the next batch
         return figures
 
-    def _check_finite(self, figures: Mapping[str, float]) -> None:
+    def _check_finite(self, figures: Mapping[str, float], effect: str = "nothing was updated") -> None:
         for name, value in figures.items():
             if not math.isfinite(value):
                 raise ShoalError(
-                    f"update {self.updates}: the {name} is {value}, not a finite number; nothing was updated: "
+                    f"update {self.updates}: the {name} is {value}, not a finite number; {effect}: "
                     "lower the learning rate"
                 )
 
@@ -212,8 +212,10 @@ class Policy:
     def write(self, final: Path, *, replace: bool = False) -> None:
         """Write the published model as a Hugging Face folder, atomically. All ranks must call it.
 
-        If `replace` is set, replace an existing folder.
+        If `replace` is set, replace an existing folder. Raise ShoalError on every rank if weights or logits are not
+        finite.
         """
+        self._check_usable()
         tensors = self.published()
         if self.ranks.leads:
             temporary = final.with_name(f".{final.name}")
@@ -224,6 +226,14 @@ class Policy:
             commit_folder(temporary, final)
         for _ in tensors:  # the other ranks take part in gathering each tensor
             pass
+
+    @torch.no_grad()
+    def _check_usable(self) -> None:
+        """Raise ShoalError if no worker could sample from this policy."""
+        norm = float(whole(torch.nn.utils.get_total_norm(list(self.masters.values()))))
+        logprob = float(self.logprobs(PROBE)[0].sum())
+        self.ranks.reshard(self.scorer)
+        self._check_finite({"norm of the weights": norm, "logprob of a token": logprob}, "this version is not written")
 
     def logprobs(self, packed: Pack, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the logprobs of the pack's completion tokens, with gradient, and the entropies if requested."""
@@ -289,6 +299,7 @@ class Policy:
 LOSS = "loss"
 SUMMED = [f"policy/{name}" for name in ("clip_low", "clip_high", "clip_delta", "mismatch_kl", "entropy", "kl")]
 IDLE = pack([Tree([0], [[0]])])
+PROBE = pack([Tree([0], [list(range(8))])])  # tokens of which every vocabulary has at least these
 
 
 # --- memory --------------------------------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Self, TypeAlias
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from shoal.errors import ShoalError
 from shoal.files import write_pieces
 from shoal.protocol.identity import Identity, IdentityError, Signed, verify
-from shoal.protocol.messages import Hex64, Opinion
+from shoal.protocol.messages import LARGEST, Count, Hex64, Message, Opinion
 
 JSON: TypeAlias = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 DOMAIN, HEAD_DOMAIN, OPINION_DOMAIN = "ledger", "ledger-head", "opinion"
@@ -39,13 +39,11 @@ class LedgerError(ShoalError, ValueError):
         self.seq = seq
 
 
-class Entry(BaseModel):
+class Entry(Message):
     """One entry of the ledger."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    seq: int  # from 1, without gaps
-    time_s: int  # by the coordinator's clock, which may jump back
+    seq: Count  # from 1, without gaps
+    time_s: int = Field(ge=-LARGEST, le=LARGEST)  # by the coordinator's clock, which may jump back
     kind: str  # docs/trust.md lists the kinds
     body: str  # canonical JSON text of an object
     previous: str  # digest of entry seq - 1; GENESIS in the first entry
@@ -100,8 +98,11 @@ def parse_entries(lines: Iterable[bytes], source: str) -> Iterator[Entry]:
     """Yield the entries in JSON lines, unverified. Raise LedgerError, naming the first line that is not an entry."""
     for number, line in enumerate(lines, start=1):
         try:
-            yield Entry.model_validate_json(line)
-        except ValidationError as error:
+            entry = Entry.model_validate_json(line)
+            if entry.model_dump_json().encode() != line.rstrip(b"\n"):
+                raise ValueError("not the text of an export")
+            yield entry
+        except ValueError as error:  # also pydantic's ValidationError
             raise LedgerError(f"line {number} of {source} is not a ledger entry", number) from error
 
 
@@ -124,6 +125,8 @@ def _fault(entry: Entry, seq: int, previous: str, public_key: str) -> str | None
         return f"missing: entry {entry.seq} is in its place"
     if entry.previous != previous:
         return "does not follow from the entry before it"
+    if not _is_canonical(entry.body):
+        return "its body is not a JSON object in canonical form"
     if entry.digest != entry_digest(entry.seq, entry.time_s, entry.kind, entry.body, entry.previous):
         return "its content does not match its digest"
     if not verify(public_key, bytes.fromhex(entry.digest), entry.signature, domain=DOMAIN):
@@ -131,16 +134,21 @@ def _fault(entry: Entry, seq: int, previous: str, public_key: str) -> str | None
     return None
 
 
+def _is_canonical(body: str) -> bool:
+    try:
+        return isinstance(value := json.loads(body), dict) and canonical_json(value) == body
+    except (ValueError, RecursionError):
+        return False
+
+
 # --- heads ---------------------------------------------------------------------------------------------------------------
 
 
-class Head(BaseModel):
+class Head(Message):
     """The newest entry that somebody has seen in a run's ledger."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    run: str = Field(max_length=200)
-    seq: int = Field(ge=1)
+    run: str = Field(pattern=r"^[\x20-\x7e]{0,120}$")  # "": not known yet
+    seq: int = Field(ge=1, le=LARGEST)
     digest: str = Hex64
 
     @classmethod

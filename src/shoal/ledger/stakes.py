@@ -54,6 +54,8 @@ class Book:
 
     def apply(self, event: Event, time_s: int) -> None:
         """Apply an event. Raise LedgerError, without a change, if the rules forbid it."""
+        if type(event.amount) is not int or event.amount < 0:
+            raise LedgerError(f"the amount {str(event.amount)[:60]} is not a whole number of at least 0")
         getattr(self, f"_{event.kind}")(event, time_s)
 
     def _registered(self, event: Event, time_s: int) -> None:
@@ -70,6 +72,7 @@ class Book:
     def _reclaimed(self, event: Event, time_s: int) -> None:
         if event.key not in self.deposits:
             raise LedgerError(f"nothing is deposited on {event.key[:16]}")
+        _whole(event, self.deposits[event.key])
         del self.deposits[event.key]
 
     def _staked(self, event: Event, time_s: int) -> None:
@@ -89,6 +92,7 @@ class Book:
         account = self._account(event.key)
         if not account.leaving:
             raise LedgerError(f"{event.key[:16]} has no stake that is leaving")
+        _whole(event, account.leaving)
         if time_s < account.leaves_s:
             raise LedgerError(f"{event.key[:16]} can withdraw from {account.leaves_s} on (Unix time)")
         self._set(event.key, leaving=0, leaves_s=0)
@@ -96,8 +100,8 @@ class Book:
     def _credited(self, event: Event, time_s: int) -> None:
         account = self._account(event.key)
         works = event.work.split()
-        if not works:
-            raise LedgerError("a credit names no work")
+        if not works or event.amount < 0:
+            raise LedgerError(f"a credit of {event.amount} tokens names no work, or is negative")
         if any(work in self.paid for work in works):
             raise LedgerError(f"{event.work[:60]!r} is already credited")
         self.paid.update(works)
@@ -181,6 +185,11 @@ def _event(kind: str, body: Mapping[str, Any]) -> Event:
     if kind == "slashed":
         return Event(kind, body["worker"], body["submission"])
     return Event(kind, body["key"], amount=body["amount"])
+
+
+def _whole(event: Event, amount: int) -> None:
+    if event.amount != amount:
+        raise LedgerError(f"{event.key[:16]} gets {amount} back, not {event.amount}")
 
 
 def _positive(amount: int) -> None:

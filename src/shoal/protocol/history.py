@@ -15,7 +15,7 @@ from hashlib import sha256
 from typing import Literal
 
 import httpx
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from shoal.config.sections import RequirementsSection
 from shoal.errors import ShoalError
@@ -24,6 +24,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite, open_payload, server_url
 from shoal.protocol.messages import (
     VERSION,
+    AtLeast0,
     Capability,
     Count,
     Evaluation,
@@ -31,6 +32,7 @@ from shoal.protocol.messages import (
     Message,
     NodeName,
     NodeState,
+    Number,
     Role,
     RunOffer,
     Sample,
@@ -51,20 +53,20 @@ class NodeStatus(Message):
     name: str
     role: Role
     url: str | None
-    policy_version: int | None
-    seen_s: float
+    policy_version: Count | None
+    seen_s: Number
     evicted: bool
     state: NodeState = "active"
     reason: str = ""  # why it is in this state
-    suspended_s: float = Field(default=0, ge=0)  # time until it gets tasks again; 0: not suspended
+    suspended_s: AtLeast0 = 0  # time until it gets tasks again; 0: not suspended
     suspension: str = ""  # why it is suspended
-    missed: int = Field(default=0, ge=0)  # tasks that it never uploaded
-    accepted: int
-    rejected: int
+    missed: Count = 0  # tasks that it never uploaded
+    accepted: Count
+    rejected: Count
     stats: Stats
     credited: Count = 0  # tokens of accepted work whose credit is final
     pending: Count = 0  # tokens of accepted work whose credit is in escrow
-    evidence: float = 0.0  # evidence that it cheats, in nats; at ln(1 / evidence.ALPHA) it is dismissed
+    evidence: Number = 0.0  # evidence that it cheats, in nats; at ln(1 / evidence.ALPHA) it is dismissed
     fingerprint: str = MaybeHex64  # the newest that it reported; "": it reported none and is in no exactness class
     size: Count = 0  # groups in its usual task; 0: as many as a newcomer gets
     capability: Capability = Capability()
@@ -81,41 +83,40 @@ class Exactness(Message):
 class Signal(Message):
     """Whether accepted groups give a training signal. A group is useful if its rewards differ."""
 
-    groups: int = Field(default=0, ge=0)  # accepted since the current step began
-    useful: int = Field(default=0, ge=0)  # useful groups among these
-    flat: int = Field(default=0, ge=0)  # groups accepted since the last group whose rewards differ
-    lowest: float | None = None  # lowest mean reward of the groups that `flat` counts
-    highest: float | None = None  # highest mean reward of the groups that `flat` counts
+    groups: Count = 0  # accepted since the current step began
+    useful: Count = 0  # useful groups among these
+    flat: Count = 0  # groups accepted since the last group whose rewards differ
+    lowest: Number | None = None  # lowest mean reward of the groups that `flat` counts
+    highest: Number | None = None  # highest mean reward of the groups that `flat` counts
 
 
 class Grading(Message):
     """Grader errors among the newest accepted rollouts."""
 
-    total: int = Field(default=0, ge=0)  # rollouts accepted in the whole run
-    recent: int = Field(default=0, ge=0)  # number of the newest rollouts in which `errors` are counted
-    errors: int = Field(default=0, ge=0)
-    error: str = ""  # the newest message
+    total: Count = 0  # rollouts accepted in the whole run
+    recent: Count = 0  # number of the newest rollouts in which `errors` are counted
+    errors: Count = 0
 
 
 class Status(Message):
     run: str
     state: Literal["running", "finished"]
-    step: int  # the smallest step that lacks accepted rollouts
-    steps: int
-    have: int
-    need: int
-    newest_version: int | None
-    started_s: float
-    now_s: float
+    step: Count  # the smallest step that lacks accepted rollouts
+    steps: Count
+    have: Count
+    need: Count
+    newest_version: Count | None
+    started_s: Number
+    now_s: Number
     nodes: list[NodeStatus]
-    trained: int  # number of trained steps
+    trained: Count  # number of trained steps
     notices: list[str]  # for the operator, newest last
-    reject_reasons: dict[str, int]
+    reject_reasons: dict[str, Count]
     slashed: list[str]  # names of workers; an evicted relay is not slashed
-    stale_groups: int  # useful groups that became too old before a batch took them
+    stale_groups: Count  # useful groups that became too old before a batch took them
     late_groups: Count = 0  # groups in submissions that came too late for any batch
     useful_groups: Count = 0  # accepted so far, stale ones included
-    tokens_generated: int  # accepted tokens, counted by the validators
+    tokens_generated: Count  # accepted tokens, counted by the validators
     signal: Signal = Signal()
     grading: Grading = Grading()
     exact: Exactness = Exactness()
@@ -125,15 +126,15 @@ class WorkerSample(Sample):
     """A sample, and who generated it."""
 
     submission: str = SubmissionId
-    group: int = Field(ge=0)
+    group: Count
     worker: str = NodeName
-    policy_version: int = Field(ge=0)
+    policy_version: Count
 
 
 class History(Message):
     """Entries after a cursor, oldest first. A step that the learner reports twice appears twice."""
 
-    cursor: int = Field(ge=0)  # for the next request
+    cursor: Count  # for the next request
     metrics: list[dict[str, float]]  # one per trained step
     evaluations: list[Evaluation]
     samples: list[WorkerSample]

@@ -11,33 +11,28 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
     PrivateFormat,
     load_pem_private_key,
 )
-from pydantic import BaseModel, ConfigDict
+from pydantic import ValidationError
+from pydantic_core import InitErrorDetails
 
-from shoal.errors import UserError
-from shoal.files import write_new_file
+from shoal.files import unique_json, write_new_file
+from shoal.identity import FIELD_PRIME as FIELD_PRIME
+from shoal.identity import SMALL_ORDER_Y as SMALL_ORDER_Y
+from shoal.identity import IdentityError as IdentityError
+from shoal.identity import public_key as public_key
+from shoal.protocol.messages import Message
 
-PUBLIC_HEX = re.compile("[0-9a-f]{64}")
 SIGNATURE_HEX = re.compile("[0-9a-f]{128}")
 DOMAIN = re.compile("[a-z0-9._/-]{1,64}")
-
-FIELD_PRIME = 2**255 - 19
-ORDER_8_Y = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
-# The y of the eight points of small order. With such a public key, a signature made without any private key is valid.
-SMALL_ORDER_Y = {0, 1, FIELD_PRIME - 1, ORDER_8_Y, FIELD_PRIME - ORDER_8_Y}
-
-
-class IdentityError(UserError, ValueError):
-    """A key file, a public key or a signed payload that cannot be used; the message says what to do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,25 +106,22 @@ def verify(public: str, message: bytes, signature: str, *, domain: str) -> bool:
     return True
 
 
-def public_key(public: str) -> Ed25519PublicKey:
-    """Parse a public key. Raise IdentityError unless it is the canonical spelling of a safe point."""
-    if not _matches(PUBLIC_HEX, public):
-        raise IdentityError("a public key is 64 lowercase hex characters")
-    raw = bytes.fromhex(public)
-    y = int.from_bytes(raw, "little") & (2**255 - 1)  # the top bit is the sign of x
-    if y >= FIELD_PRIME or y in SMALL_ORDER_Y:
-        raise IdentityError(f"the public key {public} is not a safe point of the curve")
-    return Ed25519PublicKey.from_public_bytes(raw)
-
-
-class Signed(BaseModel):
+class Signed(Message):
     """A signed text, for data that is verified independently of the request that carried it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     payload: str
     key: str
     signature: str
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """Parse a signed text. Raise ValidationError also if a key is repeated: other readers may use the first."""
+        try:
+            unique_json(json_data)
+        except ValueError as error:
+            problem = InitErrorDetails(type="json_invalid", input="", ctx={"error": str(error)})
+            raise ValidationError.from_exception_data(cls.__name__, [problem]) from error
+        return super().model_validate_json(json_data, **options)
 
     @classmethod
     def make(cls, identity: Identity, payload: str, *, domain: str) -> Self:
@@ -138,11 +130,19 @@ class Signed(BaseModel):
         return cls(payload=payload, key=identity.public, signature=signature)
 
     def open(self, expected_key: str, *, domain: str) -> str:
-        """Return the payload. Raise IdentityError unless `expected_key` signed it for this purpose."""
+        """Return the payload, in which no key of a JSON object is repeated.
+
+        Raise IdentityError unless `expected_key` signed it for this purpose.
+        """
         if self.key != expected_key:
             raise IdentityError(f"signed by {self.key[:64]!r}, expected {expected_key}")
         if not verify(self.key, self.payload.encode(), self.signature, domain=domain):
             raise IdentityError(f"the signature of {self.key} does not match the payload in domain {domain}")
+        try:
+            if self.payload.startswith("{"):
+                unique_json(self.payload)
+        except ValueError as error:
+            raise IdentityError(f"the payload that {self.key} signed is unclear: {error}") from error
         return self.payload
 
 

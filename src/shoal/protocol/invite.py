@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from shoal.errors import UserError
 from shoal.files import write_file
 from shoal.protocol.identity import Identity, IdentityError, Signed
-from shoal.protocol.messages import InvitePayload, Role
+from shoal.protocol.messages import InvitePayload, Message, Role, RunId
 
 PREFIX = "shoal1."
 DOMAIN = "invite"
@@ -31,9 +31,7 @@ class AddressError(UserError):
     """A text that is not a coordinator's URL, or a folder without a coordinator's address."""
 
 
-class Address(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class Address(Message):
     url: str
     run: str
 
@@ -83,12 +81,10 @@ class InviteError(UserError):
     """A text that is not a valid invite; the message says what to do."""
 
 
-class Invite(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class Invite(Message):
     url: str  # of the coordinator
     key: str  # the coordinator's public key
-    run: str
+    run: str = RunId
     signed: Signed  # an InvitePayload
 
     def encode(self) -> str:
@@ -102,6 +98,8 @@ class Invite(BaseModel):
         try:
             invite = cls.model_validate_json(base64.urlsafe_b64decode(text.removeprefix(PREFIX)))
             server_url(invite.url)
+            if invite.encode() != text:
+                raise ValueError("not the text that `encode` writes")
             return invite
         except (ValueError, AddressError) as error:  # ValueError: from base64, the text's encoding or pydantic
             raise InviteError("the invite is damaged; copy all of it again") from error

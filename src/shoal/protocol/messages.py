@@ -5,26 +5,28 @@ This module imports nothing else of Shoal.
 
     sender        route                                 request -> answer
     anyone        GET  /v1/offer                        -> RunOffer (the client checks its signature)
-    anyone        GET  /v1/run                          -> Signed[RunDescriptor]
+    anyone        GET  /v1/run                          -> Signed[RunDescriptor], as workers may see it
+    grading node  GET  /v1/config                       -> Signed[RunDescriptor], with the whole config
     new node      POST /v1/register                     Registration -> Registered
     operator      POST /v1/bookings                     Booking -> Ok (stakes, where no chain keeps them)
     every node    POST /v1/heartbeat                    Heartbeat -> HeartbeatAnswer (with a worker's next task)
     worker        POST /v1/drain                        -> Ok (no new tasks; the worker leaves after its last task)
-    every node    GET  /v1/tasks/{sha256}               -> the task set's manifest, or a file that it names
+    every node    GET  /v1/tasks/{sha256}               -> a manifest of tasks, or a file that it names: without answers
+                                                           and rewards, unless the node grades
     worker        PUT  /v1/submissions/{id}             Parquet -> Stored
     validator     POST /v1/claims                       ClaimRequest -> Claims (all of one policy version; empty: wait)
     validator     GET  /v1/submissions/{id}             -> Parquet
     validator     PUT  /v1/accepted/{id}                Parquet -> Stored
     validator     POST /v1/verdicts                     Verdict -> Ok
     origin        POST /v1/policies                     PolicyVersion -> Ok
-    every node    GET  /v1/ledger/{after}               -> the ledger's entries after this number, as JSON lines
+    validator     GET  /v1/ledger/{after}               -> the ledger's entries after this number, as JSON lines
     validator     POST /v1/heads                        Signed[Head] -> Ok (a co-signed entry of the ledger)
     learner       GET  /v1/batches/{step}               -> Batch
     learner       GET  /v1/accepted/{id}                -> Parquet
     learner       POST /v1/steps                        StepReport -> Ok
     evaluator     POST /v1/evaluations                  Evaluation -> Ok
     anyone        GET  /v1/status                       -> Status, in `history`
-    anyone        GET  /v1/history?after=CURSOR         -> History, in `history` (metrics, evaluations, samples)
+    anyone        GET  /v1/history?after=CURSOR         -> History, in `history` (metrics, evaluations)
     anyone        GET  /metrics                         -> the pool's metrics, in Prometheus' text format
 """
 
@@ -43,14 +45,19 @@ MAX_IN_FLIGHT = 16  # submissions that a worker generates at once (`workers.in_f
 VERSION = 5  # of this protocol; each side refuses a peer with another version
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
+GRADING: tuple[Role, ...] = ("validator", "evaluator")  # these nodes get answers and rewards; others get prompts
 NodeState = Literal["active", "suspended", "draining", "left", "dismissed", "banned"]  # coordinator/nodes
 Hex64 = Field(pattern=r"^[0-9a-f]{64}$")
 Hex32 = Field(pattern=r"^[0-9a-f]{32}$")
+RunId = Field(pattern=r"^[\x20-\x7e]{1,120}$")  # also the audience of signatures
 NodeName = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
 MaybeHex64 = Field(default="", pattern=r"^([0-9a-f]{64})?$")
 SubmissionId = Field(pattern=r"^[0-9a-f]{16}-[0-9]{6}$")
 SourceName = Field(default="", max_length=60)
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Number = Annotated[float, Field(ge=-1e12, le=1e12)]
+AtLeast0 = Annotated[float, Field(ge=0, le=1e12)]
+Accuracy = Annotated[float, Field(ge=0, le=1)]
 MILLION = 1_000_000  # scores are summed in whole millionths, so sums are exact and equal everywhere
 MAX_ROLLOUTS = 1 << 16  # in one group
 Url = Field(max_length=200, pattern=r"^https?://[^\s]+$")
@@ -66,11 +73,11 @@ class Message(BaseModel):
 class InvitePayload(Message):
     """The signed part of an invite: who may join, in which role, until when. It is valid once, unless it is open."""
 
-    run: str
+    run: str = RunId
     role: Role
     name: str = NodeName
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")
-    expires_s: int
+    expires_s: Count
     open: bool = False  # for any number of workers with enough stake, each named by `name` and the start of its key
 
     @model_validator(mode="after")
@@ -83,8 +90,8 @@ class InvitePayload(Message):
 class RunDescriptor(Message):
     """The resolved config, and the keys whose signatures are valid."""
 
-    protocol: int
-    run: str
+    protocol: Count
+    run: str = RunId
     config: dict[str, Any]
     keys: dict[Role, list[str]]  # registered keys of all roles except workers
 
@@ -92,8 +99,8 @@ class RunDescriptor(Message):
 class RunOffer(Message):
     """A run's public offer to machines that look for a run: its requirements for workers, and how to join."""
 
-    protocol: int
-    run: str = Field(max_length=120)  # the run's id, which is the audience of all its signatures
+    protocol: Count
+    run: str = RunId  # the run's id, which is the audience of all its signatures
     key: str = Hex64  # the coordinator's key, which signs the answer
     model: str = Field(max_length=200)
     state: Literal["running", "finished"]
@@ -116,7 +123,7 @@ class Registration(Message):
     invite: str = Field(max_length=2_000)  # the Signed InvitePayload, as JSON
     url: Annotated[str, Url] | None = None  # where an origin or relay serves
     capability: Capability | None = None
-    protocol: int  # VERSION of the sender
+    protocol: Count  # VERSION of the sender
     payer: str = Field(default="", pattern="^(0x[0-9a-fA-F]{40})?$")  # the on-chain account that stakes for this key
 
 
@@ -140,24 +147,24 @@ class Intake(Message):
     """A node's newest download of weights."""
 
     # download rates by the sender's URL
-    bytes_per_s: dict[Annotated[str, Field(max_length=200)], float] = Field(default={}, max_length=MAX_SENDERS)
-    behind_s: float | None = Field(default=None, ge=0)  # from the weights' publication until they were complete here
+    bytes_per_s: dict[Annotated[str, Field(max_length=200)], AtLeast0] = Field(default={}, max_length=MAX_SENDERS)
+    behind_s: AtLeast0 | None = None  # from the weights' publication until they were complete here
     version: Count | None = None
     size_bytes: Count = 0  # transferred
-    took_s: float = Field(default=0, ge=0)
-    ago_s: float = Field(default=0, ge=0)  # since the weights were complete
+    took_s: AtLeast0 = 0
+    ago_s: AtLeast0 = 0  # since the weights were complete
 
 
 class Stats(Message):
     """A node's report about itself. It is used for display only."""
 
     doing: str = Field(default="", max_length=80)
-    tokens: int = Field(default=0, ge=0, le=LARGEST)  # generated or checked since it started
-    busy_s: float = Field(default=0, ge=0)
-    waiting_s: float = Field(default=0, ge=0)
+    tokens: Count = 0  # generated or checked since it started
+    busy_s: AtLeast0 = 0
+    waiting_s: AtLeast0 = 0
     waiting: bool = False  # if so, `doing` names what the node waits for
-    rss_bytes: int = Field(default=0, ge=0, le=LARGEST)  # peak
-    pid: int = Field(default=0, ge=0, le=LARGEST)
+    rss_bytes: Count = 0  # peak
+    pid: Count = 0
     intake: Intake = Intake()
 
 
@@ -179,7 +186,7 @@ class Finished(Message):
 
 
 class Heartbeat(Message):
-    policy_version: int | None = Field(default=None, ge=0, le=LARGEST)  # the version that the node has loaded or serves
+    policy_version: Count | None = None  # the version that the node has loaded or serves
     wants_task: bool = False
     working_on: list[Annotated[str, SubmissionId]] = Field(default=[], max_length=MAX_IN_FLIGHT)  # being generated
     stats: Stats = Stats()
@@ -192,18 +199,18 @@ class Assignment(Message):
     """A request for one submission, and permission to upload it. `tasks.derive` derives the tasks from it."""
 
     id: str = SubmissionId
-    number: int = Field(ge=0)
-    step: int = Field(ge=0)
-    policy_version: int = Field(ge=0)
+    number: Count
+    step: Count
+    policy_version: Count
     policy_digest: str = Hex64
     nonce: str = Hex32  # only the coordinator can compute it; the same assignment always gets the same nonce
-    groups: int = Field(ge=1)
+    groups: int = Field(ge=1, le=LARGEST)
     upload_path: str
 
 
 class HeartbeatAnswer(Message):
     state: Literal["running", "finished", "evicted", "left"]  # left: it drained and has no tasks
-    newest_version: int | None
+    newest_version: Count | None
     relays: list[str]
     assignment: Assignment | None = None
     waiting_for: str = ""  # why there is no assignment
@@ -236,7 +243,7 @@ class FileLink(Message):
 
 
 class Stored(Message):
-    size_bytes: int
+    size_bytes: Count
     hash: str = Hex64
 
 
@@ -248,18 +255,18 @@ class Ok(Message):
 
 
 class PolicyVersion(Message):
-    version: int = Field(ge=0, le=LARGEST)
+    version: Count
     digest: str = Hex64
-    size_bytes: int = Field(ge=0, le=LARGEST)
+    size_bytes: Count
 
 
 class BatchGroup(Message):
     submission: str = SubmissionId
-    group: int = Field(ge=0)
+    group: Count
 
 
 class Batch(Message):
-    step: int
+    step: Count
     ready: bool
     groups: list[BatchGroup] = []
 
@@ -277,7 +284,7 @@ class Computed(Message):
 class StepRecord(Message):
     """A step's inputs and result. The learner signs it, and the ledger keeps it."""
 
-    run: str
+    run: str = RunId
     step: Count
     groups: list[BatchGroup]  # in the order of training
     files: dict[str, Annotated[str, Hex64]]  # digest of the rows of each accepted file, by submission
@@ -289,7 +296,7 @@ class StepRecord(Message):
 class CheckpointRecord(Message):
     """The files of the learner's state before `step`. The checkpoint's folder holds the signed record."""
 
-    run: str
+    run: str = RunId
     step: Count
     files: dict[str, Annotated[str, Hex64]]  # BLAKE3 by name
 
@@ -297,16 +304,16 @@ class CheckpointRecord(Message):
 class StepReport(Message):
     """The learner's report on one step."""
 
-    step: int = Field(ge=0, le=LARGEST)
+    step: Count
     metrics: dict[str, float]
     trained: list[str]  # submission ids
     record: str = ""  # a StepRecord, signed by the learner, as JSON
 
 
 class Evaluation(Message):
-    version: int = Field(ge=0, le=LARGEST)
-    greedy: float | None
-    sampled: float | None
+    version: Count
+    greedy: Accuracy | None
+    sampled: Accuracy | None
     n: int = Field(ge=1, le=LARGEST)
     final: bool
 
@@ -320,11 +327,10 @@ class Reason(StrEnum):
     UNREADABLE = "unreadable"  # not a rollout file, or beyond its size limits
     SIGNATURE = "signature"  # not signed by the worker that has the task, or the signature does not match the rows
     CONTEXT = "context"  # made for another assignment, or for other prompts
-    TASKS = "tasks"  # the tasks, targets or seeds are not the derived ones
+    TASKS = "tasks"  # the groups, targets or seeds are not the derived ones
     BOUNDS = "bounds"  # token ids, lengths or numbers are out of range
     ENVIRONMENT = "environment"  # an environment's answer is false or missing
-    UNREPEATABLE = "unrepeatable"  # an environment's answer differs here, but may be right on another machine
-    REWARD = "reward"  # the claimed reward differs from the recomputed one
+    UNREPEATABLE = "unrepeatable"  # an environment's answer differs here, or nothing finite can be computed here
     PROOF = "proof"  # the TOPLOC proof is not that of the claimed version's hidden states
     LOGPROBS = "logprobs"  # the logprobs are not those of the claimed version
     SAMPLING = "sampling"  # tokens differ from those that the seeds yield
@@ -364,7 +370,7 @@ class Claim(Message):
 
     assignment: Assignment
     worker: str = Hex64
-    lease_s: float
+    lease_s: Number
     full: bool = True  # False: a spot check suffices. This is drawn at random, more often for trusted workers
     fingerprint: str = MaybeHex64  # the worker's, for this version; "": it claims no exactness class
 
@@ -379,8 +385,8 @@ class Sample(Message):
     task: str = Field(max_length=200)
     prompt: str = Field(max_length=4_000)
     completion: str = Field(max_length=4_000)
-    reward: float
-    tokens: int = Field(ge=0, le=LARGEST)
+    reward: Number
+    tokens: Count
 
 
 class Outcomes(Message):
@@ -402,16 +408,15 @@ MAX_PARTS = 1024
 class GroupResult(Message):
     """One accepted group, as recomputed by the validator."""
 
-    task: int = Field(default=0, ge=0, le=LARGEST)  # index into the training tasks
+    task: Count = 0  # index into the training tasks
     source: str = SourceName
-    target_length: int = Field(default=0, ge=0, le=LARGEST)  # tokens; 0: none
-    reward_mean: float
+    target_length: Count = 0  # tokens; 0: none
+    reward_mean: Number
     score_millionths: int = Field(default=0, ge=0, le=MAX_ROLLOUTS * MILLION)  # summed over its completions
     outcomes: Outcomes = Outcomes()
-    parts: dict[PartName, float] = Field(default={}, max_length=MAX_PARTS)  # mean score of each of several rewards
-    error: str = Field(default="", max_length=500)  # message of one grader error; "": none
+    parts: dict[PartName, Number] = Field(default={}, max_length=MAX_PARTS)  # mean score of each of several rewards
     useful: bool  # rewards differ, so advantages are not all zero
-    tokens: int = Field(ge=0, le=LARGEST)
+    tokens: Count
     sample: Sample | None = None  # its first completion
 
     @model_validator(mode="after")
@@ -429,7 +434,6 @@ class Replay(Message):
 
 
 LogEValue = Annotated[float, Field(ge=-1e6, le=1e6)]  # nats
-AtLeast0 = Annotated[float, Field(ge=0, le=1e12)]
 BEYOND = (0.0, 1 / 8, 1 / 2, 1.0)  # margins, in units of `validator.sampling_margin`; tokens beyond each are counted
 
 
@@ -470,6 +474,7 @@ class Opinion(Message):
     file: str = Hex64  # BLAKE3 of the worker's file
     reason: Reason | None  # None: it accepts the file
     accepted: str = MaybeHex64  # BLAKE3 of the accepted file; "" if it rejects the worker's
+    tokens: Count = 0  # in the accepted file; what the worker is credited
     replay: Replay | None = None  # None: judged by tolerances, or without a prefill
     spent: ToleranceSpent | None = None  # for accepted submissions that were prefilled whole and judged by tolerances
 

@@ -38,6 +38,7 @@ from shoal.protocol.calling import (
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import (
+    GRADING,
     MAX_SENDERS,
     VERSION,
     Announced,
@@ -85,6 +86,7 @@ class Node(Caller):
         super().__init__(invite, client, patience_s, stop)
         self.identity = identity
         self.name = ""
+        self.role: Role | None = None  # None: not registered
         self.direct = False  # whether rollout files go to and from the pool's bucket; set by `config`
         self.policy_version: int | None = None
         self.fingerprint: Fingerprint | None = None  # of the version that it loaded last
@@ -135,7 +137,7 @@ class Node(Caller):
                 node.descriptor()  # if the versions of Shoal differ, this raises an error that names both
             refusal.restart_helps = refusal.status >= 500  # after any other refusal the invite would be refused again
             raise
-        node.name = registered.name
+        node.name, node.role = registered.name, registered.role
         log.info("joined run %s at %s as %s (%s)", invite.run, invite.url, registered.name, registered.role)
         return node
 
@@ -161,9 +163,9 @@ class Node(Caller):
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
-    def descriptor(self) -> RunDescriptor:
+    def descriptor(self, path: str = "/v1/run") -> RunDescriptor:
         """Return the coordinator's description of the run. Raise NodeError unless the key in the invite signed it."""
-        signed = self._parse(Signed, self._request("GET", "/v1/run"))
+        signed = self._parse(Signed, self._request("GET", path))
         try:
             descriptor = RunDescriptor.model_validate_json(signed.open(self.invite.key, domain="run"))
         except (IdentityError, ValidationError) as error:
@@ -179,7 +181,9 @@ class Node(Caller):
         return descriptor
 
     def config(self) -> Config:
-        config = config_module.parse(self.descriptor().config, source="run descriptor")
+        """Return the run's config, without the origin of tasks and all about rewards unless this node grades."""
+        path = "/v1/config" if self.role in GRADING else "/v1/run"
+        config = config_module.parse(self.descriptor(path).config, source="run descriptor")
         self.direct = bool(config.store.url)
         return config
 

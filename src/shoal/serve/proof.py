@@ -6,8 +6,12 @@
 Verification shows that these weights, this prompt and this seed yield the reply. It does not show whether the text is
 true, whether the server chose among several seeds, or whether the run published these weights under this version.
 To check against weights that you trust, name them with `shoal audit --model`.
-Invariant: nothing in a Reply is trusted; its contents are recomputed from messages, seed and weights. Within one
-exactness class, results agree bitwise. Across classes, they must agree within the validator's limits.
+Invariant: nothing in a Reply is trusted; its contents are recomputed from messages, seed and weights. The file names the
+exactness class of the machine that made it. In the same class, every bit must be equal. In another class, tokens and
+proofs must be within the validator's limits, in logits, so that a high temperature does not widen them. A validator
+allows a few mismatches in a submission of thousands of tokens. A reply gets only as many as chance explains: none in a
+text of up to 502 tokens.
+A file is read strictly: no repeated keys, no other types, no characters in the model's name that could mislead a reader.
 Left out: a signature, so a reply file does not show who served it.
 """
 
@@ -21,21 +25,26 @@ from typing_extensions import TypedDict  # pydantic needs this TypedDict on Pyth
 
 from shoal import toploc
 from shoal.config import Config
+from shoal.config.section import GreedyOrWarm
 from shoal.errors import first_problem
+from shoal.files import unique_json
 from shoal.model import logprobs
-from shoal.model.sampling import replay_margins
+from shoal.model.sampling import choose, replay_margins
 from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.serve.detokenizer import MAX_STOP_CHARACTERS, MAX_STOPS, Detokenizer, Finish, detokenize
 from shoal.serve.errors import ClientGoneError, PromptError, ReplyError
 from shoal.serve.generation import Generation
 from shoal.serve.prompt import encode
 from shoal.serve.versions import LoadedModel
-from shoal.validator.rounding import of_margins, of_proofs
+from shoal.shardcast.manifest import MAX_VERSION
+from shoal.validator.rounding import chance_mismatches, of_margins, of_proofs
 from shoal.watch.page.guard import json_size_error
 
 CHUNK_TOKENS = 32
 MAX_BYTES = 16 << 20
 MAX_TOKENS = 1 << 20
+FORMAT: Literal["shoal-reply/2"] = "shoal-reply/2"
+TAIL = 0.01  # share of honest replies of another class that may have more mismatches than are allowed
 VOCABULARY_ROWS = 256  # tokens whose logits are in memory at once
 CAVEAT = "that does not show who chose the seed, or whether the text is true."
 EXACT = f"These weights, this prompt and this seed give exactly this text; {CAVEAT}"
@@ -64,16 +73,17 @@ class ReplyMessage(TypedDict):
 class Reply(BaseModel):
     """The contents of a reply file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    format: Literal["shoal-reply/1"] = "shoal-reply/1"
-    model: Annotated[str, Field(max_length=300)]
-    version: int | None
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    format: Literal["shoal-reply/2"] = FORMAT
+    model: Annotated[str, Field(max_length=300, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]  # nothing that misleads a reader
+    version: Annotated[int, Field(ge=0, le=MAX_VERSION)] | None
     weights: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # BLAKE3 of the version's files
+    fingerprint: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]  # exactness class of the server; "": none
     messages: tuple[ReplyMessage, ...] = Field(max_length=10_000, fail_fast=True)
     tools: tuple[()] = ()  # always empty; part of the format
     prompt: Tokens
-    seed: Annotated[str, Field(pattern="^[0-9]{1,19}$")]  # text, because browsers round large numbers
-    temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
+    seed: Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,18})$")]  # text, because browsers round large numbers
+    temperature: Annotated[float, GreedyOrWarm, Field(ge=0, le=10)]
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     stops: tuple[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)], ...] = Field(default=(), max_length=MAX_STOPS)
     tokens: Tokens
@@ -91,9 +101,14 @@ class Reply(BaseModel):
         if fault := json_size_error(data):
             raise ReplyError(f"this is not a reply file: {fault}")
         try:
+            fields = unique_json(data)
+            if isinstance(fields, dict) and fields.get("format") == "shoal-reply/1":
+                raise ReplyError(f"the reply has the older format shoal-reply/1, and this version reads {FORMAT}")
             return cls.model_validate_json(data)
         except ValidationError as error:
             raise ReplyError(f"this is not a reply file: {first_problem(error)}") from error
+        except ValueError as error:
+            raise ReplyError(f"this is not a reply file: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -108,6 +123,7 @@ class ReplyVerdict:
     findings: tuple[ReplyFinding, ...]
     exact: bool  # all recomputed values are bitwise equal
     ending: str = ""  # why the text ends, as recomputed
+    worst: str = ""  # the token that is furthest from the one that the seed yields; "": all are equal
 
     @property
     def passed(self) -> bool:
@@ -116,9 +132,10 @@ class ReplyVerdict:
     @property
     def sentence(self) -> str:
         """Summarize the verdict and its limits."""
+        worst = f" At worst, {self.worst}." if self.worst else ""
         if not self.passed:
-            return REFUSED
-        return f"{EXACT if self.exact else CLOSE} How it ends: {self.ending}."
+            return f"{REFUSED}{worst}"
+        return f"{EXACT if self.exact else CLOSE}{worst} How it ends: {self.ending}."
 
     def lines(self) -> list[str]:
         lines = [
@@ -141,6 +158,7 @@ def build(generation: Generation, finish: str, text: str, messages: Sequence[Any
         model=loaded.id,
         version=loaded.offer.version,
         weights=loaded.digest,
+        fingerprint=loaded.fingerprint,
         messages=tuple(messages),
         prompt=request.prompt,
         seed=str(request.seed),
@@ -175,8 +193,12 @@ def verify(
     cheap += [text, ending]
     if not all(finding.passed for finding in cheap):  # already refused: skip the forward pass
         return ReplyVerdict(tuple(cheap), exact=False)
-    tokens, proofs, exact = _check_tokens(reply, loaded, config or Config(), check)
-    return ReplyVerdict((*cheap, tokens, proofs), exact, ending.detail)
+    tokens, proofs, exact, worst = _check_tokens(reply, loaded, config or Config(), check)
+    findings = [*cheap, tokens, proofs]
+    if reply.fingerprint and reply.fingerprint == loaded.fingerprint:
+        detail = "" if exact else "the file was made in this machine's exactness class, and some bits differ"
+        findings.append(ReplyFinding("Is every bit equal, as within one exactness class?", exact, detail))
+    return ReplyVerdict(tuple(findings), exact, ending.detail, worst)
 
 
 def _check_weights(reply: Reply, loaded: LoadedModel) -> ReplyFinding:
@@ -231,7 +253,7 @@ def _check_text(reply: Reply, loaded: LoadedModel, check: Callable[[], None]) ->
 @torch.inference_mode()
 def _check_tokens(
     reply: Reply, loaded: LoadedModel, config: Config, check: Callable[[], None]
-) -> tuple[ReplyFinding, ReplyFinding, bool]:
+) -> tuple[ReplyFinding, ReplyFinding, bool, str]:
     check()
     model = loaded.engine.model
     packed = pack([Tree(reply.prompt, [reply.tokens])]).to(model.device)
@@ -250,11 +272,21 @@ def _check_tokens(
             margins.append(replay_margins(scaled_CV, own_C, seeds[span], positions))
     margins_N = torch.cat(margins)
     unequal = int((margins_N != 0).sum())
-    detail = f"{len(margins_N) - unequal} of {len(margins_N)} are"
-    explained = of_margins(margins_N, config.validator).explained
+    detail, worst = f"{len(margins_N) - unequal} of {len(margins_N)} are", ""
+    logits_N = margins_N * (reply.temperature or 1.0)
+    if unequal:
+        at = int(logits_N.argmax())  # of a NaN, if there is one
+        row_V = logprobs.logits(model, hidden_NH[at : at + 1])
+        best = int(choose(row_V, seeds[at : at + 1], [at], reply.temperature)[0])
+        own, other = loaded.text(reply.tokens[at]), loaded.text(best)
+        worst = f"token {at + 1}, {own!r}, is {float(logits_N[at]):.2f} below {other!r}"
+        detail = f"{detail}; {worst}"
+    # The limits are in nats at the config's temperature.
+    allowed = chance_mismatches(len(margins_N), TAIL)
+    explained = of_margins(logits_N / config.sampling.temperature, config.validator, allowed).explained
     tokens = ReplyFinding("Are the tokens those that the seed yields?", explained, detail)
     proofs, equal = _check_proofs(reply, hidden_NH.to("cpu", torch.bfloat16), config)
-    return tokens, proofs, unequal == 0 and equal
+    return tokens, proofs, unequal == 0 and equal, worst
 
 
 def _check_proofs(reply: Reply, hidden_NH: torch.Tensor, config: Config) -> tuple[ReplyFinding, bool]:
@@ -262,7 +294,7 @@ def _check_proofs(reply: Reply, hidden_NH: torch.Tensor, config: Config) -> tupl
     try:
         claimed = [toploc.from_base64(proof) for proof in reply.proofs]
         chunks = toploc.verify(hidden_NH, claimed, chunk_tokens=CHUNK_TOKENS)
-    except toploc.ProofError as error:
+    except ValueError as error:  # also if the hidden states are not finite
         return ReplyFinding(question, False, f"malformed: {error}"), False
     errors = of_proofs(chunks, config.validator)
     equal = claimed == toploc.build(hidden_NH, chunk_tokens=CHUNK_TOKENS)

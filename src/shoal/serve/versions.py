@@ -28,10 +28,11 @@ from blake3 import blake3
 
 from shoal import config as config_module
 from shoal.config import Config
+from shoal.engine import selftest
 from shoal.engine.rows import token_bytes
 from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import UserError, user_path
-from shoal.model import sources
+from shoal.model import numerics, sources
 from shoal.model.load import WEIGHTS, eos_ids, load_tokenizer
 from shoal.model.sources import ModelNotFoundError, positions, read_config
 from shoal.serve.errors import NoSlotError, UnknownVersionError
@@ -142,6 +143,7 @@ class LoadedModel:
     positions: int
     max_characters: int  # upper bound on the length of a text that fits the context
     token_bytes: int  # bytes of KV cache per token
+    fingerprint: str = ""  # names its exactness class (`engine.selftest`); "": results may depend on the batch
     users: int = 0
     last_used: int = 0  # `Versions._clock` at its last use
     _texts: dict[int, str] = field(default_factory=dict)
@@ -283,6 +285,7 @@ class Versions:
 def load(offer: Offer, engine: TorchEngine) -> LoadedModel:
     """Load a version into an engine. Raise OSError or ModelNotFoundError if its folder was removed."""
     engine.load(offer.folder)
+    exact = numerics.of(engine.model) == "exact" and selftest.passes(engine.model, engine.dtype, engine.device)
     tokenizer = load_tokenizer(offer.folder)
     context = positions(read_config(str(offer.folder.resolve()), fetch=False)) or DEFAULT_POSITIONS
     return LoadedModel(
@@ -294,4 +297,5 @@ def load(offer: Offer, engine: TorchEngine) -> LoadedModel:
         positions=context,
         max_characters=context * max(map(len, tokenizer.get_vocab())),
         token_bytes=token_bytes(engine.model),
+        fingerprint=selftest.fingerprint(engine.model) if exact else "",
     )

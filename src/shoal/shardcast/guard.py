@@ -24,11 +24,12 @@ from typing import TypeVar
 
 from aiohttp import web
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from pydantic import BaseModel, ConfigDict
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from pydantic import Field
 
+from shoal.identity import public_key
 from shoal.shardcast.connections import LISTENER, keep_open
-from shoal.shardcast.manifest import Hash
+from shoal.shardcast.manifest import Hash, Record
 
 # Domain separation: nothing else that these keys sign is a valid grant or visit.
 GRANT_DOMAIN = b"shoal shardcast reader token 1\n"
@@ -45,22 +46,18 @@ class Refused(ValueError):
     """A pass is not accepted."""
 
 
-class _Claims(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+C = TypeVar("C", bound=Record)
 
 
-C = TypeVar("C", bound=_Claims)
-
-
-class Grant(_Claims):
+class Grant(Record):
     reader: Hash  # ed25519 public key, hex
     audience: str  # the run
-    expires_s: float  # seconds since 1970
+    expires_s: float = Field(ge=0, le=1e12)  # seconds since 1970
 
 
-class Visit(_Claims):
+class Visit(Record):
     server: str  # its URL, as the pool announces it
-    created_s: float
+    created_s: float = Field(ge=0, le=1e12)
 
 
 def issue(private_key: Ed25519PrivateKey, reader: str, audience: str, expires_s: float) -> str:
@@ -121,7 +118,7 @@ def _opened(text: str, pool_key: str) -> tuple[Grant, Visit]:
     return grant, shown
 
 
-def _sign(private_key: Ed25519PrivateKey, claims: _Claims, domain: bytes) -> str:
+def _sign(private_key: Ed25519PrivateKey, claims: Record, domain: bytes) -> str:
     text = claims.model_dump_json().encode()
     return f"{urlsafe_b64encode(text).rstrip(b'=').decode()}.{private_key.sign(domain + text).hex()}"
 
@@ -132,8 +129,10 @@ def _verified(text: str, key: str, domain: bytes, kind: type[C], forged: str) ->
         raise Refused("malformed pass: not base64url(json).hexsig~base64url(json).hexsig")
     try:
         claims = urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4))
-        Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(bytes.fromhex(parts[2]), domain + claims)
-        return kind.model_validate_json(claims)
+        public_key(key).verify(bytes.fromhex(parts[2]), domain + claims)
+        if (shown := kind.model_validate_json(claims)).model_dump_json().encode() != claims:
+            raise ValueError("not the canonical text")
+        return shown
     except InvalidSignature as error:
         raise Refused(f"bad signature: {forged}") from error
     except ValueError as error:  # including pydantic's ValidationError

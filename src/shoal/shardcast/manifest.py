@@ -28,10 +28,12 @@ from typing import Annotated, Any, Literal
 
 from blake3 import blake3
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shoal.errors import ShoalError, first_problem
+from shoal.identity import IdentityError
+from shoal.identity import public_key as safe_key
 
 FORMAT: Literal[5] = 5
 MAX_SIZE_BYTES = 1 << 40  # 1 TiB
@@ -61,11 +63,11 @@ class ManifestError(ShoalError, ValueError):
     """A manifest is invalid."""
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class FileEntry(_Record):
+class FileEntry(Record):
     path: str
     size_bytes: int = Field(ge=0, le=MAX_SIZE_BYTES)
 
@@ -77,7 +79,7 @@ class ShardEntry:
     hash: str
 
 
-class Stream(_Record):
+class Stream(Record):
     """A byte string cut into shards of equal size; the last one may be shorter."""
 
     size_bytes: int = Field(ge=0, le=MAX_SIZE_BYTES)
@@ -96,7 +98,7 @@ class Stream(_Record):
         return [ShardEntry(i, min(size, whole - i * size), hash) for i, hash in enumerate(self.shards)]
 
 
-class Delta(_Record):
+class Delta(Record):
     """The delta from the parent version's files to this version's: see `delta.py`."""
 
     parent: int = Field(ge=0, le=MAX_VERSION)
@@ -104,7 +106,7 @@ class Delta(_Record):
     stream: Stream
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """One version. `content` is its files, concatenated in listed order. Only the content of an anchor can be fetched;
     for any other version, only its delta."""
 
@@ -116,7 +118,7 @@ class Manifest(_Record):
     content: Stream
     anchor: bool
     delta: Delta | None
-    created_s: float = Field(ge=0)  # seconds since 1970
+    created_s: float = Field(ge=0, le=1e12)  # seconds since 1970
 
     @model_validator(mode="after")
     def _adds_up(self) -> Manifest:
@@ -154,7 +156,7 @@ class Manifest(_Record):
         return self.publication != other.publication or self.created_s > other.created_s
 
 
-class SignedManifest(_Record):
+class SignedManifest(Record):
     """A manifest as it is transferred. It is untrusted until `open` has verified it."""
 
     manifest: str  # canonical JSON text
@@ -200,10 +202,8 @@ class SignedManifest(_Record):
             raise ManifestError(f"wrong signer: signed by {self.key}, expected {public_key}")
         text = self.manifest.encode()
         try:
-            Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key)).verify(
-                bytes.fromhex(self.signature), SIGNATURE_DOMAIN + text
-            )
-        except InvalidSignature as error:
+            safe_key(public_key).verify(bytes.fromhex(self.signature), SIGNATURE_DOMAIN + text)
+        except (InvalidSignature, IdentityError) as error:
             stated = _FORMAT.search(self.manifest)
             if stated and stated[1] != str(FORMAT):
                 raise ManifestError(
@@ -280,14 +280,14 @@ CURRENT_S = 3600.0  # a statement is current if its date is within this time of 
 MAX_SERIAL = 10**18
 
 
-class Newest(_Record):
+class Newest(Record):
     """The origin's statement of which version is the newest."""
 
-    run: str = Field(max_length=200)
+    run: str = Field(pattern=r"^[\x20-\x7e]{1,200}$")
     publication: Publication
     version: int = Field(ge=0, le=MAX_VERSION)
     serial: int = Field(ge=0, le=MAX_SERIAL)  # a later statement of the publication has a higher serial
-    as_of_s: float = Field(ge=0)  # when it was signed, in seconds since 1970
+    as_of_s: float = Field(ge=0, le=1e12)  # when it was signed, in seconds since 1970
 
     @classmethod
     def of(cls, manifest: Manifest) -> Newest:
@@ -305,7 +305,7 @@ class Newest(_Record):
         return manifest.publication != self.publication
 
 
-class SignedNewest(_Record):
+class SignedNewest(Record):
     """A statement as it is transferred. It is untrusted until `open` has verified it."""
 
     statement: str = Field(max_length=1000)  # JSON text
@@ -319,11 +319,11 @@ class SignedNewest(_Record):
     def open(self, public_key: str, *, run: str | None = None) -> Newest | None:
         """Return the statement. Return None if this key did not sign it, or if it is not for the given `run`."""
         try:
-            Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key)).verify(
-                bytes.fromhex(self.signature), STATEMENT_DOMAIN + self.statement.encode()
-            )
+            safe_key(public_key).verify(bytes.fromhex(self.signature), STATEMENT_DOMAIN + self.statement.encode())
             newest = Newest.model_validate_json(self.statement)
-        except (InvalidSignature, ValidationError):
+        except (InvalidSignature, IdentityError, ValidationError):
+            return None
+        if newest.model_dump_json() != self.statement:  # only one text of a statement is valid
             return None
         return newest if run in (None, newest.run) else None
 
@@ -344,7 +344,7 @@ MAX_LISTING_BYTES = 256 << 10  # limit of versions.json, twice the size of the l
 VERSION_PATTERN = r"v\d{6,9}"
 
 
-class Listing(_Record):
+class Listing(Record):
     """The contents of versions.json. If fetched, they are only a claim until the versions' manifests are verified."""
 
     versions: tuple[Annotated[int, Field(ge=0, le=MAX_VERSION)], ...] = Field(max_length=MAX_VERSIONS)

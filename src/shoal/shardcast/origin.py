@@ -136,6 +136,17 @@ def _refuse_stray_link(path: Path, folder: Path) -> None:
         raise PublishError(f"{path} is a link to {target}, outside of {folder}; put a copy in its place")
 
 
+def digest_of(path: Path, run: str, version: int) -> str:
+    """Return the digest of the manifest with which an origin publishes these files, in shards of the default size.
+
+    Raise ManifestError, PublishError.
+    """
+    folder, files = files_at(path)
+    total_bytes = _total(files)
+    content = cut(file_chunks(folder, files), total_bytes, shard_bytes(total_bytes, None), None)
+    return Manifest.model_construct(run=run, version=version, files=tuple(files), content=content).digest
+
+
 STATE_S = 5.0  # time between two signed statements while the newest version stays the same
 
 

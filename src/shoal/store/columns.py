@@ -32,12 +32,10 @@ def _list_of(type_: pa.DataType) -> pa.DataType:
 
 SUBMISSION = _schema(
     group=pa.int32(),
-    task=pa.string(),
     target_length=pa.int32(),
     seed=pa.int64(),
     tokens=_list_of(pa.int32()),
     logprobs=_list_of(pa.float32()),
-    reward=pa.float32(),
     proofs=_list_of(pa.binary(PROOF_BYTES)),
     turns=_list_of(pa.int32()),
 )
@@ -79,12 +77,8 @@ class FileLimits:
         return min(self.max_rows * per_row, MAX_LIST_VALUES)
 
     def size_bytes(self, schema: pa.Schema) -> int:
-        """Return how many bytes `pack` returns at most for a file of this schema."""
-        return sum(
-            self.values(field.name) * (MAX_TASK_BYTES if pa.types.is_string(field.type) else width(field.type))
-            + self.max_rows * LENGTH.itemsize
-            for field in schema
-        )
+        """Return how many bytes `pack` returns at most for a file of this schema, which has no text."""
+        return sum(self.values(field.name) * width(field.type) + self.max_rows * LENGTH.itemsize for field in schema)
 
 
 @dataclass(frozen=True)
@@ -188,18 +182,17 @@ def packed_bytes(columns: Columns) -> int:
 
 
 def unpack(data: bytes, rows: int, schema: pa.Schema, limits: FileLimits) -> Columns:
-    """Return the columns that untrusted bytes hold. Raise RolloutFileError if `pack` cannot have made these bytes."""
+    """Return the columns (no text) that untrusted bytes hold. Raise RolloutFileError if `pack` cannot have made them."""
     if not 0 < rows <= limits.max_rows:
         raise RolloutFileError(f"{rows} rows; between 1 and {limits.max_rows} are allowed")
     columns: Columns = {}
     rest = memoryview(data)
     for field in schema:
         lengths, count = None, rows
-        if pa.types.is_list(field.type) or pa.types.is_string(field.type):
+        if pa.types.is_list(field.type):
             lengths, rest = _take(rest, rows, LENGTH)
             count = int(lengths.sum(dtype=np.int64))
-            max_count = limits.values(field.name) * (MAX_TASK_BYTES if pa.types.is_string(field.type) else 1)
-            if int(lengths.min()) < 0 or count > max_count:
+            if int(lengths.min()) < 0 or count > (max_count := limits.values(field.name)):
                 raise RolloutFileError(f"column {field.name} has more than {max_count} values")
         values, rest = _take(rest, count, _dtype(field.type))
         columns[field.name] = Column(values, lengths)
@@ -227,8 +220,6 @@ def width(type_: pa.DataType) -> int:
 
 def _dtype(type_: pa.DataType) -> np.dtype[Any]:
     element = element_type(type_)
-    if pa.types.is_string(element):
-        return np.dtype(np.uint8)
     if pa.types.is_fixed_size_binary(element):
         return np.dtype((np.uint8, (element.byte_width,)))
     dtype: np.dtype[Any] = np.dtype(element.to_pandas_dtype())

@@ -102,7 +102,7 @@ def decode(data: bytes, schema: pa.Schema, limits: FileLimits) -> Decoded:
 def _check_rows(file: pq.ParquetFile, schema: pa.Schema, limits: FileLimits) -> None:
     metadata = file.metadata
     if not file.schema_arrow.remove_metadata().equals(schema):
-        raise RolloutFileError("columns or types are not the schema's")
+        raise RolloutFileError("columns or types are not the schema's: another version of Shoal may have written it")
     if not 0 < metadata.num_rows <= limits.max_rows:
         raise RolloutFileError(f"{metadata.num_rows} rows; between 1 and {limits.max_rows} are allowed")
     if metadata.num_row_groups > metadata.num_rows:

@@ -18,8 +18,9 @@ import threading
 from dataclasses import replace
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from shoal.protocol.messages import Message
 from shoal.store.columns import SUBMISSION, FileLimits, RolloutFileError, unpack
 from shoal.store.decode import MAX_HEADER_BYTES, OUT_OF_MEMORY, Decoded
 from shoal.store.rollouts import Rollout, RolloutFile, verified_submission
@@ -31,10 +32,8 @@ SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "ARROW_IO_THREADS
 SYSTEM_POOL = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # other pools reserve far more address space than they use
 
 
-class _Answer(BaseModel):
+class _Answer(Message):
     """The child's answer for one file."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     error: str | None = None
     header: str = Field(default="", max_length=MAX_HEADER_BYTES)

@@ -20,12 +20,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from shoal.errors import first_problem
+from shoal.files import unique_json
 from shoal.model.turns import fit
 from shoal.protocol.identity import Identity, verify
-from shoal.protocol.messages import Hex64
+from shoal.protocol.messages import Count, Hex64, Message, RunId
 from shoal.store.columns import (
     ACCEPTED,
     SUBMISSION,
@@ -40,30 +41,28 @@ from shoal.store.columns import (
 )
 from shoal.store.decode import Decoded, decode
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 
-class Header(BaseModel):
+class Header(Message):
     """The work that a rollout file holds. `signer` is a submission's worker, or an accepted file's validator."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    schema_version: int
-    run: str = Field(max_length=120)
-    step: int = Field(ge=0)
-    policy_version: int = Field(ge=0)
+    schema_version: Count
+    run: str = RunId
+    step: Count
+    policy_version: Count
     policy_digest: str = Hex64
     worker: str = Hex64
-    submission: int = Field(ge=0)
+    submission: Count
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")  # the assignment's nonce
-    groups: int = Field(default=0, ge=0)  # number of groups in the assignment
+    groups: Count = 0  # number of groups in the assignment
     signer: str = Hex64
-    # `prompts` and `engine` are for submissions only. `engine` is ENGINE/DEVICE and selects the limits that apply; if it
-    # is empty, the run's limits apply.
+    # `prompts` and `engine` are for submissions only, the two after them for accepted files only. `engine` is
+    # ENGINE/DEVICE and selects the limits that apply; if it is empty, the run's limits apply.
     prompts: Annotated[str, Hex64] = "0" * 64  # digest of the prompts
-    graded_with: str = Field(default="", max_length=1000)  # versions of the signer's graders
     engine: str = Field(default="", max_length=40, pattern=r"^([a-z0-9]+/[a-z0-9]+)?$")
-    prefilled: bool = True  # in accepted files only; if false, most logprobs are the worker's and unchecked
+    graded_with: str = Field(default="", max_length=1000)  # versions of the validator's graders
+    prefilled: bool = True  # if false, most logprobs are the worker's and unchecked
     content: Annotated[str, Hex64] = "0" * 64  # digest of the rows, proofs included
 
 
@@ -72,12 +71,10 @@ class Rollout:
     """One row of a submission."""
 
     group: int
-    task: str
     target_length: int
     seed: int
     tokens: list[int]
     logprobs: list[float]
-    reward: float  # NaN if the worker claims none
     proofs: list[bytes]
     turns: list[int] = field(default_factory=list)
 
@@ -193,9 +190,11 @@ def _verified(decoded: Decoded, row_type: type[Row], limits: FileLimits, *, doma
 def _checked_header(decoded: Decoded, limits: FileLimits, *, domain: str) -> Header:
     """Return the header of a file whose lengths, digest, signature and turns are valid. Raise RolloutFileError."""
     try:
+        unique_json(decoded.header)
         header = Header.model_validate_json(decoded.header)
-    except ValidationError as error:
-        raise RolloutFileError(f"header: {first_problem(error)}") from error
+    except ValueError as error:
+        why = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise RolloutFileError(f"header: {why}") from error
     lengths: dict[str, Any] = {name: decoded.columns[name].lengths for name in ("tokens", "logprobs", "turns")}
     for name, lengths_N in lengths.items():
         if int(lengths_N.max()) > limits.max_tokens:

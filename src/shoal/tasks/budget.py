@@ -5,7 +5,7 @@
 The penalty and the prompt's text are those of INTELLECT-2 (arXiv 2505.07291, section 4.1), which follows L1 (arXiv
 2503.04697).
 A target of 0 means no target and no penalty.
-Invariant: worker, validator and the tools all use these functions.
+Invariant: validator and the tools all use these functions; a worker only writes the prompt's text.
 """
 
 from collections.abc import Sequence

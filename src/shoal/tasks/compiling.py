@@ -3,6 +3,7 @@
     read     the rows of each split of each source into a spool on disk
     split    hold out the tasks with the smallest question hashes, or those of `heldout_split`
     write    the training tasks of each source and all held-out tasks as chunks, then the manifest
+    serve    the set for workers, in the folder PUBLIC: the training tasks without answers
 
 Invariants: the same rows give the same task set, in any order and in any number of files. No question is both trained
 on and held out. Memory holds one batch of rows as Python objects, and 48 bytes per row for sorting.
@@ -25,6 +26,7 @@ from shoal.config import Config, ConfigError
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.errors import user_path
 from shoal.files import write_file
+from shoal.tasks.libraries import FILES
 from shoal.tasks.sources.reading import SourceReader
 from shoal.tasks.sources.rows import TaskFields
 from shoal.tasks.task import TasksNotFoundError
@@ -38,12 +40,13 @@ from shoal.tasks.taskset import (
     TaskManifest,
     TaskStore,
 )
-from shoal.tasks.user_code import is_user_code
+from shoal.tasks.user_code import SERVED, file_name, is_user_code
 
 Indices = np.ndarray
 KEY_BYTES = 32
 MIN_TRAIN = 16
 BUILT = "built.json"
+PUBLIC = "public"  # in a task set's folder: the files of the set for workers
 
 
 class Spool:
@@ -136,6 +139,7 @@ class Built(BaseModel):
 
     config_hash: str = Field(alias="asked")  # hash of the config sections that determine the set
     digest: str  # SHA-256 of the manifest, which names the set
+    public: str  # digest of the set for workers
     notes: list[str]  # readable counts per source
 
 
@@ -158,9 +162,12 @@ def compile_tasks(section: TaskSection, folder: Path) -> Built:
     built = read_built(folder)
     is_new = built is None or built.config_hash != config_hash
     if built is None or is_new:
-        folder.mkdir(parents=True, exist_ok=True)
-        manifest, notes = _compile(section, TaskStore(folder))
-        built = Built(asked=config_hash, digest=TaskStore(folder).put(manifest.model_dump_json().encode()), notes=notes)
+        (folder / PUBLIC).mkdir(parents=True, exist_ok=True)
+        store, public = TaskStore(folder), TaskStore(folder / PUBLIC)
+        manifest, notes = _compile(section, store)
+        served = _serve(section, manifest, store, public)
+        digests = [at.put(each.model_dump_json().encode()) for at, each in ((store, manifest), (public, served))]
+        built = Built(asked=config_hash, digest=digests[0], public=digests[1], notes=notes)
     if section.digest and section.digest != built.digest:
         raise TasksNotFoundError(
             f"tasks.digest is {section.digest}, but the sources give {built.digest}: a file of tasks or rewards has "
@@ -229,6 +236,32 @@ def _compile(section: TaskSection, store: TaskStore) -> tuple[TaskManifest, list
             files=dict(sorted(files.items())),
         )
         return manifest, [_note(portion) for portion in portions]
+
+
+def _serve(section: TaskSection, manifest: TaskManifest, store: TaskStore, public: TaskStore) -> TaskManifest:
+    """Write the set for workers to `public`: what they need for prompts and for environments, in other files.
+
+    It has the same training tasks with only question and source, and metadata for a user's environment. It has no ids,
+    because an id is also a hash of the answer, from which a short answer can be guessed.
+    """
+    sources = []
+    for source, settings in zip(manifest.sources, section.sources, strict=True):
+        shown = SERVED if is_user_code(settings.environment) else SERVED[:2]
+        if len(shown) == len(SERVED) and settings.generator in FILES:
+            raise TasksNotFoundError(
+                f"source {source.name}: an environment of your own sees metadata, from which workers could make the "
+                f"answers of {settings.generator}; leave it out, or write the tasks to a file"
+            )
+        chunks = []
+        for batch in map(store.batch, source.chunks):
+            empty = pa.array([""] * len(batch))
+            columns = {name: batch[name] if name in shown else empty for name in COLUMNS}
+            chunks.append(public.write(pa.table(columns, schema=SCHEMA)))
+        sources.append(source.model_copy(update={"chunks": chunks, "heldout": 0}))
+    environments = {file_name(settings.environment) for settings in section.sources}
+    code = {name: store.read(sha256, FILE_BYTES) for name, sha256 in manifest.files.items() if name in environments}
+    files = {name: public.put(data) for name, data in code.items()}
+    return TaskManifest(sources=sources, heldout=[], files=files)
 
 
 # --- read and split -------------------------------------------------------------------------------------------------
@@ -310,8 +343,12 @@ def _shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 def _user_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
-    """Return the files of user rewards and environments ("file.py:name") by file name. Raise TasksNotFoundError."""
+    """Return the files of user rewards and environments ("file.py:name") by file name. Raise TasksNotFoundError.
+
+    No file may hold both, because workers get the files of environments.
+    """
     files: dict[str, bytes] = {}
+    kinds: dict[str, str] = {}
     for source in sources:
         rewards = [source.reward] if isinstance(source.reward, str) else list(source.reward)
         for kind, name in [*(("reward", name) for name in rewards), ("environment", source.environment)]:
@@ -329,6 +366,11 @@ def _user_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
                 raise TasksNotFoundError(f"{path} has {len(data) / 1e6:.1f} MB; the limit is 1 MB")
             if files.setdefault(path.name, data) != data:
                 raise TasksNotFoundError(f"two reward or environment files are named {path.name}; rename one of them")
+            if kinds.setdefault(path.name, kind) != kind:
+                raise TasksNotFoundError(
+                    f"{path} holds a reward and an environment, but workers get the files of environments and may not "
+                    "see rewards: move one of them to another file"
+                )
     return files
 
 

@@ -25,6 +25,10 @@ class Task:
     metadata: str = ""  # JSON: other data for a reward or environment
     reward: str = ""  # grades the task if its source names no reward
 
+    def served(self) -> "Task":
+        """Return what a worker may have of this task, if it has it with its metadata."""
+        return Task("", self.question, "", self.source, metadata=self.metadata)
+
 
 Outcome = Literal["graded", "wrong_format", "grader_error"]
 
@@ -72,7 +76,8 @@ class Environment(Protocol):
     """Answers the model between its turns. Subclass it; only `respond` is required.
 
     An environment keeps no state between calls. Its answer depends only on the task, the rollout's seed and the model's
-    turns. A validator computes the answer again and rejects a submission with a different one.
+    turns. A validator computes the answer again and rejects a submission with a different one. Of a task, read only
+    question and source, because workers have no more; a user's class also gets metadata.
     """
 
     repeatable: bool = True

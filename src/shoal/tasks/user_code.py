@@ -21,7 +21,8 @@ from shoal.tasks.task import TRUST, Environment, Grade, GradeError, Task, truste
 
 TRUSTED = "trusted"  # tier of scores computed outside the sandbox; two machines need not agree on them
 WAIT_S = 10.0  # wall time beyond the CPU limit, for a busy machine and for code that sleeps
-FIELDS = ("id", "question", "answer", "source", "tests", "metadata")
+SERVED = ("question", "source", "metadata")  # fields that an environment sees, because workers have no others
+FIELDS = (*SERVED, "id", "answer", "tests")  # fields that a reward sees
 MAX_ANSWER = 10_000  # characters of an environment's answer; the rest is cut off
 FAILED = "error: the environment failed"
 
@@ -84,9 +85,9 @@ class UserCode(Grader):
         return super().failure(call) + hint
 
 
-def _fields(task: Task) -> dict[str, str]:
+def _fields(task: Task, names: Sequence[str]) -> dict[str, str]:
     """Return the fields of a task that are passed to user code."""
-    return {field: getattr(task, field) for field in FIELDS}
+    return {name: getattr(task, name) for name in names}
 
 
 class UserReward:
@@ -97,7 +98,7 @@ class UserReward:
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         """Return one grade per completion. Raise SandboxError if this machine fails."""
-        calls = [[_fields(task), completion] for task, completion in zip(tasks, completions, strict=True)]
+        calls = [[_fields(task, FIELDS), completion] for task, completion in zip(tasks, completions, strict=True)]
         return self.code.grades(calls, _score)
 
     def close(self) -> None:
@@ -135,7 +136,7 @@ class UserEnvironment(Environment):
 
     def ask(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
         """Call the user's `respond`. Raise GradeError if the class fails, SandboxError if this machine fails."""
-        text = self._value([_fields(task), seed, list(turns)])
+        text = self._value([_fields(task, SERVED), seed, list(turns)])
         if text is None:
             return None
         if not isinstance(text, str):

@@ -23,6 +23,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from shoal.evidence import within
 from shoal.toploc.chunk import peaks
 from shoal.toploc.field import PRIME, evaluate, interpolate
 from shoal.toploc.proof import ProofError, injective_modulus, parse, serialise
@@ -58,12 +59,8 @@ class Thresholds:
     mantissa_error_median: float
 
     def passes(self, result: ChunkResult) -> bool:
-        """Return whether every figure is within its limit. NaN is never within a limit."""
-        return (
-            result.exponent_mismatches <= self.exponent_mismatches
-            and result.mantissa_error_mean <= self.mantissa_error_mean
-            and result.mantissa_error_median <= self.mantissa_error_median
-        )
+        """Return whether every figure is finite, not negative, and within its limit."""
+        return all(within(getattr(result, name), limit) for name, limit in vars(self).items())
 
 
 BFLOAT16 = Thresholds(exponent_mismatches=38, mantissa_error_mean=10, mantissa_error_median=8)

@@ -1,12 +1,11 @@
 """`shoal audit FILE`: check one submission and explain every check, for operators and for workers whose work was rejected.
 
-The file is checked against the task that its own header names. Only the pool knows whether the coordinator assigned that
-task, whether these rollouts were submitted before, and which exactness class the worker claimed. So the verdict uses
-the tolerances. The file is also compared bit for bit, because a validator of the worker's class would reject any
-difference as `inexact`.
+The file is checked against the task that the run's records name, or else against the one that its own header names.
+Only the pool knows which exactness class the worker claimed. So the verdict uses the tolerances. The file is also
+compared bit for bit, because a validator of the worker's class would reject any difference as `inexact`.
+Invariant: a question is answered with yes only if it was asked of something that the file's author did not write.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from shoal.store.columns import RolloutFileError
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import Header
 from shoal.tasks.derive import max_rollouts
-from shoal.validator.case import Case, Finding, Outcome
-from shoal.validator.checks import EXACT, EXPENSIVE, FILE, GRADED, Check
+from shoal.validator.case import Finding, Outcome
+from shoal.validator.checks import ALL, EXACT, EXPENSIVE, Check
 from shoal.validator.judge import Judge
 
 ACCEPTED, REJECTED, UNREADABLE = 0, 1, 2
+NO_TASK = "not asked: the run's records are not here, so the task is the one that the file itself names"
 EQUAL = "this machine computes the same bits"
 UNEQUAL = (
     "within the limits, but not the same bits: a validator of the worker's exactness class would reject this as inexact, "
@@ -42,31 +42,33 @@ def verify(
     config: Config,
     weights: Path,
     dtype: DtypeName,
+    assigned: Header | None = None,
 ) -> tuple[int, list[str]]:
-    """Return the exit status, and lines of text on each check that ran. Raise RolloutFileError if unreadable."""
-    with Judge(config, header.run, dtype) as judge:
+    """Return the exit status, and lines of text on each check that ran. Raise RolloutFileError if unreadable.
+
+    `assigned`: the header of an honest file for this task, by the run's records.
+    """
+    unasked = {} if assigned else dict.fromkeys(("context", "derived_tasks"), NO_TASK)
+    assigned = assigned or header
+    with Judge(config, assigned.run, dtype) as judge:
         judge.load(weights)
-        assignment = offline_assignment(config, header.worker, header.submission, header=header)
-        case = judge.open(assignment, header.worker, data)
+        assignment = offline_assignment(config, assigned.worker, assigned.submission, header=assigned)
+        case = judge.open(assignment, assigned.worker, data)
         if isinstance(case, Finding):
             raise RolloutFileError(case.detail)
         lines: list[str] = []
-        stages: list[tuple[list[Check], Callable[[Case], Case]]] = [
-            (FILE, lambda case: case),
-            (EXPENSIVE, lambda case: judge.prefill([case])[0]),
-            (GRADED, judge.grade),
-        ]
-        for checks, prepared in stages:
-            case = prepared(case)
-            for check in checks:
-                outcome = check(judge.rules, case)
-                lines += _explain(check, outcome)
-                if outcome.finding:
-                    return REJECTED, [*lines, "rejected; the checks after this one did not run"]
+        for check in ALL:
+            if check is EXPENSIVE[0]:
+                [case] = judge.prefill([case])
+            outcome = check(judge.rules, case)
+            lines += _explain(check, outcome, unasked.get(check.__name__, ""))
+            if outcome.finding:
+                return REJECTED, [*lines, "rejected; the checks after this one did not run"]
         compared = [(check, check(judge.rules, case)) for check in EXACT]
         lines += ["compared bit for bit, as a validator of the worker's exactness class would do:"]
         lines += [line for check, outcome in compared for line in _explain(check, outcome)]
-        return ACCEPTED, [*lines, UNEQUAL if any(outcome.finding for _, outcome in compared) else EQUAL, "accepted"]
+        lines.append(UNEQUAL if any(outcome.finding for _, outcome in compared) else EQUAL)
+        return ACCEPTED, [*lines, "; not asked: ".join(["accepted", *filter(None, [", ".join(unasked)])])]
 
 
 def check_weights(folder: Path, version: int) -> None:
@@ -99,10 +101,12 @@ def offline_assignment(
     return Assignment.model_construct(id=id, number=number, upload_path=f"/v1/submissions/{id}", **fields)
 
 
-def _explain(check: Check, outcome: Outcome) -> list[str]:
+def _explain(check: Check, outcome: Outcome, unasked: str = "") -> list[str]:
     question = (check.__doc__ or "").strip().partition("\n")[0]
     no = "no " if check in EXACT else "NO "  # "no" is no fault: machines of different classes may differ in a bit
-    lines = [f"{no if outcome.finding else 'yes'}  {check.__name__:15} {question}"]
+    lines = [f"{no if outcome.finding else '-- ' if unasked else 'yes'}  {check.__name__:15} {question}"]
+    if unasked:
+        lines.append(f"     {unasked}")
     if outcome.finding:
         lines.append(f"     {outcome.finding.reason}: {outcome.finding.detail}")
     if outcome.evidence:

@@ -7,7 +7,6 @@ The docstring of a check begins with a question, which `shoal audit` prints.
     EXPENSIVE  read the results of one prefill of the claimed version
     EXACT      read these results without tolerance, for a worker of this validator's exactness class (docs/trust.md)
     ANSWERS    query an environment again
-    REWARDS    read the recomputed rewards
 
 A worker of this validator's exactness class computes the same bits for every token. EXACT runs after EXPENSIVE, because
 work beyond the limits is a lie in any class. Work that is within the limits but differs in a bit is `inexact`, a soft
@@ -31,21 +30,20 @@ import torch
 from shoal import toploc
 from shoal.config import Config
 from shoal.config.sections import ValidatorSection
+from shoal.evidence import ALPHA, within
 from shoal.model.turns import model_spans, model_tokens
 from shoal.protocol.messages import Reason, Replay
 from shoal.sandbox import Budget, interpreter
 from shoal.store.columns import PROOF_BYTES, PROOF_CHUNK_TOKENS
 from shoal.store.rollouts import prompts_digest
-from shoal.tasks import versions
 from shoal.tasks.environments import Conversation
-from shoal.validator.case import Case, Finding, Outcome
+from shoal.validator.case import Case, Finding, Outcome, Prefill
 from shoal.validator.prefill import ALTERNATIVES, submission_evidence
-from shoal.validator.rounding import of_margins, of_proofs
+from shoal.validator.rounding import allowed_mismatches, chance_mismatches, of_margins, of_proofs
 
-REWARD_TOLERANCE = 1e-4  # absolute for rewards up to 1, relative for larger ones; files hold rewards as float32
 EOS_PROBABILITY = 0.1  # an end token that its seed does not yield must be more probable than this (INTELLECT-2)
 # Numerics can move a few tokens beyond `sampling_margin`. A submission may contain up to this many end tokens beyond
-# the margin, and as many special tokens.
+# the margin, and as many special tokens; a small one only as many as `rounding.chance_mismatches`.
 OUTLIERS = 2
 DISTRIBUTION_EVIDENCE = 16.0  # limit in nats. Honest work exceeds x nats with probability at most e^-x
 
@@ -99,21 +97,15 @@ def context(rules: Rules, case: Case) -> Outcome:
 
 
 def derived_tasks(rules: Rules, case: Case) -> Outcome:
-    """Do the tasks, targets, seeds and groups follow from the assignment?"""
-    expected = [
-        (group, case.tasks[group].id, plan.target_length, seed)
-        for group, plan in enumerate(case.plans)
-        for seed in plan.seeds
-    ]
-    claimed = [(row.group, row.task, row.target_length, row.seed) for row in case.rows]
+    """Do the targets, seeds and groups follow from the assignment? (`prompts` checks the tasks.)"""
+    expected = [(group, plan.target_length, seed) for group, plan in enumerate(case.plans) for seed in plan.seeds]
+    claimed = [(row.group, row.target_length, row.seed) for row in case.rows]
     if claimed == expected:
         return PASSED
     if len(claimed) != len(expected):
         return rejected(Reason.TASKS, f"{len(claimed)} rollouts instead of {len(expected)}")
     at = next(i for i, pair in enumerate(zip(claimed, expected, strict=True)) if pair[0] != pair[1])
-    return rejected(
-        Reason.TASKS, f"rollout {at} has (group, task, target, seed) {claimed[at]}, expected {expected[at]}"
-    )
+    return rejected(Reason.TASKS, f"rollout {at} has (group, target, seed) {claimed[at]}, expected {expected[at]}")
 
 
 def prompts(rules: Rules, case: Case) -> Outcome:
@@ -171,9 +163,23 @@ def commitments(rules: Rules, case: Case) -> Outcome:
     return PASSED
 
 
+def computed_fault(prefill: Prefill) -> str:
+    """Describe the first figure of a prefill that is not finite, or is a margin below 0; "" if there is none."""
+    for name in ("hidden_NH", "logprobs_N", "margins_N", "evidence_NA"):
+        tensor, lowest = getattr(prefill, name), 0.0 if name == "margins_N" else -math.inf
+        if len(wrong := tensor[~(torch.isfinite(tensor) & (tensor >= lowest))]):
+            return f"{name} contains {float(wrong[0])}: the version or this machine is broken"
+    return ""
+
+
 def proof(rules: Rules, case: Case) -> Outcome:
-    """Do the TOPLOC proofs match the hidden states that the claimed weights give?"""
+    """Do the TOPLOC proofs match the hidden states that the claimed weights give?
+
+    First it checks that this machine computes finite figures, on which all later checks rest.
+    """
     prefill = case.computed()
+    if fault := computed_fault(prefill):  # of no consequence for the worker, which cannot cause it
+        return rejected(Reason.UNREPEATABLE, f"nothing is known about this submission, because here {fault}")
     hiddens = list(torch.split(prefill.hidden_NH, prefill.lengths))
     try:
         results = toploc.verify_many(hiddens, [row.proofs for row in case.rows], chunk_tokens=PROOF_CHUNK_TOKENS)
@@ -199,7 +205,8 @@ def proof(rules: Rules, case: Case) -> Outcome:
 
 def sampling(rules: Rules, case: Case) -> Outcome:
     """Does every token follow from its seed? (A few may differ within numerical error.)"""
-    margins = of_margins(case.computed().margins_N, rules.limits(case))
+    margins_N, limits = case.computed().margins_N, rules.limits(case)
+    margins = of_margins(margins_N, limits, allowed_mismatches(len(margins_N), limits))
     evidence = {"mismatch_frac": margins.beyond, "margin_mean": margins.mean, "margin_max": margins.largest}
     if margins.explained:
         return Outcome(None, evidence)
@@ -215,7 +222,7 @@ def logprobs(rules: Rules, case: Case) -> Outcome:
     claimed_N = torch.tensor([logprob for row in case.rows for logprob in row.logprobs])
     error = float((claimed_N - case.computed().logprobs_N).abs().mean())
     evidence = {"logprob_error_mean": error}
-    if error <= rules.limits(case).logprob_error_mean:
+    if within(error, rules.limits(case).logprob_error_mean):
         return Outcome(None, evidence)
     return rejected(Reason.LOGPROBS, f"claimed logprobs are off by {error:.3f} nats on average", evidence)
 
@@ -224,9 +231,9 @@ def termination(rules: Rules, case: Case) -> Outcome:
     """Is every end token likely, or does it follow from its seed? (A few exceptions are allowed.)"""
     prefill, limits = case.computed(), rules.limits(case)
     likely_N = prefill.logprobs_N.exp() > EOS_PROBABILITY
-    yielded_N = prefill.margins_N <= limits.sampling_margin
+    yielded_N = within(prefill.margins_N, limits.sampling_margin)
     rollouts = [number for number, _ in _among(case, rules.eos_ids, ~(likely_N | yielded_N))]
-    if len(rollouts) > OUTLIERS:
+    if len(rollouts) > _outliers(case):
         return rejected(
             Reason.TERMINATION,
             f"{len(rollouts)} unlikely end tokens that their seeds do not yield, the first in rollout {rollouts[0]}",
@@ -236,14 +243,18 @@ def termination(rules: Rules, case: Case) -> Outcome:
 
 def special_tokens(rules: Rules, case: Case) -> Outcome:
     """Do special tokens, which only chat templates use, follow from their seeds? (A few exceptions are allowed.)"""
-    yielded_N = case.computed().margins_N <= rules.limits(case).sampling_margin
+    yielded_N = within(case.computed().margins_N, rules.limits(case).sampling_margin)
     tokens = [token for _, token in _among(case, rules.special_ids, ~yielded_N)]
-    if len(tokens) > OUTLIERS:
+    if len(tokens) > _outliers(case):
         return rejected(
             Reason.SPECIAL_TOKENS,
             f"contains {len(tokens)} special tokens that their seeds do not yield; the first is {tokens[0]}",
         )
     return PASSED
+
+
+def _outliers(case: Case) -> int:
+    return min(OUTLIERS, chance_mismatches(len(case.computed().margins_N), ALPHA))
 
 
 def _among(case: Case, ids: Collection[int], odd_N: torch.Tensor) -> list[tuple[int, int]]:
@@ -260,7 +271,7 @@ def distribution(rules: Rules, case: Case) -> Outcome:
     evidence_NA = case.computed().evidence_NA
     nats = submission_evidence(evidence_NA)
     evidence = {"distribution_evidence": nats}
-    if nats <= DISTRIBUTION_EVIDENCE:
+    if within(math.exp(min(nats, 700.0)), math.exp(DISTRIBUTION_EVIDENCE)):
         return Outcome(None, evidence)
     kind = ALTERNATIVES[int(evidence_NA.sum(0).argmax())]
     return rejected(
@@ -350,41 +361,11 @@ def environment(rules: Rules, case: Case) -> Outcome:
     return doubtful
 
 
-def rewards(rules: Rules, case: Case) -> Outcome:
-    """Does the grader here give the claimed rewards?
-
-    Only grades on which all machines must agree are compared. A worker may claim no reward (NaN). If its header names
-    other versions of the graders, nothing is compared. The worker gains nothing by this, because only the
-    validator's own rewards are used.
-    """
-    if case.header.graded_with != versions():
-        return PASSED
-    wrong = [
-        number
-        for number, (row, own, grade) in enumerate(zip(case.rows, case.rewards, case.grades, strict=True))
-        if grade.certain and not math.isnan(row.reward) and not abs(row.reward - own) <= _tolerance(own)
-    ]
-    if not wrong:
-        return PASSED
-    first = wrong[0]
-    return rejected(
-        Reason.REWARD,
-        f"rollout {first} claims reward {case.rows[first].reward:g}, but the grader gives {case.rewards[first]:g}",
-        {"wrong": len(wrong), "rollouts": len(case.rows)},
-    )
-
-
-def _tolerance(reward: float) -> float:
-    return REWARD_TOLERANCE * max(1.0, abs(reward))
-
-
 FILE: list[Check] = [context, derived_tasks, prompts, bounds, endings, commitments]
 EXPENSIVE: list[Check] = [proof, sampling, logprobs, termination, special_tokens, distribution]
 EXACT: list[Check] = [exact_tokens, exact_logprobs, exact_proofs]
 ANSWERS: list[Check] = [environment]
-REWARDS: list[Check] = [rewards]
-GRADED: list[Check] = [*ANSWERS, *REWARDS]
-ALL: list[Check] = [*FILE, *EXPENSIVE, *GRADED]
+ALL: list[Check] = [*FILE, *EXPENSIVE, *ANSWERS]
 
 
 def run(checks: Sequence[Check], rules: Rules, case: Case) -> Outcome:

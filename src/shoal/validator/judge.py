@@ -3,7 +3,7 @@
 It uses no network, and it uses a clock only for time limits.
 
     open     turns a file into a Case, or a Finding if it is not a rollout file with a valid signature
-    examine  checks each file, prefills all cases that passed together, checks the prefill, grades, checks the rewards
+    examine  checks each file, prefills all cases that passed together, checks the prefill, then the answers, and grades
 
 Invariant: the judge accepts only what it has recomputed. So the accepted file has the validator's own prompts, rewards
 and logprobs. The exception is a case accepted after a spot check. Only a few of its rollouts were prefilled, so its
@@ -48,7 +48,7 @@ from shoal.tasks.derive import max_rollouts, plan_submission
 from shoal.tasks.environments import Conversation, close, environments_of
 from shoal.tasks.prompt import completion_text, prompt_tokens
 from shoal.validator.case import Case, Finding
-from shoal.validator.checks import ANSWERS, EXACT, EXPENSIVE, FILE, REWARDS, Check, Rules, run
+from shoal.validator.checks import ANSWERS, EXACT, EXPENSIVE, FILE, Check, Rules, run
 from shoal.validator.prefill import prefill
 
 SPOT_ROLLOUTS = 2  # number of rollouts in a spot check; they are drawn after the upload
@@ -184,16 +184,16 @@ class Judge:
         return replace(case, rows=[case.rows[number] for number in chosen])
 
     def examine_cheaply(self, case: Case) -> Examined:
-        """Run the checks that need no prefill: those of the file, the environment's answers and the rewards."""
+        """Run the checks that need no prefill, those of the file and of the environment's answers, and grade."""
         return self._graded(self._check(FILE, Examined(case, None)), self.grading_s)[0]
 
     def _graded(self, result: Examined, timeout_s: float) -> tuple[Examined, bool]:
-        """Query the environment again, grade, and check the rewards. Also return whether `timeout_s` was enough."""
+        """Query the environment again, and grade. Also return whether `timeout_s` was enough."""
         self.budget.start(timeout_s)
         try:
             result = self._check(ANSWERS, result)
             if result.finding is None:
-                result = self._check(REWARDS, replace(result, case=self.grade(result.case)))
+                result = replace(result, case=self.grade(result.case))
             return result, not self.budget.over
         finally:
             self.budget.stop()
@@ -250,7 +250,7 @@ class Judge:
         rows = [
             AcceptedRollout(
                 group=row.group,
-                task=row.task,
+                task=case.tasks[row.group].id,
                 prompt=case.prompts[row.group],
                 tokens=row.tokens,
                 logprobs=logprobs,

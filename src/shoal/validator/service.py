@@ -39,7 +39,7 @@ from shoal.shardcast.fetch.cache import Cache, forget_verified
 from shoal.shardcast.fetch.client import fetch_published
 from shoal.tasks import TaskSet
 from shoal.validator.case import Case, Finding
-from shoal.validator.checks import replay
+from shoal.validator.checks import computed_fault, replay
 from shoal.validator.judge import LATE, Examined, Judge
 from shoal.validator.spending import regenerate, spent
 from shoal.validator.verdict import Result, group_results
@@ -49,7 +49,7 @@ BATCH = 4  # largest number of submissions checked in one prefill; all are of on
 RELOAD_SHARE = 0.05  # largest share of time for reloads after inexact work, so that such work cannot block other claims
 GRADING_SHARE = 0.5  # largest share of a lease for running the programs of all claims
 # These reasons come from checks that run after those of the prefill.
-GRADED_REASONS = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)
+GRADED_REASONS = (Reason.ENVIRONMENT, Reason.UNREPEATABLE)
 HEAD = "head.json"
 WITNESS_S = 30.0  # time between two co-signatures
 MAX_PAGE_BYTES = 64 << 20  # largest page of the ledger: one entry may be as large as a verdict
@@ -246,7 +246,7 @@ class Validator:
         if used is not None and self.config.evidence.regenerated:
             improved, spoiled = regenerate(self.judge, case, self.config.evidence.regenerated)
             used = used.model_copy(update={"improved": improved, "spoiled": spoiled})
-        opinion = opinion.model_copy(update={"spent": used})
+        opinion = opinion.model_copy(update={"spent": used, "tokens": sum(group.tokens for group in groups)})
         accepted = self.judge.accepted_file(case, self.node.identity)
         return Result(opinion, "", outcome.evidence, groups, accepted)
 
@@ -315,5 +315,7 @@ class Validator:
 
 
 def _rests_on_prefill(result: Examined) -> bool:
-    finding = result.finding
-    return finding is not None and result.case.prefill is not None and finding.reason not in GRADED_REASONS
+    finding, prefill = result.finding, result.case.prefill
+    if finding is None or prefill is None:
+        return False
+    return finding.reason not in GRADED_REASONS or computed_fault(prefill) != ""

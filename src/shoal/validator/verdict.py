@@ -54,7 +54,7 @@ def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
         rewards, grades = case.rewards[start : start + size], case.grades[start : start + size]
         row = case.rows[start]
         sample = Sample(
-            task=row.task[:200],
+            task=case.tasks[row.group].id[:200],
             prompt=_cut(completion_text(tokenizer, case.prompts[row.group])),
             completion=_cut(completion_text(tokenizer, row.tokens)),
             reward=rewards[0],
@@ -69,7 +69,6 @@ def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
                 score_millionths=sum(round(grade.score * MILLION) for grade in grades),
                 outcomes=_outcomes(grades),
                 parts=_parts(grades),
-                error=next((grade.detail[:500] for grade in grades if grade.outcome == "grader_error"), ""),
                 useful=rewards_differ(rewards),
                 tokens=sum(model_tokens(row.turns, len(row.tokens)) for row in case.rows[start : start + size]),
                 sample=sample,

@@ -30,11 +30,13 @@ REASONS: dict[str, str] = {
     Reason.UNREADABLE: "The file could not be read as rollouts. It is damaged, cut off, or larger than allowed.",
     Reason.SIGNATURE: "The file is not signed by the worker that has the task, or its rows were changed after signing.",
     Reason.CONTEXT: "The file was made for a different task than the one it was uploaded for.",
-    Reason.TASKS: "The worker solved tasks that it was not assigned, or used other seeds.",
+    Reason.TASKS: "The worker used other length targets or seeds than those of its task.",
     Reason.BOUNDS: "Token ids, lengths or numbers are outside their range, or proofs are missing.",
     Reason.ENVIRONMENT: "The file holds a tool answer that the tool does not give, or lacks one.",
-    Reason.UNREPEATABLE: "A tool gave a different answer when called again; this can happen to an honest worker.",
-    Reason.REWARD: "The worker claimed a different reward than its completions earn.",
+    Reason.UNREPEATABLE: (
+        "The validator could not repeat the work: a tool gave another answer, or a figure was not finite. This can happen"
+        " to an honest worker."
+    ),
     Reason.PROOF: "The proofs do not match the stated weights. The model may be another one, older, or quantised.",
     Reason.LOGPROBS: "The stated probabilities are not those of the stated weights.",
     Reason.SAMPLING: "The tokens are not those that the seeds yield: they were sampled in another way or by another model.",
@@ -101,11 +103,10 @@ def no_signal_warning(signal: Signal) -> str:
 
 
 def grader_warning(grading: Grading) -> str:
-    """Return text like `the grader failed for 70 of the newest 512 completions (last: no numpy)`, or "" if none."""
+    """Return text like `the grader failed for 70 of the newest 512 completions ...`, or "" if none."""
     if not grading.errors:
         return ""
-    last = f" (last: {clean(grading.error)[:100]})" if grading.error else ""
-    return f"the grader failed for {grading.errors} of the newest {grading.recent} completions{last}"
+    return f"the grader failed for {grading.errors} of the newest {grading.recent} completions (why: a validator's log)"
 
 
 def format_exactness(exact: Exactness) -> str:

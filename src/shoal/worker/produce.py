@@ -1,11 +1,11 @@
-"""Produces the submission for an assignment: one signed Parquet file with prompts, completions, rewards and proofs.
+"""Produces the submission for an assignment: one signed Parquet file with completions and proofs.
 
-Invariant: everything in a submission follows from its assignment and the weights; the worker chooses nothing.
+Invariant: everything in a submission follows from its assignment and the weights; the worker chooses nothing. It needs
+only the tasks' prompts, so a pool's worker has no answers and no rewards.
 Several threads may produce at once. They generate together, and do everything else one at a time. There are no network
 requests here. A worker could lie in each method; each lie in `benchmarks/trust/adversary` overrides one of them.
 """
 
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,15 +17,14 @@ from shoal.config import Config
 from shoal.engine.protocol import Completion, Compute, Engine, Respond, Sampling, run_inline
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.model.sources import check_max_tokens
-from shoal.model.turns import last_turn, model_tokens
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
 from shoal.store.columns import PROOF_CHUNK_TOKENS
 from shoal.store.rollouts import SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
-from shoal.tasks import TaskSet, budget
+from shoal.tasks import TaskSet
 from shoal.tasks.derive import GroupPlan, plan_submission
 from shoal.tasks.environments import Conversation, close, environments_of
-from shoal.tasks.prompt import completion_text, prompt_tokens
+from shoal.tasks.prompt import prompt_tokens
 
 
 class Producer:
@@ -51,13 +50,12 @@ class Producer:
         self.engine = engine
         self.kind = kind
         self.tasks = task_set or tasks.load(config.tasks)
-        self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
         self.environments = environments_of(config, self.tasks.files)
         self.tokenizer: Any = None
         self.conversation: Conversation | None = None
         self.sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, ())
         self.tokens = 0  # number of tokens generated so far
-        self._lock = threading.Lock()  # guards tokenizer, graders and counters
+        self._lock = threading.Lock()  # guards tokenizer and counters
 
     def load(self, folder: Path, version: int) -> int | None:
         """Load a version's weights. Return the version to report to the coordinator, or None if not ready for tasks.
@@ -75,8 +73,7 @@ class Producer:
         return version
 
     def close(self) -> None:
-        """End the processes of graders and environments."""
-        self.graders.close()
+        """End the processes of environments."""
         close(self.environments)
 
     def submission(self, assignment: Assignment) -> bytes:
@@ -112,48 +109,24 @@ class Producer:
         return self.conversation.reply(self.tasks.train[plan.task_index], seed, tokens, turns)
 
     def rollouts(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> list[Rollout]:
-        """Return the file's rows, group by group, with rewards and proofs."""
+        """Return the file's rows, group by group, with proofs."""
         proofs = iter(self.compute(lambda: self.prove([completion for group in groups for completion in group])))
-        pairs = [(plan, completion) for plan, group in zip(plans, groups, strict=True) for completion in group]
-        rewards = iter(self.rewards(pairs))
         return [
-            self.rollout(number, plan, seed, completion, next(rewards), next(proofs))
+            Rollout(
+                group=number,
+                target_length=plan.target_length,
+                seed=seed,
+                tokens=completion.tokens,
+                logprobs=completion.logprobs,
+                proofs=next(proofs),
+                turns=completion.turns,
+            )
             for number, (plan, group) in enumerate(zip(plans, groups, strict=True))
             for seed, completion in zip(plan.seeds, group, strict=True)
         ]
 
     def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
         return toploc.build_many([c.hidden_TH for c in completions], chunk_tokens=PROOF_CHUNK_TOKENS)
-
-    def rewards(self, pairs: Sequence[tuple[GroupPlan, Completion]]) -> list[float]:
-        """Return the reward of each completion, which depends on the text of its last turn and the number of model
-        tokens.
-
-        If an honest validator might compute another score, the reward is NaN, which claims nothing.
-        """
-        texts = [completion_text(self.tokenizer, last_turn(done.turns, done.tokens)) for _, done in pairs]
-        grades = self.graders.grade([self.tasks.train[plan.task_index] for plan, _ in pairs], texts)
-        lengths = [model_tokens(done.turns, len(done.tokens)) for _, done in pairs]
-        return [
-            budget.reward(grade.score, length, plan.target_length, self.config.tasks) if grade.certain else math.nan
-            for grade, length, (plan, _) in zip(grades, lengths, pairs, strict=True)
-        ]
-
-    def rollout(
-        self, group: int, plan: GroupPlan, seed: int, completion: Completion, reward: float, proofs: list[bytes]
-    ) -> Rollout:
-        task = self.tasks.train[plan.task_index]
-        return Rollout(
-            group=group,
-            task=task.id,
-            target_length=plan.target_length,
-            seed=seed,
-            tokens=completion.tokens,
-            logprobs=completion.logprobs,
-            reward=reward,
-            proofs=proofs,
-            turns=completion.turns,
-        )
 
     def sign(self, assignment: Assignment, prompts: Sequence[Sequence[int]], rollouts: list[Rollout]) -> bytes:
         """Return the file. Its signature binds the rows to run, step, policy, worker, submission and prompts."""
@@ -169,7 +142,6 @@ class Producer:
             groups=assignment.groups,
             signer=self.identity.public,
             prompts=prompts_digest(prompts),
-            graded_with=tasks.versions(),
             engine=self.kind,
         )
         return write_submission(header, rollouts, self.identity)

@@ -6,17 +6,16 @@ worker.
 """
 
 import json
-import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.coordinator.pool import TABLE_NAMES
+from benchmarks.trust import forging as forged
+from benchmarks.trust.forging import Body, Ledger
+
 from shoal.learner.report import DOMAIN
-from shoal.ledger.chain import Entry, Head, canonical_json, next_entry, open_head, sign_head, sign_opinion
-from shoal.ledger.connection import SqliteConnection, table_digest
+from shoal.ledger.chain import sign_opinion
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.messages import Opinion, Reason
 from shoal.store.folder import Folder
@@ -24,82 +23,22 @@ from shoal.store.rollouts import read_submission, write_submission
 
 from .recorded import ALICE, BOB, COORDINATOR, LEARNER, MALLORY, RUN, SECOND, SPENT, VALIDATOR
 
-Body = dict[str, Any]
-
-
-@dataclass
-class Ledger:
-    """The entries of a finished run, as (kind, body), and its tables. Tests change them."""
-
-    folder: Path
-    database: sqlite3.Connection
-    entries: list[tuple[str, Body]] = field(default_factory=list)
-    texts: dict[int, str] = field(default_factory=dict)  # malformed bodies, by index
-
-    def find(self, kind: str, **wanted: object) -> Body:
-        bodies = [body for each, body in self.entries if each == kind]
-        return next(body for body in bodies if all(body[key] == value for key, value in wanted.items()))
-
-    def index(self, body: Body) -> int:
-        return next(at for at, (_, each) in enumerate(self.entries) if each is body)
-
-    def drop(self, *bodies: Body) -> None:
-        for body in bodies:
-            del self.entries[self.index(body)]
-
-    def add(self, kind: str, body: Body, after: Body | None = None) -> None:
-        """Insert an entry after another one; by default just before the seal."""
-        self.entries.insert(len(self.entries) - 1 if after is None else self.index(after) + 1, (kind, body))
-
-    def write(self, text: str, body: Body) -> None:
-        """Replace a body by a text, which need not be an object."""
-        self.texts[self.index(body)] = text
-
-    def change_kind(self, kind: str, body: Body) -> None:
-        self.entries[self.index(body)] = kind, body
-
-    def set_node(self, key: Identity, **columns: object) -> None:
-        for name, value in columns.items():
-            self.database.execute(f"UPDATE nodes SET {name} = ? WHERE key = ?", [value, key.public])
-
-    def file(self, key: Identity, number: int) -> Body:
-        """Add another honest and signed file of this worker for the last step. Return the facts for its entry."""
-        known = [body for kind, body in self.entries if kind == "accepted" and body["worker"] == key.public][-1]
-        store, id = Folder(self.folder / "coordinator" / "store"), f"{key.public[:16]}-{number:06d}"
-        honest = read_submission(store.get("submissions", known["file"]), max_rows=64, max_tokens=64)
-        header = honest.header.model_copy(update={"submission": number, "nonce": f"{number:032x}"})
-        file = store.put("submissions", write_submission(header, honest.rows, key))
-        facts = {name: known[name] for name in ("worker", "step", "version", "full", "validator")}
-        return facts | {"submission": id, "nonce": header.nonce, "groups": header.groups, "file": file}
-
 
 @contextmanager
 def forging(folder: Path) -> Iterator[Ledger]:
-    """Yield the ledger of a run, then sign, co-sign and seal its changed entries."""
-    database = sqlite3.connect(folder / "coordinator" / "pool.sqlite", isolation_level=None)
-    for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
-        database.execute(f"DROP TRIGGER {name}")
-    rows = database.execute("SELECT kind, body, time_s FROM ledger ORDER BY seq").fetchall()
-    ledger = Ledger(folder, database, [(kind, json.loads(body)) for kind, body, _ in rows])
-    yield ledger
-    database.execute("DELETE FROM ledger")
-    chain: list[Entry] = []
-    heads: list[Signed] = []
-    for number, (kind, body) in enumerate(ledger.entries):
-        if kind == "witnessed":
-            head = open_head(Signed.model_validate_json(body["head"]), VALIDATOR.public)
-            known = chain[min(head.seq, len(chain)) - 1]
-            heads.append(sign_head(Head(run=RUN, seq=known.seq, digest=known.digest), VALIDATOR))
-            body["head"] = heads[-1].model_dump_json()
-        if kind == "sealed":
-            body["tables"] = {name: table_digest(SqliteConnection(database), name) for name in TABLE_NAMES}
-        time_s = rows[min(len(chain), len(rows) - 1)][2]
-        text = ledger.texts.get(number) or canonical_json(body)
-        chain.append(next_entry(chain[-1] if chain else None, kind, text, time_s, COORDINATOR))
-        row = chain[-1].model_dump()
-        database.execute(f"INSERT INTO ledger ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", [*row.values()])
-    (folder / "validator" / "head.json").write_text(heads[-1].model_dump_json())
-    database.close()
+    with forged.forging(folder, COORDINATOR, VALIDATOR) as ledger:
+        yield ledger
+
+
+def file(ledger: Ledger, key: Identity, number: int) -> Body:
+    """Add another honest and signed file of this worker for the last step. Return the facts for its entry."""
+    known = [body for kind, body in ledger.entries if kind == "accepted" and body["worker"] == key.public][-1]
+    store, id = Folder(ledger.folder / "coordinator" / "store"), f"{key.public[:16]}-{number:06d}"
+    honest = read_submission(store.get("submissions", known["file"]), max_rows=64, max_tokens=64)
+    header = honest.header.model_copy(update={"submission": number, "nonce": f"{number:032x}"})
+    file = store.put("submissions", write_submission(header, honest.rows, key))
+    facts = {name: known[name] for name in ("worker", "step", "version", "full", "validator")}
+    return facts | {"submission": id, "nonce": header.nonce, "groups": header.groups, "file": file}
 
 
 # --- framed workers --------------------------------------------------------------------------------------------------
@@ -131,12 +70,12 @@ def slash(ledger: Ledger, facts: Body, reason: str, opinions: Sequence[str] | No
 
 def slash_by(ledger: Ledger, *signed: tuple[Identity, Body]) -> None:
     """Slash Bob for a proof, with opinions that these validators signed with changed facts."""
-    facts = ledger.file(BOB, 5)
+    facts = file(ledger, BOB, 5)
     slash(ledger, facts, "proof", [opinion(validator, facts | other, "proof") for validator, other in signed])
 
 
 def slash_against_acceptances(ledger: Ledger) -> None:
-    facts = ledger.file(BOB, 5)
+    facts = file(ledger, BOB, 5)
     accepted = [opinion(SECOND, facts, None, accepted="ab" * 32)]
     slash(ledger, facts, "proof", [*accepted, opinion(VALIDATOR, facts, "proof")])
 
@@ -149,8 +88,8 @@ def slash_with_anothers_file(ledger: Ledger) -> None:
 
 
 def slash_with_no_rollout_file(ledger: Ledger) -> None:
-    file = Folder(ledger.folder / "coordinator" / "store").put("submissions", b"PAR1 no rollouts PAR1")
-    slash(ledger, ledger.file(BOB, 5) | {"file": file}, "proof")
+    empty = Folder(ledger.folder / "coordinator" / "store").put("submissions", b"PAR1 no rollouts PAR1")
+    slash(ledger, file(ledger, BOB, 5) | {"file": empty}, "proof")
 
 
 def slash_nobody(ledger: Ledger) -> None:
@@ -161,7 +100,7 @@ def slash_nobody(ledger: Ledger) -> None:
 
 
 def dismissal(ledger: Ledger, evidence: float, submissions: int) -> None:
-    facts = reject(ledger, ledger.file(BOB, 5), "spending")
+    facts = reject(ledger, file(ledger, BOB, 5), "spending")
     body = {"worker": BOB.public, "submission": facts["submission"], "submissions": submissions}
     ledger.add("dismissed", body | {"evidence": evidence})
 
@@ -211,6 +150,12 @@ def train_with(ledger: Ledger, **computed: object) -> None:
     body["record"] = Signed.make(LEARNER, json.dumps(record), domain=DOMAIN).model_dump_json()
 
 
+def book(run: Ledger, *bookings: tuple[str, int], key: str = ALICE.public) -> None:
+    """Add entries about an account."""
+    for kind, amount in bookings:
+        run.add(kind, {"key": key, "amount": amount})
+
+
 def all_credited(ledger: Ledger, key: Identity | None = None) -> list[Body]:
     credited = [body for kind, body in ledger.entries if kind == "credited"]
     return [body for body in credited if key is None or body["worker"] == key.public]
@@ -252,19 +197,19 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
     "pay the slashed": (lambda run: run.change_kind("credited", run.find("forfeited")), "which its worker lost"),
     "slash with another's file": (slash_with_anothers_file, "says worker"),
     "slash with another number": (
-        lambda run: slash(run, run.file(BOB, 5) | {"submission": f"{BOB.public[:16]}-000006"}, "sampling"),
+        lambda run: slash(run, file(run, BOB, 5) | {"submission": f"{BOB.public[:16]}-000006"}, "sampling"),
         "says submission 5, but the ledger says 6",
     ),
     "slash with another nonce": (
-        lambda run: slash(run, run.file(BOB, 5) | {"nonce": "0" * 32}, "sampling"),
+        lambda run: slash(run, file(run, BOB, 5) | {"nonce": "0" * 32}, "sampling"),
         "says nonce",
     ),
     "slash with another number of groups": (
-        lambda run: slash(run, run.file(BOB, 5) | {"groups": 3}, "tasks"),
+        lambda run: slash(run, file(run, BOB, 5) | {"groups": 3}, "tasks"),
         "says groups",
     ),
     "slash with another version": (
-        lambda run: slash(run, run.file(BOB, 5) | {"version": 1}, "proof"),
+        lambda run: slash(run, file(run, BOB, 5) | {"version": 1}, "proof"),
         "says policy_version",
     ),
     "slash with no rollout file": (slash_with_no_rollout_file, "not a readable rollout file"),
@@ -297,16 +242,16 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
         ),
         "not an opinion that",
     ),
-    "slash for a soft reason": (lambda run: slash(run, run.file(BOB, 5), "bounds"), "without a hard rejection"),
+    "slash for a soft reason": (lambda run: slash(run, file(run, BOB, 5), "bounds"), "without a hard rejection"),
     "slash with other facts": (lambda run: run.find("slashed").update(file="ab" * 32), "with facts that differ"),
     "slash nobody": (slash_nobody, "nobody is slashed for"),
     "slash another": (lambda run: run.find("slashed").update(worker=BOB.public), "without a hard rejection"),
     "reject with another's file": (
-        lambda run: reject(run, run.file(BOB, 5) | {"file": run.find("rejected", reason="bounds")["file"]}, "bounds"),
+        lambda run: reject(run, file(run, BOB, 5) | {"file": run.find("rejected", reason="bounds")["file"]}, "bounds"),
         "says step 1, but the ledger says 2",
     ),
     "dismiss without rejection": (dismiss_without_rejection, "without a rejection of .* for spending"),
-    "dismiss nobody": (lambda run: reject(run, run.file(BOB, 5), "spending"), "nobody is dismissed for"),
+    "dismiss nobody": (lambda run: reject(run, file(run, BOB, 5), "spending"), "nobody is dismissed for"),
     "ban": (lambda run: run.set_node(BOB, state="banned"), "table nodes: bob: banned, but no entry slashes it"),
     "readmit": (lambda run: run.set_node(MALLORY, state="active"), "table nodes: mallory: slashed, but not banned"),
     "dismiss in the table": (
@@ -350,7 +295,7 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
         "before the batch that it was trained on is full",
     ),
     "work after the end": (
-        lambda run: reject(run, run.file(BOB, 5) | {"step": 3}, "bounds"),
+        lambda run: reject(run, file(run, BOB, 5) | {"step": 3}, "bounds"),
         "is for step 4, which was not open",
     ),
     "version before its step": (
@@ -375,6 +320,36 @@ FORGERIES: dict[str, tuple[Callable[[Ledger], None], str]] = {
     ),
     "no threads": (lambda run: train_with(run, threads=0), "computed.threads"),
     "more threads than a machine can start": (lambda run: train_with(run, threads=10**6), "computed.threads"),
+    "withdraw more than was unstaked": (
+        lambda run: book(run, ("staked", 7), ("unstaked", 5), ("withdrawn", 7)),
+        "gets 5 back, not 7",
+    ),
+    "withdraw nothing, so that the stake vanishes": (
+        lambda run: book(run, ("staked", 7), ("unstaked", 5), ("withdrawn", 0)),
+        "gets 5 back, not 0",
+    ),
+    "withdraw before the time": (
+        lambda run: book(run, ("staked", 7), ("unstaked", 5), ("withdrawn", 5)),
+        "can withdraw from",
+    ),
+    "withdraw what a slash took": (
+        lambda run: [
+            book(run, ("withdrawn", 5), key=MALLORY.public),
+            run.add("staked", {"key": MALLORY.public, "amount": 5}, after=run.find("rejected", reason="bounds")),
+            run.add("unstaked", {"key": MALLORY.public, "amount": 5}, after=run.find("staked")),
+        ][0],
+        "has no stake that is leaving",
+    ),
+    "unstake more than was staked": (lambda run: book(run, ("staked", 7), ("unstaked", 8)), "has 7 at stake"),
+    "stake less than nothing": (lambda run: book(run, ("staked", -7)), "not a whole number of at least 0"),
+    "reclaim more than was deposited": (
+        lambda run: book(run, ("deposited", 5), ("reclaimed", 6), key="ab" * 32),
+        "gets 5 back, not 6",
+    ),
+    "reclaim nothing, so that the deposit vanishes": (
+        lambda run: book(run, ("deposited", 5), ("reclaimed", 0), key="ab" * 32),
+        "gets 5 back, not 0",
+    ),
     "a new kind": (
         lambda run: run.add("pardoned", {"worker": MALLORY.public}),
         "has an unknown kind, pardoned",

@@ -117,7 +117,7 @@ class Recorded:
         ledger = Ledger(self.database, COORDINATOR, clock=self.clock)
         self.pool = Pool(self.database, ledger, self.config, RUN, self.clock, secret=b"secret")
         self.store = Folder(self.coordinator / "store")
-        self.origin = Origin(folder / "origin" / "store", ORIGIN.private_key, run=RUN, shard_size_bytes=4096)
+        self.origin = Origin(folder / "origin" / "store", ORIGIN.private_key, run=RUN)
         self.pool.checkers.random = lambda: 1.0  # no second opinion on accepted work
         self.pool.db.nodes.timeout_s = math.inf
         record_start(self.pool.db, RUN, COORDINATOR.public, self.config)
@@ -169,12 +169,10 @@ class Recorded:
         rows = [
             Rollout(
                 group=number // SIZE,
-                task=f"t{number}",
                 target_length=0,
                 seed=number,
                 tokens=[int(key.public[:2], 16) + number, 7, task.number + 1],
                 logprobs=[-0.5, -0.25, -0.125],
-                reward=float(number % SIZE),
                 proofs=[bytes(258)],
             )
             for number in range(task.groups * SIZE)
@@ -184,13 +182,16 @@ class Recorded:
         self.pool.assignments.uploaded(key.public, task.id, file)
         stored, groups = "", []
         if reason is None:
-            accepted = [AcceptedRollout(r.group, r.task, [1, 2], r.tokens, r.logprobs, r.reward) for r in rows]
+            accepted = [
+                AcceptedRollout(r.group, f"t{number}", [1, 2], r.tokens, r.logprobs, float(number % SIZE))
+                for number, r in enumerate(rows)
+            ]
             judged = header.model_copy(update={"prefilled": prefilled})
             stored = self.store.put("accepted", write_accepted(judged, accepted, VALIDATOR))
             groups = [group_result(number) for number in range(task.groups)]
         opinion = Opinion(run=RUN, submission=task.id, file=file, reason=reason, accepted=stored)
         if reason is None:
-            opinion = opinion.model_copy(update={"spent": SPENT})
+            opinion = opinion.model_copy(update={"spent": SPENT, "tokens": sum(group.tokens for group in groups)})
         for validator in (VALIDATOR, SECOND) if reason else (VALIDATOR,):
             [claim] = self.pool.judgement.claim(validator.public, ClaimRequest(most=1).most).claims
             assert claim.assignment.id == task.id

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.audit.pay import Accepted
+from shoal.cli.audit.run import Checks
 from shoal.cli.audit.walk import Walk
 from shoal.config import Config, sections
 from shoal.protocol.messages import Opinion
@@ -37,7 +38,7 @@ def name(number: int) -> str:
 
 def walk(*accepted: int, full: bool = True) -> Walk:
     """Return a `Walk` after the acceptance of these tasks of one worker, in this order."""
-    run: Any = SimpleNamespace(config=Config())
+    run: Any = SimpleNamespace(config=Config(), checks=Checks())
     walk = Walk(run)
     for number in accepted:
         accept(walk, replace(SUBMISSION, id=name(number), number=number, full=full))
@@ -76,7 +77,7 @@ def test_the_coordinator_pays_what_the_audit_allows() -> None:
     for number in (0, 2, 1, 3):
         harness.lease(tasks[number].id, VALIDATOR)
         harness.judge(tasks[number].id, None, (False, False))
-    run: Any = SimpleNamespace(config=harness.pool.config)
+    run: Any = SimpleNamespace(config=harness.pool.config, checks=Checks())
     walk, credited = Walk(run), []
     for entry in harness.pool.db.ledger.entries():
         body = json.loads(entry.body)

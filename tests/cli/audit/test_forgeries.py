@@ -8,7 +8,7 @@ import pytest
 
 from shoal.cli.audit.run import BrokenError
 
-from .forgeries import FORGERIES, dismissal, forging, reject
+from .forgeries import FORGERIES, dismissal, file, forging, reject
 from .recorded import BOB, check, copy_of
 
 
@@ -56,14 +56,14 @@ def test_a_rejection_that_its_file_does_not_explain_is_counted(finished: Path, t
     """Such a rejection is not a broken link, because the validator may have run out of time or memory."""
     folder = copy_of(finished, tmp_path / "run")
     with forging(folder) as ledger:
-        reject(ledger, ledger.file(BOB, 5), reason)
-    assert f"not checked: 1 rejections as {reason} of files that are whole and signed for their task" in check(folder)
+        reject(ledger, file(ledger, BOB, 5), reason)
+    assert f"not compared: 1 rejections as {reason} of files that are whole and signed for their task" in check(folder)
 
 
 def test_hard_rejections_that_were_not_judged_again_are_counted(finished: Path) -> None:
     lines = check(finished)
     assert "hard rejections: 0 of 1 judged again" in lines
-    assert "not checked: 1 hard rejections: not requested (--proofs 0)" in lines
+    assert "not compared: 1 hard rejections: not requested (--proofs 0)" in lines
 
 
 def test_a_table_that_no_parser_can_read_is_a_broken_link(finished: Path, tmp_path: Path) -> None:

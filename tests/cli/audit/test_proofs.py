@@ -81,7 +81,7 @@ def test_a_slash_for_a_lie_holds(run: Any, worker: Producer) -> None:
     rows[0] = replace(rows[0], proofs=rows[1].proofs)
     state = slashed(run, signed(worker, ASSIGNMENT, rows), "sampling")  # this machine would give another hard reason
     assert judge_rejections(run, state, limit=4) == "hard rejections: 1 of 1 judged again"
-    assert not state.unproven
+    assert not state.checks.unproven
 
 
 @pytest.mark.parametrize("missing", ["weights", "other weights", "request"])
@@ -95,7 +95,7 @@ def test_a_rejection_that_cannot_be_judged_again_is_counted(
         folder.symlink_to(tiny_folders[1])
     line = judge_rejections(run, state, limit=0 if missing == "request" else 4)
     assert line == "hard rejections: 0 of 1 judged again"
-    assert sum(state.unproven.values()) == 1
+    assert sum(state.checks.unproven.values()) == 1
 
 
 # --- accepted files --------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def as_partly_prefilled(edit: Edit) -> Edit:
 
 
 def test_the_file_of_an_honest_validator_passes(run: Any, honest: bytes, accepted: bytes) -> None:
-    assert not judge(run, honest, accepted, unchanged).unproven
+    assert not judge(run, honest, accepted, unchanged).checks.unproven
 
 
 def test_a_later_config_with_other_limits_does_not_judge_earlier_work(run: Any, honest: bytes, accepted: bytes) -> None:
@@ -163,6 +163,7 @@ def test_a_later_config_with_other_limits_does_not_judge_earlier_work(run: Any, 
         (with_first(reward=lambda row: row.reward + 1e-5), "a reward of .* in group 0"),
         (with_first(reward=lambda row: float("nan")), "a reward of nan in group 0"),
         (with_first(prompt=lambda row: [*row.prompt[:-1], row.prompt[-1] + 1]), "prompts that are not those"),
+        (with_first(task=lambda row: f"{row.task}0"), ".*, or other tasks"),
         (with_first(logprobs=lambda row: [-9.0] * len(row.logprobs)), "false logprobs: .* off by"),
         (with_first(logprobs=lambda row: row.logprobs[:-1]), "a wrong number of logprobs"),
         (
@@ -194,11 +195,11 @@ def test_rewards_that_another_machine_may_not_give_are_counted(
     other = with_first(reward=lambda row: row.reward + 1)
     with monkeypatch.context() as patch:
         patch.setattr(graders, "_installed", lambda: "CPython 3.99.0 x86_64")
-        counted = judge(run, honest, accepted, other).unproven
+        counted = judge(run, honest, accepted, other).checks.unproven
     assert [what.partition(":")[2] for what in counted] == [
         " the validator's graders have other versions than those here"
     ]
     ran = Grade(0.0, tier="bubblewrap")
     monkeypatch.setattr(graders.Graders, "grade", lambda self, tasks, texts: [ran] * len(tasks))
-    [(what, count)] = judge(run, honest, accepted, other).unproven.items()
+    [(what, count)] = judge(run, honest, accepted, other).checks.unproven.items()
     assert (what, count) == ("rewards: another machine may give others", GROUPS * SETTINGS.sampling.group_size)

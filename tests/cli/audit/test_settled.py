@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.audit.audit import audit, check_settled
-from shoal.cli.audit.run import BrokenError
+from shoal.cli.audit.run import BrokenError, Checks
 from shoal.config import dumps
 from shoal.config.sections import LedgerSection
 from shoal.ledger import evm
@@ -59,7 +59,11 @@ def scene(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     ledger.append("slashed", {"worker": A, "submission": "a-2", "reason": "proof", "file": "cd" * 32})
     section = LedgerSection(contract=contract.address)
     run = SimpleNamespace(
-        config=SimpleNamespace(ledger=section), chain=list(ledger.entries()), folder=tmp_path, contract=contract
+        config=SimpleNamespace(ledger=section),
+        chain=list(ledger.entries()),
+        folder=tmp_path,
+        contract=contract,
+        checks=Checks(),
     )
     for entry in run.chain[1:]:
         settle(entry, contract)

@@ -6,13 +6,16 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from benchmarks.trust.forgeries import FOLDER, without_tables
 
 from shoal.cli.audit.audit import audit
-from shoal.cli.audit.run import BrokenError
+from shoal.cli.audit.run import BrokenError, Checks
+from shoal.config import dumps
 from shoal.coordinator import trust
 from shoal.coordinator.database import record_start
+from shoal.coordinator.pool import TABLE_NAMES
 
-from .recorded import ALICE, BOB, COORDINATOR, NEED, RUN, Recorded, check, copy_of, record_run
+from .recorded import ALICE, BOB, COORDINATOR, NEED, RUN, STEPS, Recorded, check, copy_of, record_run
 from .tampering import tamperings
 
 
@@ -82,6 +85,42 @@ def test_a_file_that_was_only_partly_prefilled_contrary_to_the_ledger_is_named(t
     run.publish(0)
     run.submit(ALICE, 0, prefilled=False)
     broken(run, "the ledger says that .* was prefilled whole, but its file does not")
+
+
+@pytest.mark.parametrize("name", FOLDER)
+def test_a_deletion_or_an_addition_is_found_although_the_evidence_may_be_gone(
+    finished: Path, tmp_path: Path, name: str
+) -> None:
+    folder = copy_of(finished, tmp_path / "copy")
+    FOLDER[name](folder)
+    if FOLDER[name] is without_tables:
+        checks = Checks()
+        audit(folder, lambda line: None, Random(0), rerun=0, proofs=0, export=folder / "x.jsonl", checks=checks)
+        assert sum(checks.needed.values()) == len(TABLE_NAMES)
+    else:
+        with pytest.raises(BrokenError):
+            check(folder)
+
+
+def test_a_finished_model_needs_neither_its_origin_nor_its_learner(finished: Path, tmp_path: Path) -> None:
+    folder = copy_of(finished, tmp_path / "copy")
+    shutil.rmtree(folder / "origin")
+    shutil.rmtree(folder / "learner")
+    lines = check(folder)
+    assert "not compared: 4 versions as the origin serves them: its store is not here" in lines
+    assert "not compared: 6 digests of versions and of their weights: their files are gone" in lines
+    assert not any(line.startswith("NOT COMPARED") for line in lines)
+
+
+def test_a_run_that_was_killed_before_it_wrote_its_model_is_not_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recorded, "finish", lambda run: (run.folder / "config.toml").write_text(dumps(run.config)))
+    folder, checks = record_run(tmp_path / "run"), Checks()
+    shutil.rmtree(folder / "learner" / "checkpoints" / f"step-{STEPS:06d}")
+    audit(folder, lambda line: None, Random(0), rerun=0, proofs=0, unsealed=True, checks=checks)
+    assert [what.partition(":")[0] for what in checks.needed] == ["trained models"]
+    assert checks.unproven["checkpoints: the last one is not here"] == 1
 
 
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])

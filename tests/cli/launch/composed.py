@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -109,6 +110,7 @@ def main(out: Path) -> None:
     ended = {name: host.running[name].wait(max(1.0, deadline_s - time.monotonic())) for name in all_services}
     host.running["coordinator"].terminate()
     ended["coordinator"] = host.running["coordinator"].wait(START_S)
+    shutil.copytree(host.data / "learner" / "model", host.data / "pool" / "run" / "model")
     host.finish("audit", ["audit", "pool/run", "--proofs", "1"])
     (out / "result.json").write_text(json.dumps(ended))
 

@@ -169,8 +169,9 @@ def main(out: Path) -> None:
     ended = sites.wait(nodes)
     sites.serving["pool"].terminate()
     sites.serving["pool"].wait(START_S)
+    shutil.copytree(out / "trusted" / "learner" / "model", out / "trusted" / "pool" / "model")
     audit = sites.run("trusted", [sys.executable, "-m", "shoal", "audit", "pool", "--rerun", "0"])
-    result = {"ended": ended, "listening_at_home": listening, "inbound": inbound, "audit": audit.splitlines()[-1]}
+    result = {"ended": ended, "listening_at_home": listening, "inbound": inbound, "audit": audit.splitlines()[-2]}
     (out / "result.json").write_text(json.dumps(result))
 
 

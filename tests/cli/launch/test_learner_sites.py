@@ -51,6 +51,6 @@ def test_a_site_is_killed_and_a_site_is_frozen_and_the_run_goes_on(tmp_path: Pat
     assert (out / "meet" / last).read_bytes() == (out / "learner" / last).read_bytes()
     lost = [name for each in rounds(out) for name in {*each["dealt"]} - {*each["kept"]}]
     assert lost.count("site-1") == 1, "the frozen site must lose its share of exactly one batch"
-    audit = [sys.executable, "-m", "shoal", "audit", str(out)]
+    audit = [sys.executable, "-m", "shoal", "audit", str(out), "--rerun", "0"]
     done = subprocess.run(audit, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -20,7 +20,7 @@ NEEDS_VLLM = pytest.mark.skipif(
 )
 ENGINES = pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=NEEDS_VLLM)])
 
-SMALL = ["evaluator.n=16", "tasks.heldout=16"]
+SMALL = ["evaluator.n=16", "tasks.heldout=16", "validator.count=2"]
 
 
 def run(out: Path, *settings: str, lies: Sequence[str], engine: str = "vllm") -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import httpx
 from aiohttp.test_utils import make_mocked_request
 
-from shoal.config import parse
+from shoal.config import Config, parse
 from shoal.coordinator.folder import create_invite
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.http.serving import serve_forever
@@ -76,10 +76,10 @@ class Site:
 class served:
     """Run a coordinator in its own thread."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: Config = CONFIG) -> None:
         self.folder = folder
         self.stop = threading.Event()
-        self.thread = threading.Thread(target=serve_forever, args=(CONFIG, RUN, folder, 0, self.stop))
+        self.thread = threading.Thread(target=serve_forever, args=(config, RUN, folder, 0, self.stop))
 
     def __enter__(self) -> Site:
         (self.folder / ADDRESS).unlink(missing_ok=True)

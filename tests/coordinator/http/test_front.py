@@ -75,7 +75,7 @@ def test_task_data_is_signed_too(site: Site) -> None:
     name = sha256(data).hexdigest()
     (site.folder / "tasks").mkdir(exist_ok=True)
     (site.folder / "tasks" / name).write_bytes(data)
-    answer = site.clients["worker"].get(f"/v1/tasks/{name}")
+    answer = site.clients["validator"].get(f"/v1/tasks/{name}")
     assert answer.content == data
     check_signature(site, answer)
 
@@ -150,11 +150,11 @@ def thrifty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         yield site
 
 
-@pytest.mark.parametrize("path", ["/v1/ledger/0", f"/v1/tasks/{'ab' * 32}"])
-def test_a_workers_reads_of_ledger_and_tasks_are_limited_in_bytes(thrifty: Site, path: str) -> None:
-    (thrifty.folder / "tasks").mkdir(exist_ok=True)
-    (thrifty.folder / "tasks" / ("ab" * 32)).write_bytes(bytes(100_000))
-    greedy, other = thrifty.register("greedy", "worker"), thrifty.register("other", "worker")
+@pytest.mark.parametrize(("role", "path"), [("validator", "/v1/ledger/0"), ("worker", f"/v1/tasks/{'ab' * 32}")])
+def test_a_members_reads_of_ledger_and_tasks_are_limited_in_bytes(thrifty: Site, role: str, path: str) -> None:
+    (thrifty.folder / "tasks" / "public").mkdir(parents=True, exist_ok=True)
+    (thrifty.folder / "tasks" / "public" / ("ab" * 32)).write_bytes(bytes(100_000))
+    greedy, other = thrifty.register("greedy", role), thrifty.register("other", role)
     answers = [greedy.get(path) for _ in range(10)]
     assert answers[0].status_code == 200
     refused(answers[-1], 429, "of answers to this node")

@@ -33,10 +33,13 @@ LIMITS = [("/v1/register", 4 << 10), ("/v1/heartbeat", 32 << 10)]
 
 
 def test_the_runs_description_is_signed_by_the_coordinators_key(site: Site) -> None:
-    signed = Signed.model_validate_json(ANYONE.get(f"{site.url}/v1/run").content)
-    descriptor = RunDescriptor.model_validate_json(signed.open(site.identity.public, domain="run"))
-    assert descriptor.run == RUN and parse(descriptor.config) == CONFIG
-    assert set(descriptor.keys) == set(ROLES) - {"worker"}
+    public = CONFIG.model_copy(update={"tasks": CONFIG.tasks.public("")})
+    served = {"/v1/run": (ANYONE, public), "/v1/config": (site.clients["validator"], CONFIG)}
+    for path, (client, config) in served.items():
+        signed = Signed.model_validate_json(client.get(f"{site.url}{path}").content)
+        descriptor = RunDescriptor.model_validate_json(signed.open(site.identity.public, domain="run"))
+        assert descriptor.run == RUN and parse(descriptor.config) == config
+        assert set(descriptor.keys) == set(ROLES) - {"worker"}
 
 
 def test_health_status_and_metrics_are_public(site: Site) -> None:
@@ -157,7 +160,8 @@ ALLOWED = {
     ("POST", "/v1/bookings"): set(),  # only the operator
     ("POST", "/v1/heartbeat"): set(ROLES),
     ("POST", "/v1/drain"): {"worker"},
-    ("GET", "/v1/ledger/{after}"): set(ROLES),
+    ("GET", "/v1/config"): {"validator", "evaluator"},
+    ("GET", "/v1/ledger/{after}"): {"validator"},
     ("POST", "/v1/heads"): {"validator"},
     ("GET", "/v1/tasks/{sha256}"): set(ROLES),
     ("PUT", "/v1/submissions/{id}"): {"worker"},
@@ -293,7 +297,7 @@ def test_an_unknown_submission_is_not_found_and_an_invalid_number_is_a_bad_reque
     refused(site.clients["worker"].put(path, content=b"x"), 404, "no submission")
     refused(site.clients["learner"].get("/v1/batches/first"), 400, "not a step")
     refused(site.clients["learner"].get("/v1/batches/-1"), 400, "not a step")
-    refused(site.clients["worker"].get("/v1/ledger/x"), 400, "is not the number of an entry")
+    refused(site.clients["validator"].get("/v1/ledger/x"), 400, "is not the number of an entry")
 
 
 # --- bodies ----------------------------------------------------------------------------------------------------------
@@ -419,11 +423,13 @@ def test_a_request_cannot_be_replayed_after_a_restart(tmp_path: Path) -> None:
 
 def test_members_get_task_data_by_its_hash_only(site: Site) -> None:
     name = "ab" * 32
-    (site.folder / "tasks").mkdir(exist_ok=True)
+    (site.folder / "tasks" / "public").mkdir(parents=True, exist_ok=True)
     (site.folder / "tasks" / name).write_bytes(b"tasks" * 1_000)
+    (site.folder / "tasks" / "public" / name).write_bytes(b"prompts" * 1_000)
     (site.folder / "tasks" / "built.json").write_text("{}")
     for role in ROLES:
-        assert site.clients[role].get(f"/v1/tasks/{name}").content == b"tasks" * 1_000
+        what = b"tasks" if role in ("validator", "evaluator") else b"prompts"
+        assert site.clients[role].get(f"/v1/tasks/{name}").content == what * 1_000
     for other in ("cd" * 32, "built.json", "..%2fidentity.pem", name.upper(), name + "0"):
         assert site.clients["worker"].get(f"/v1/tasks/{other}").status_code == 404
     refused(ANYONE.get(f"{site.url}/v1/tasks/{name}"), 401)

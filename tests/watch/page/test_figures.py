@@ -86,9 +86,9 @@ def test_held_out_accuracy_has_priority_over_the_reward() -> None:
     [
         ({}, "Nothing checked yet", "There is no verdict yet."),
         (
-            {"reject_reasons": {"proof": 2, "reward": 1, "unreadable": 5}},
+            {"reject_reasons": {"proof": 2, "tasks": 1, "unreadable": 5}},
             "Suspected",
-            "Provably false: 3 rejected: 2 proof, 1 reward.",
+            "Provably false: 3 rejected: 2 proof, 1 tasks.",
         ),
         (
             {"reject_reasons": {"proof": 1}, "slashed": ["bob"]},

@@ -1,9 +1,10 @@
 """Audit a run: check the chain, its end, and every entry and file; recompute samples; report contributions.
 
-Invariants: the audit stops at the first broken link. A ledger entry or a table row explains each eviction, dismissal
-and suspension. Rows are only the coordinator's claims, so they are compared with each other and with the ledger.
-Contributions are counted only from files that passed. If the run has a contract on a chain, that contract holds every
-ledger entry about accounts.
+Invariants: every claim of the ledger (a digest, file, version, table, head, amount) ends as yes, no or not compared, and
+`Checks` counts all three. The audit stops at the first "no", a broken link. A ledger entry or a table row explains each
+eviction, dismissal and suspension. Rows are only the coordinator's claims, so they are compared with each other and with
+the ledger. Contributions are counted only from files that passed. If the run has a contract on a chain, that contract
+holds every ledger entry about accounts.
 Left out: entries that other runs settled in the same contract.
 """
 
@@ -11,12 +12,13 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 from shoal.cli.audit.files import check_files
 from shoal.cli.audit.pay import AuditState
-from shoal.cli.audit.run import AuditedRun, BrokenError, check_end, check_heads, checking, open_run, settings_of
+from shoal.cli.audit.run import AuditedRun, BrokenError, Checks, check_end, check_heads, checking, open_run, settings_of
 from shoal.cli.audit.walk import Walk
 from shoal.coordinator.checkers import MISMATCHES
 from shoal.coordinator.judgement import ACCIDENTS
@@ -42,6 +44,7 @@ def audit(
     rerun: int = 1,
     proofs: int = 4,
     rpc: str = "",
+    checks: Checks | None = None,
 ) -> AuditState:
     """Check a whole run and print a report. Raise BrokenError.
 
@@ -49,15 +52,18 @@ def audit(
     the ledger as JSON lines, instead of the database. `unsealed`: accept a ledger whose coordinator still runs or was
     killed. `rerun`: how many steps to train again. `proofs`: how many accepted submissions to judge again for each of
     these steps; 0: judge no submissions and no hard rejections. `rpc`: a node of the chain that holds the run's
-    contract; "": the node in the run's config.
+    contract; "": the node in the run's config. `checks`: counts the outcomes.
     """
-    run = open_run(folder, key=key, export=export)
+    checks = checks or Checks()
+    run = replace(open_run(folder, key=key, export=export), checks=checks)
+    checks.passed += len(run.chain)
     say(f"run {run.run}, coordinator {run.key}")
     signed = check_heads(run, heads)
+    checks.passed += len(signed) + len(heads)
     sealed = check_end(run, unsealed=unsealed)
     newest = f"{run.chain[-1].seq}:{run.chain[-1].digest}"
     say(f"ledger: {len(run.chain)} entries, head {newest}; {len(signed)} co-signed heads")
-    say("tables: as sealed" if sealed else "tables: not compared, because they are not sealed")
+    say("tables: as sealed" if sealed else "tables: not compared")
     walk = Walk(run)
     state = walk.walk()
     if sealed and run.connection is not None:
@@ -75,8 +81,8 @@ def audit(
     for line in lines:
         say(line)
     _recompute(run, state, rerun, proofs, random, say)
-    for what, count in state.unproven.items():
-        say(f"not checked: {count} {what}")
+    for what, count in (checks.needed + checks.unproven).items():
+        say(f"{'NOT COMPARED' if what in checks.needed else 'not compared'}: {count} {what}")
     for line in [*by_step(state), *by_node(state)]:
         say(line)
     return state
@@ -88,30 +94,27 @@ def _recompute(run: AuditedRun, state: AuditState, steps: int, proofs: int, rand
 
     if line := judge_rejections(run, state, limit=proofs):
         say(line)
-    if not steps:
-        return
-    possible, reached = rerunnable_steps(run, state), {0}  # `reached`: steps whose state a step trained again gives
-    for step in sorted(random.sample(possible, min(steps, len(possible)))):
+    wanted, compared, reached = min(steps, len(state.records)), set[int](), {0}
+    possible = rerunnable_steps(run, state) if wanted else []
+    for step in random.sample(possible, len(possible)):  # more than wanted, if the first ones cannot be compared
+        if len(compared) == wanted:
+            break
         with tempfile.TemporaryDirectory() as scratch, rerun(run, state, step, Path(scratch)) as result:
+            say(f"step {step + 1}: trained again; {result.outcome}")
             if result.compared:
-                same = "and the optimizer's state are" if result.state_compared else "is"
-                say(f"step {step + 1}: trained again; version {step + 1} {same} the same to the last bit")
-            else:
-                differs = [name for name, value in result.here if value != getattr(result.learner, name)]
-                why = f"because here these differ from the learner's: {', '.join(differs)}"
-                say(f"step {step + 1}: trained again, but not compared, {why}")
-            if step not in reached:
-                say(f"step {step + 1}: the optimizer's state before it is the learner's claim")
+                compared.add(step)
             if result.state_compared:
                 reached.add(step + 1)
             of_version = [submission for submission in state.accepted.values() if submission.version == step]
             sample = random.sample(of_version, min(proofs, len(of_version)))
-            judge_again(run, state, sample, result.before, result.learner.dtype)
+            judge_again(run, state, sample, result.before, result.dtype)
             say(f"proofs: {len(sample)} of {len(of_version)} submissions of version {step} judged again, all accepted")
-    if not possible:
-        say(
-            "steps: none can be trained again, because no checkpoint is left, or because several ranks or sites trained"
-        )
+            state.checks.passed += len(sample) + result.compared + result.state_compared
+    for step in sorted(compared - reached):  # `reached`: the steps before which the optimizer's state was compared
+        state.checks.unproven[f"states of the optimizer: that before step {step + 1} is the learner's claim"] += 1
+    if lacking := wanted - len(compared):
+        why = "a checkpoint or the weights after the step are gone, or several sites trained"
+        state.checks.needed[f"steps to train again, with proofs of their versions: {why}"] += lacking
 
 
 # --- members' states in the tables -----------------------------------------------------------------------------------
@@ -119,8 +122,9 @@ def _recompute(run: AuditedRun, state: AuditState, steps: int, proofs: int, rand
 
 def check_members(run: AuditedRun, state: AuditState, dismissed: Set[str], connection: Connection) -> None:
     """Compare members' states with the ledger. `dismissed`: workers that an entry dismisses. Raise BrokenError."""
-    missed = Submissions(connection).count_missed()
-    for node in Nodes(connection).all():
+    missed, nodes = Submissions(connection).count_missed(), Nodes(connection).all()
+    state.checks.passed += len(nodes)
+    for node in nodes:
         link = f"table nodes: {node.name}"
         if node.role == "worker":
             if node.evicted != (node.key in state.slashed):
@@ -162,6 +166,7 @@ def check_settled(run: AuditedRun, rpc: str) -> str:
     with checking("config.toml"):
         rpc = rpc or settings_of(run.folder).ledger.rpc
     if not rpc:
+        run.checks.unproven["contracts: no node of the chain is known"] += 1
         return f"chain: the contract {section.contract} is not compared; name a node of its chain with --rpc"
     from shoal.ledger.evm import open_contract
 
@@ -179,6 +184,7 @@ def check_settled(run: AuditedRun, rpc: str) -> str:
         which = f"entry {lacking[0].seq} ({lacking[0].kind}) of the ledger, and {len(lacking) - 1} more"
         settle = "if the chain was unreachable, settle them: shoal pool stake settle RUN"
         raise BrokenError(link, f"lacks {which}; {settle}")
+    run.checks.passed += 1
     foreign = sum(event[0] != "registered" and event[1] in members and event[2] not in digests for event in known)
     entries = sum(entry.kind in KINDS for entry in run.chain)
     more = (

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from random import Random, SystemRandom
+from typing import TYPE_CHECKING
 
 from shoal import config as config_module
 from shoal.cli.arguments import PUBLIC_KEY, Commands, add_command, add_threads, say, whole
 from shoal.cli.serve import audit_reply
 from shoal.errors import UserError
 
+if TYPE_CHECKING:
+    from shoal.store.rollouts import Header
+
 COUNT = whole(0, 1_000_000)
+NOT_COMPARED = 5  # exit status: nothing is broken, but something that matters was not compared
 PARQUET = b"PAR1"  # the first bytes of a Parquet file
 
 
@@ -75,8 +81,9 @@ def _check_run(arguments: argparse.Namespace) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from shoal.cli.audit.audit import audit as check
-    from shoal.cli.audit.run import BrokenError
+    from shoal.cli.audit.run import BrokenError, Checks
 
+    checks = Checks()
     try:
         check(
             arguments.what,
@@ -89,12 +96,15 @@ def _run(arguments: argparse.Namespace) -> int:
             rerun=arguments.rerun,
             proofs=arguments.proofs,
             rpc=arguments.rpc,
+            checks=checks,
         )
     except BrokenError as error:
         say(f"BROKEN {error}")
+        say(checks.count(failed=1))
         return 1
-    say("the audit found no broken link")
-    return 0
+    say("the audit found no broken link" + (", but it could not compare all that matters" if checks.needed else ""))
+    say(checks.count())
+    return NOT_COMPARED if checks.needed else 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -123,7 +133,11 @@ def _submission(data: bytes, arguments: argparse.Namespace) -> int:
         weights = arguments.weights or by_hand.find_weights(arguments.run, header.policy_version)
         by_hand.check_weights(weights, header.policy_version)
         picked, _ = dtype.pick(settings.model.dtype, settings.model.device)
-        status, lines = by_hand.verify(data, header, settings, weights, picked)
+        assigned = _assigned(arguments.run, header)
+        if isinstance(assigned, str):
+            say(assigned)
+            return by_hand.REJECTED
+        status, lines = by_hand.verify(data, header, settings, weights, picked, assigned)
     except RolloutFileError as error:
         say(f"unreadable: {error}")
         return by_hand.UNREADABLE
@@ -135,3 +149,26 @@ def _submission(data: bytes, arguments: argparse.Namespace) -> int:
         )
     say("\n".join(lines))
     return status
+
+
+def _assigned(run: Path, header: Header) -> Header | str | None:
+    """Return the header that an honest file of this task has, by the run's ledger and tables; None without a database.
+
+    Return the reason for a rejection if the run did not assign this task.
+    """
+    from shoal.cli.audit.run import DATABASE, coordinator_folder
+    from shoal.coordinator.submissions import Submissions
+    from shoal.ledger.connection import open_sqlite
+    from shoal.ledger.table import Ledger
+
+    path, id = coordinator_folder(run) / DATABASE, f"{header.worker[:16]}-{header.submission:06d}"
+    if not path.is_file():
+        return None
+    connection = open_sqlite(path, read_only=True)
+    task = Submissions(connection).get(id)
+    if task is None:
+        return f"rejected: the run in {run} assigned no submission {id}"
+    facts = {name: getattr(task, name) for name in ("worker", "step", "nonce", "groups")}
+    facts |= {"submission": task.number, "policy_version": task.version, "policy_digest": task.digest}
+    started = json.loads(next(Ledger(connection).every_row()).body)
+    return header.model_copy(update=facts | {"run": started["run"]})

@@ -3,18 +3,18 @@
     coordinator/store     each file's name is its hash; every upload in the sealed table exists
     coordinator/tasks     each file's name is its hash; the config's manifest and every file that it lists exist
     origin/store          manifests have the origin's signature and the digests in the ledger; every shard matches
-    learner/versions      weights match the learner's record, and complete folders match their manifests
-    learner/model         the last version, with any adapters merged
+    learner/versions      weights match the learner's record, and the folder's files give exactly the digest in the ledger
+    model, learner/model  the last version, with any adapters merged
     learner/checkpoints   files match the learner's signature
     config.toml, metrics.jsonl, evaluations.jsonl    match the ledger and the sealed history
 
-Invariant: every file in these places is checked completely. A run deletes its older versions and checkpoints, so those may
-be missing, but the newest ones of a finished run must exist.
+Invariant: every file in these places is checked completely, and what the ledger names but the folder lacks is counted as
+not compared. A run deletes its older versions and checkpoints, so those may be missing, but the newest ones of a
+finished run must exist.
 Left out: caches of other nodes, logs, pictures and the summary, on which nothing depends.
 """
 
 import json
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -23,14 +23,14 @@ from safetensors import SafetensorError
 from shoal.cli.audit.pay import AuditState
 from shoal.cli.audit.run import AuditedRun, BrokenError, checking, read_config
 from shoal.coordinator.database import HistoryTable as History
-from shoal.coordinator.database import Kind, config_text
+from shoal.coordinator.database import config_text
 from shoal.coordinator.submissions import Submissions
 from shoal.files import file_digest
 from shoal.learner.report import CHECKPOINT, SIGNED
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import CheckpointRecord
-from shoal.shardcast.files import StreamFiles
-from shoal.shardcast.manifest import Manifest, parse_version, version_name
+from shoal.shardcast.manifest import parse_version, version_name
+from shoal.shardcast.origin import digest_of
 from shoal.shardcast.store import ShardStore
 from shoal.store.folder import HASH, Folder
 from shoal.tasks.taskset import TaskManifest
@@ -39,17 +39,16 @@ WEIGHTS = "model.safetensors"
 
 
 def check_files(run: AuditedRun, state: AuditState) -> list[str]:
-    """Check the places listed at the top of this file. Return a line for each that exists. Raise BrokenError."""
-    manifests = _origin(run, state)
-    origin = f"origin: every manifest and shard of {len(manifests)} versions"
-    lines = [_store(run), _tasks(run), origin, *_versions(run, state, manifests), *_checkpoints(run, state)]
-    return [line for line in [*lines, *_records(run)] if line]
+    """Check the places listed at the top of this file. Return a line for each. Raise BrokenError."""
+    published = _origin(run, state)
+    lines = [_store(run, state), _tasks(run, state), f"origin: every manifest and shard of {len(published)} versions"]
+    return [*lines, _versions(run, state, published), _checkpoints(run, state), _records(run, state)]
 
 
 # --- the coordinator's files -----------------------------------------------------------------------------------------
 
 
-def _store(run: AuditedRun) -> str:
+def _store(run: AuditedRun, state: AuditState) -> str:
     """Check every file if the store is a folder; if it is a bucket, check every file that the tables name."""
     folder = run.store if isinstance(run.store, Folder) else None
     files = sorted(folder.root.glob("*/*.parquet")) if folder else []
@@ -66,13 +65,15 @@ def _store(run: AuditedRun) -> str:
                 named += 1
                 with checking(link):
                     run.store.get(kind, name)
-    return f"store: {len(files) if folder else named} files"
+    state.checks.passed += (count := len(files) if folder else named)
+    return f"store: {count} files"
 
 
-def _tasks(run: AuditedRun) -> str:
+def _tasks(run: AuditedRun, state: AuditState) -> str:
     folder, digest = run.coordinator / "tasks", run.config.tasks.digest
     if not digest:
-        return ""
+        state.checks.unproven["task sets: the ledger names no digest of them"] += 1
+        return "tasks: not compared"
     with checking(f"task file {digest[:16]}"):
         manifest = TaskManifest.decode((folder / digest).read_bytes())
     chunks = [chunk for source in manifest.sources for chunk in source.chunks] + manifest.heldout
@@ -82,38 +83,38 @@ def _tasks(run: AuditedRun) -> str:
         with checking(f"task file {name[:16]}"), (folder / name).open("rb") as file:
             if sha256(file.read()).hexdigest() != name:
                 raise BrokenError(f"task file {name[:16]}", "its content does not match its name")
+    state.checks.passed += len(names)
     return f"tasks: {len(names)} files"
 
 
-def _records(run: AuditedRun) -> list[str]:
+def _records(run: AuditedRun, state: AuditState) -> str:
     """Check the config and the metrics beside the coordinator's folder."""
-    path = run.folder / "config.toml"
-    if (
-        path.is_file() or run.folder != run.coordinator
-    ):  # `shoal run` writes it; a coordinator's own folder may have none
+    checks, compared, path = state.checks, [], run.folder / "config.toml"
+    if path.is_file() or run.folder != run.coordinator:  # a coordinator's own folder may have none
         with checking(path.name):
             if config_text(read_config(path.read_text(), path.name)) != config_text(run.config):
                 raise BrokenError(path.name, "differs from the config in the ledger")
-    if run.connection is None or run.chain[-1].kind != "sealed":
-        return []
-    figures: list[tuple[str, Kind, Callable[[str], str]]] = [
-        ("metrics.jsonl", "step", _metrics),
-        ("evaluations.jsonl", "evaluation", str),
-    ]
+        compared.append(path.name)
+    figures: dict[str, list[str]] = {}
+    if run.connection is not None and run.chain[-1].kind == "sealed":
+        history = History(run.connection)
+        figures["metrics.jsonl"] = [_metrics(body) for body in history.bodies("step")]
+        figures["evaluations.jsonl"] = list(history.bodies("evaluation"))
     folders = [run.folder, run.coordinator]
     if run.coordinator.resolve().name == "coordinator":
         folders.append(run.coordinator.resolve().parent)  # `shoal run` writes them there
-    for name, kind, line in figures:
+    for name, rows in figures.items():
         found_at = next((folder / name for folder in folders if (folder / name).is_file()), None)
-        rows = [line(body) for body in History(run.connection).bodies(kind)]
-        if found_at is None:
-            if rows:
-                raise BrokenError(name, "missing")
-            continue
+        if found_at is None and rows:
+            raise BrokenError(name, "missing")
         with checking(name):
-            if sorted(found_at.read_text().removesuffix("\n").split("\n")) != sorted(rows or [""]):
+            text = found_at.read_text() if found_at else ""
+            if sorted(text.removesuffix("\n").split("\n")) != sorted(rows or [""]):
                 raise BrokenError(name, "differs from the history in the database")
-    return ["config.toml, metrics.jsonl, evaluations.jsonl: as recorded"]
+        compared.append(name)
+    checks.passed += len(compared)
+    checks.unproven["copies of the config and the metrics: they, or sealed tables, are not here"] += 3 - len(compared)
+    return f"{', '.join(compared)}: as recorded" if compared else "config.toml, metrics: not compared"
 
 
 def _metrics(body: str) -> str:
@@ -124,11 +125,12 @@ def _metrics(body: str) -> str:
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def _origin(run: AuditedRun, state: AuditState) -> dict[int, Manifest]:
-    """Return the verified manifests by version."""
+def _origin(run: AuditedRun, state: AuditState) -> set[int]:
+    """Return the versions whose manifest and shards are verified."""
     root = run.folder / "origin" / "store"
     if not root.is_dir():
-        return {}
+        state.checks.unproven["versions as the origin serves them: its store is not here"] += len(state.policies)
+        return set()
     store = ShardStore(root)
     with checking("origin/store/versions.json"):
         listed = store.versions()
@@ -138,7 +140,6 @@ def _origin(run: AuditedRun, state: AuditState) -> dict[int, Manifest]:
     newest = max(state.policies, default=None)
     if newest is not None and newest not in versions:
         raise BrokenError(f"origin/store/v{newest:06d}", "missing, though it is the newest published version")
-    manifests = {}
     for version in sorted(versions):
         link = f"manifest of version {version}"
         with checking(link):
@@ -154,39 +155,46 @@ def _origin(run: AuditedRun, state: AuditState) -> dict[int, Manifest]:
         if missing:
             part, shard = missing[0]
             raise BrokenError(f"shard {shard.index} ({part}) of version {version}", "missing or changed")
-        manifests[version] = manifest
-    return manifests
+    state.checks.passed += len(versions)
+    if gone := state.policies.keys() - versions:
+        state.checks.unproven["versions as the origin serves them: it dropped them"] += len(gone)
+    return versions
 
 
-def _versions(run: AuditedRun, state: AuditState, manifests: dict[int, Manifest]) -> list[str]:
-    root = run.folder / "learner"
-    if not root.is_dir():
-        return []
-    folders = [
-        (version, path) for path in root.glob("versions/v*") if (version := parse_version(path.name)) is not None
-    ]
-    models: list[Path] = []
-    if len(state.records) == run.config.run.steps:
-        models = [path for path in (root / "model", run.folder / "model") if path.is_dir()]
-        if not models:
+def _versions(run: AuditedRun, state: AuditState, published: set[int]) -> str:
+    root, last = run.folder / "learner", run.config.run.steps
+    named = [(parse_version(path.name), path) for path in sorted(root.glob("versions/v*"))]
+    folders = [(version, path) for version, path in named if version is not None]
+    models = [path for path in (root / "model", run.folder / "model") if path.exists()] if state.has_ended else []
+    if state.has_ended and not models:
+        if run.folder != run.coordinator and run.chain[-1].kind == "sealed":  # otherwise a kill may have been earlier
             raise BrokenError("model", "missing, although a finished run keeps it")
-        if run.config.learner.lora is None:
-            folders += [(run.config.run.steps, path) for path in models]
-    digests = {record.step + 1: record.after for record in state.records}
-    if state.records:
-        digests[0] = state.records[0].before
-    for version, folder in sorted(folders):
-        link = f"{folder.relative_to(run.folder)}"
-        with checking(link):
-            if version in digests and file_digest(folder / WEIGHTS) != digests[version]:
-                raise BrokenError(link, "not the weights that the learner recorded")
-            manifest = manifests.get(version)
-            if manifest is not None and not StreamFiles(folder, manifest.files).match(manifest.content):
-                raise BrokenError(link, "not the files that the origin published")
-    if run.config.learner.lora is not None:
+        state.checks.needed["trained models: it is not in this folder; copy it there as model/"] += 1
+    if run.config.learner.lora is None:
+        folders += [(last, path) for path in models]
+    elif models:
         for path in models:
-            _check_merged(root / "versions" / version_name(run.config.run.steps), path, run)
-    return [f"learner: weights of {len(folders)} versions"]
+            _check_merged(root / "versions" / version_name(last), path, run)
+        state.checks.passed += len(models)
+        state.checks.unproven["copies of the adapters for peft: learner/adapter"] += 1
+    weights = {record.step + 1: record.after for record in state.records}
+    if state.records:
+        weights[0] = state.records[0].before
+    for version, folder in folders:
+        link = str(folder.relative_to(run.folder))
+        with checking(link):
+            if version in weights and file_digest(folder / WEIGHTS) != weights[version]:
+                raise BrokenError(link, "not the weights that the learner recorded")
+            digest = state.policies.get(version)
+            if next(folder.rglob(".*"), None) or digest not in (None, digest_of(folder, run.run, version)):
+                raise BrokenError(link, "not exactly the files that the origin published")  # no hidden ones, either
+        state.checks.passed += (version in weights) + (digest is not None)
+    if models and last not in state.policies:
+        state.checks.needed[f"files beside the model's weights: version {last} was not published"] += 1
+    kept = {version for version, _ in folders}
+    if gone := len(state.policies.keys() - kept - published) + len(weights.keys() - kept):
+        state.checks.unproven["digests of versions and of their weights: their files are gone"] += gone
+    return f"learner: weights of {len(folders)} versions"
 
 
 def _check_merged(version: Path, model: Path, run: AuditedRun) -> None:
@@ -205,12 +213,14 @@ def _check_merged(version: Path, model: Path, run: AuditedRun) -> None:
             raise BrokenError(link, f"{name} is not what merging the last version's adapters gives")
 
 
-def _checkpoints(run: AuditedRun, state: AuditState) -> list[str]:
+def _checkpoints(run: AuditedRun, state: AuditState) -> str:
     root = run.folder / "learner" / "checkpoints"
     folders = sorted(root.glob("step-*")) if root.is_dir() else []
     steps = run.config.run.steps
-    if len(state.records) == steps and (run.folder / "learner").is_dir() and not (root / f"step-{steps:06d}").is_dir():
-        raise BrokenError(f"learner/checkpoints/step-{steps:06d}", "missing, although a finished run keeps it")
+    if state.has_ended and not (root / f"step-{steps:06d}").is_dir():
+        if (run.folder / "learner").is_dir() and run.chain[-1].kind == "sealed":
+            raise BrokenError(f"learner/checkpoints/step-{steps:06d}", "missing, although a finished run keeps it")
+        state.checks.unproven["checkpoints: the last one is not here"] += 1
     for folder in folders:
         link = str(folder.relative_to(run.folder))
         with checking(link):
@@ -224,4 +234,5 @@ def _checkpoints(run: AuditedRun, state: AuditState) -> list[str]:
             changed = [name for name in record.files | digests if digests.get(name) != record.files.get(name)]
             if changed:
                 raise BrokenError(f"{link}/{changed[0]}", "differs from the file that the learner signed")
-    return [f"learner: {len(folders)} checkpoints"]
+    state.checks.passed += len(folders)
+    return f"learner: {len(folders)} checkpoints"

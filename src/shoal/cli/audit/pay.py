@@ -19,12 +19,11 @@ Left out: the operator's reason to readmit a worker, because no entry states it.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.cli.audit.run import BrokenError, first_three
+from shoal.cli.audit.run import BrokenError, Checks, first_three
 from shoal.config import Config
 from shoal.coordinator.trust import DISMISSAL_NATS, bets, shared_evidence
 from shoal.evidence import Process
@@ -90,7 +89,7 @@ class AuditState:
     records: list[StepRecord] = field(default_factory=list)
     configs: list[Config] = field(default_factory=list)  # by step: a resumed run may have another config
     batched: set[tuple[str, int]] = field(default_factory=set)
-    unproven: Counter[str] = field(default_factory=Counter)  # what could not be checked -> how often
+    checks: Checks = field(default_factory=Checks)
 
     @property
     def has_ended(self) -> bool:

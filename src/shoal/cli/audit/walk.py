@@ -46,7 +46,7 @@ BAD_FILE = (Reason.UNREADABLE, Reason.SIGNATURE, Reason.CONTEXT)  # the file is 
 class Walk:
     def __init__(self, run: AuditedRun) -> None:
         self.run = run
-        self.state = AuditState(run.config)
+        self.state = AuditState(run.config, checks=run.checks)
         self.pay = Pay(self.state)
         self.book = Book()  # the accounts in this ledger
         self._quarantine: Quarantine | None = None
@@ -76,6 +76,8 @@ class Walk:
                         check(body)
                     if event := read_event(entry):
                         self.book.apply(event, entry.time_s)
+                    # with each entry, the files or the record that it names are checked
+                    self.state.checks.passed += {"accepted": 3, "rejected": 2, "trained": 2}.get(entry.kind, 1)
         finally:
             if self._quarantine is not None:
                 self._quarantine.close()
@@ -127,8 +129,8 @@ class Walk:
         if (sum(counted), len(groups)) != (body["tokens"], body["groups"]):
             raise ValueError(f"credits {body['tokens']} tokens of {id}, whose accepted file has {sum(counted)}")
         opinion, _ = self._opinions(id, body)
-        if opinion.reason is not None or opinion.accepted != body["accepted"]:
-            raise ValueError(f"accepts {id}, but the opinion that stands does not accept this file")
+        if (opinion.reason, opinion.accepted, opinion.tokens) != (None, body["accepted"], body["tokens"]):
+            raise ValueError(f"accepts {id}, but the opinion that stands does not accept this file with these tokens")
         names = ("worker", "validator", "step", "version", "nonce", "full", "file", "accepted")
         self.state.accepted[id] = Accepted(
             **{name: body[name] for name in names},
@@ -162,7 +164,7 @@ class Walk:
         if fault and reason not in BAD_FILE:
             raise ValueError(f"rejects {id} as {reason}, but the worker did not sign this file for the task: {fault}")
         if not fault and reason in BAD_FILE:
-            self.state.unproven[f"rejections as {reason} of files that are whole and signed for their task"] += 1
+            self.state.checks.unproven[f"rejections as {reason} of files that are whole and signed for their task"] += 1
         self.state.rejected[id] = rejection
         self.pay.rejected(id, rejection, opinion)
 
@@ -312,4 +314,4 @@ def _limits(config: Config) -> FileLimits:
 
 def _copied(row: Rollout | AcceptedRollout) -> tuple[object, ...]:
     """Return the fields that a validator copies from a worker's row."""
-    return row.group, row.task, row.tokens, row.turns
+    return row.group, row.tokens, row.turns

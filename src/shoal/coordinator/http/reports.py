@@ -100,7 +100,7 @@ def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) 
 
 def _grading(db: Database, groups: int) -> Grading:
     recent, errors = db.grades.recent(groups)
-    return Grading(total=db.grades.total(), recent=recent, errors=errors, error=db.grades.newest_error())
+    return Grading(total=db.grades.total(), recent=recent, errors=errors)
 
 
 def _nodes(db: Database, config: Config) -> list[NodeStatus]:

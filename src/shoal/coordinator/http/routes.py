@@ -3,7 +3,8 @@
 Invariant: `/healthz`, `/metrics`, `/v1/run`, `/v1/offer`, `/v1/status` and `/v1/history` are public. Every other route
 needs a fresh signature. `/v1/register` accepts any key that sends an invite. `/v1/bookings` accepts only the coordinator's
 own key, which its operator has. All other routes accept only registered keys of the roles in the table.
-A banned key may only send heartbeats, which tell it so, and read the task data that its node may need until it knows.
+A banned key may only send heartbeats, which tell it so, and read the prompts that its worker may need until it knows.
+Only nodes that grade can read answers, rewards and the settings of both. Others get prompts, which are other files.
 `protocol.server` has the code that all routes share; `files` has the routes of rollout files.
 """
 
@@ -21,10 +22,11 @@ from shoal.config import Config
 from shoal.coordinator.assignment import nonce_secret
 from shoal.coordinator.credit import BookedStakes, ChainStakes, Settlement
 from shoal.coordinator.database import PoolError
-from shoal.coordinator.folder import OPEN_INVITE, TASKS, open_state
+from shoal.coordinator.folder import BUILT, OPEN_INVITE, SERVED, TASKS, open_state
 from shoal.coordinator.http.files import FileRoutes, open_bucket
 from shoal.coordinator.http.reports import CachedBody, read_metrics, read_offer, read_status
 from shoal.coordinator.pool import Pool
+from shoal.files import read_json
 from shoal.ledger.connection import DatabaseFullError, DatabaseLostError
 from shoal.ledger.table import Ledger
 from shoal.protocol import messages
@@ -74,7 +76,8 @@ class Coordinator:
         self.store = Folder(folder / "store")
         self.store.clean()
         self.files = FileRoutes(config, self.pool, self.store, open_bucket(config), self.admission)
-        self.folder = folder
+        self.folder, built = folder, folder / BUILT
+        self.served = config.tasks.public(read_json(built)["public"] if built.exists() else "")
         self._grants: dict[str, tuple[float, str]] = {}  # by key: expiry and grant
 
     def status(self) -> Status:
@@ -101,7 +104,8 @@ class Coordinator:
         learning = pool.learning
         verdict_bytes = MAX_REPORT_BYTES + self.config.workers.largest * MAX_SAMPLE_BYTES
         queries: list[tuple[str, Callable[[Mapping[str, str]], Answer], Sequence[Role]]] = [
-            ("/v1/ledger/{after}", lambda path: self._ledger(_number(path["after"], "the number of an entry")), every),
+            ("/v1/config", lambda _: self._described(self.config), m.GRADING),
+            ("/v1/ledger/{after}", lambda path: self._ledger(path["after"]), ["validator"]),
             ("/v1/batches/{step}", lambda path: pool.batches.of_step(_number(path["step"], "a step")), ["learner"]),
         ]
         app = web.Application()
@@ -137,11 +141,12 @@ class Coordinator:
         return web.json_response({"run": self.run, "protocol": messages.VERSION})
 
     async def _run(self, request: web.Request) -> web.Response:
-        private = {"coordinator": {"database"}, "ledger": {"rpc", "key_file"}}
-        config = self.config.model_dump(exclude=private)
-        descriptor = messages.RunDescriptor(
-            protocol=messages.VERSION, run=self.run, config=config, keys=self.pool.members.keys()
-        )
+        return self._described(self.config.model_copy(update={"tasks": self.served}))
+
+    def _described(self, config: Config) -> web.Response:
+        fields = config.model_dump(exclude={"coordinator": {"database"}, "ledger": {"rpc", "key_file"}})
+        keys = self.pool.members.keys()
+        descriptor = messages.RunDescriptor(protocol=messages.VERSION, run=self.run, config=fields, keys=keys)
         signed = Signed.make(self.identity, descriptor.model_dump_json(), domain="run")
         return web.json_response(text=signed.model_dump_json())
 
@@ -207,16 +212,16 @@ class Coordinator:
         return Ok()
 
     async def _task_data(self, request: Request) -> Answer:
-        """Return the task set's manifest, one of its chunks, or a reward's source. The client checks the hash."""
-        name = request.match["sha256"]
-        path = self.folder / TASKS / name
+        """Return a manifest, a chunk, or a file of the user's code. The client checks the hash."""
+        name, grades = request.match["sha256"], self.pool.members.role(request.key) in messages.GRADING
+        path = self.folder / (TASKS if grades else SERVED) / name
         if not SHA256.fullmatch(name) or not path.is_file():
             raise PoolError(f"no task data {name[:64]!r} here", 404)
         self.admission.pace.moved(request.key, path.stat().st_size)
         return web.FileResponse(path)
 
-    def _ledger(self, after: int) -> Answer:
-        return web.Response(body=self.pool.ledger_page(after))
+    def _ledger(self, after: str) -> Answer:
+        return web.Response(body=self.pool.ledger_page(_number(after, "the number of an entry")))
 
     async def _claim(self, request: Request) -> Answer:
         claim = messages.ClaimRequest.model_validate_json(request.body)

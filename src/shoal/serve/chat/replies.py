@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.config import Config
+from shoal.config.section import GreedyOrWarm
 from shoal.serve import proof
 from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, ConversationReader, Conversations
 from shoal.serve.errors import BusyError, ReplyError
@@ -36,7 +37,7 @@ class ReplyForm(BaseModel):
     content: Annotated[str, Field(min_length=1, max_length=MESSAGE_CHARACTERS)] | None = None
     parent: Annotated[str, Field(max_length=40)] | None = None
     models: Annotated[list[Annotated[str, Field(max_length=300)]], Field(min_length=1, max_length=2)]
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    temperature: Annotated[float, GreedyOrWarm, Field(ge=0, le=2)] = 1.0
     max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     target: Annotated[int, Field(ge=0, le=1 << 20)] = 0
     as_trained: bool = False

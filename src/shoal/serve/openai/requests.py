@@ -10,13 +10,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from shoal.config.section import GreedyOrWarm
 from shoal.serve.detokenizer import MAX_STOP_CHARACTERS, MAX_STOPS
 from shoal.serve.errors import RequestError
 
 LongText = Annotated[str, Field(max_length=400_000)]
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 # Without `fail_fast` a list of a million wrong values produces a million errors.
-Tokens = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
+Tokens = Annotated[list[Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]], Field(max_length=1 << 20, fail_fast=True)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 One = Annotated[float, Field(ge=1, le=1)]
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -75,7 +76,7 @@ class CommonParams(RequestFields):
     """Parameters of both routes. Those of type Any do not affect the reply and are ignored."""
 
     model: Annotated[str, Field(max_length=300)]
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, GreedyOrWarm, Field(ge=0, le=2)] | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
@@ -109,8 +110,8 @@ class TextFormat(RequestFields):
 
 class ChatRequest(CommonParams):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2000, fail_fast=True)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 63)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 63)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -149,7 +150,7 @@ class CompletionRequest(CommonParams):
         | Annotated[list[LongText], Field(max_length=64, fail_fast=True)]
         | Annotated[list[Tokens], Field(max_length=64, fail_fast=True)]
     )
-    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 63)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Literal[1] | None = None

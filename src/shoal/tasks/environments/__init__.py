@@ -10,7 +10,7 @@ from shoal.tasks.environments.conversation import Conversation, responder
 from shoal.tasks.environments.python import Python
 from shoal.tasks.task import Environment, GradeError
 from shoal.tasks.taskset import TaskSet
-from shoal.tasks.user_code import UserCode, UserEnvironment, is_user_code, program_limits
+from shoal.tasks.user_code import SERVED, UserCode, UserEnvironment, is_user_code, program_limits
 
 __all__ = ["Conversation", "Environment", "close", "environments_of", "responder", "try_out"]
 
@@ -50,7 +50,8 @@ def try_out(config: Config, task_set: TaskSet) -> None:
                 except (GradeError, SandboxError) as error:
                     raise ConfigError(
                         f"source {task.source}: the environment {environment.code.name} fails in a trial on task "
-                        f"{task.id} with the turn {turn[:80]!r}: {error}; correct the class"
+                        f"{task.id} with the turn {turn[:80]!r}: {error}; correct the class (it sees only "
+                        f"{', '.join(SERVED)}, because workers have no other fields)"
                     ) from error
     finally:
         close(environments)

@@ -66,7 +66,7 @@ class Conversation:
         if (open_turn := self._open_turn(task, tokens, turns)) is None:
             return None
         environment, texts = open_turn
-        text = environment.respond(task, seed, texts)
+        text = environment.respond(task.served(), seed, texts)
         if text is None:
             return None
         answer = self._tokens(text, len(tokens))

@@ -1,9 +1,10 @@
 """Grade completions with the reward that the task's source names, or with the task's own reward by default.
 
-Invariant: worker, validator, evaluator and the tools all grade here, so the same completion gets the same score.
+Invariant: validator, evaluator and the tools all grade here, so the same completion gets the same score.
 Rewards start on first use and end with `close`.
 """
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -29,6 +30,8 @@ REWARDS: dict[str, Callable[[SandboxSection, Budget], Reward]] = {
 # Packages that affect scores, or the text that is scored.
 PACKAGES = "shoal tokenizers transformers math-verify latex2sympy2-extended sympy reasoning-gym verifiers".split()  # noqa: SIM905
 
+log = logging.getLogger(__name__)
+
 
 class CannotGradeError(GradeError):
     """The sandbox failed twice in a row."""
@@ -51,6 +54,7 @@ class Graders:
         self.files = files or {}
         self.budget = budget or Budget()
         self.rewards: dict[str, Reward] = {}  # by name
+        self.logged = ""  # the newest grader error, logged once; only here, because its text may quote an answer
         for source in section.sources:
             libraries.check_allowed(source.generator, source.options)
             for name in weights_of(source):
@@ -86,6 +90,10 @@ class Graders:
             source = self.section.source(label)
             graded = self._grade(source, default, [tasks[n] for n in numbers], [completions[n] for n in numbers])
             grades.update(zip(numbers, graded, strict=True))
+        error = next((grade.detail for grade in grades.values() if grade.outcome == "grader_error"), self.logged)
+        if error != self.logged:
+            self.logged = error
+            log.warning("a reward failed: %r", error)
         return [grades[n] for n in range(len(tasks))]
 
     def _grade(

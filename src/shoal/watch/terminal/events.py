@@ -4,10 +4,10 @@ Invariant: each event is reported once. While a step is open, a progress line ap
 coordinator's clock.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from shoal.protocol.history import RunHistory, Status, WorkerSample
+from shoal.protocol.history import RunHistory, Status
 from shoal.protocol.messages import Evaluation
 from shoal.watch.figures import (
     NONE,
@@ -28,8 +28,6 @@ from shoal.watch.figures import (
 )
 
 PROGRESS_S = 60.0
-SHOWN_SAMPLES = 3
-MAX_TEXT = 160  # largest number of characters of a prompt or completion in a log line
 
 
 @dataclass
@@ -67,7 +65,7 @@ class Events:
             *self._rejections(status),
             *self._once(f"slashed: {name}" for name in status.slashed),
             *self._once(status.notices),
-            *self._signal(status, history),
+            *self._signal(status),
             *self._grader(status),
             *self._progress(status),
         ]
@@ -138,14 +136,13 @@ class Events:
         if by_worker or by_reason:
             yield f"rejected: {format_counts(by_worker, 'of ') or NONE}; reason: {format_counts(by_reason) or NONE}"
 
-    def _signal(self, status: Status, history: RunHistory) -> Iterator[str]:
-        """Report groups with equal rewards, with sample completions, each time their number doubles."""
+    def _signal(self, status: Status) -> Iterator[str]:
+        """Report groups with equal rewards each time their number doubles."""
         if status.signal.flat < self._flat:
             self._flat = 0
         if (warning := no_signal_warning(status.signal)) and status.signal.flat >= 2 * self._flat:
             self._flat = status.signal.flat
             yield warning
-            yield from sample_lines(history.samples[-SHOWN_SAMPLES:])
 
     def _grader(self, status: Status) -> Iterator[str]:
         """Report grader errors each time their number doubles, and the first one after none."""
@@ -185,17 +182,3 @@ def _heldout(evaluation: Evaluation) -> str:
 
 def _increases(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
     return {name: n - before.get(name, 0) for name, n in now.items() if n > before.get(name, 0)}
-
-
-def sample_lines(samples: Sequence[WorkerSample]) -> list[str]:
-    """Format one line per sample: reward, prompt and completion."""
-    return [
-        f"completion by {sample.worker}, version {sample.policy_version}, reward {number(sample.reward)}: "
-        f"{_one_line(sample.prompt)} → {_one_line(sample.completion)}"
-        for sample in samples
-    ]
-
-
-def _one_line(text: str) -> str:
-    line = repr(text)[1:-1]
-    return line if len(line) <= MAX_TEXT else f"{line[: MAX_TEXT // 2]} … {line[-MAX_TEXT // 2 :]}"
