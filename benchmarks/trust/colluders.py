@@ -141,7 +141,7 @@ HARMS = ("paid", "paid less", "waits", "unpaid", "suspended", "dismissed", "slas
 class Uploaded:
     header: Header
     rows: list[Rollout]
-    rewards: list[float]  # as an honest validator grades the rows
+    rewards: list[float]
     file: str
     truth: Reason | None  # why an honest validator rejects it
     lies: bool  # the colluders forge figures of it
@@ -285,7 +285,7 @@ class Scene:
                 group=number // SIZE,
                 target_length=0,
                 seed=number,
-                tokens=[int(key.public[:2], 16), task.number, number, *[7] * TOKENS][:TOKENS],
+                tokens=[7] * TOKENS,
                 logprobs=[-0.5] * TOKENS,
                 proofs=[bytes(258)],
             )
@@ -371,8 +371,8 @@ class Scene:
             submission=f"{id[:-6]}999999" if said.about == "submission" else id,
             file="0" * 64 if said.about == "file" else uploaded.file,
             reason=said.reason,
-            accepted=accepted,
             tokens=sum(each.tokens for each in groups),
+            accepted=accepted,
             replay=said.replay,
             spent=None if said.reason else said.spent,
         )

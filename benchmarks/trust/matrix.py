@@ -179,12 +179,12 @@ EXPECTED = {  # by number of colluders: 1, 2, 3
         "honest waits, stalls; found by coordinator",
     ),
     "false acceptance": (
-        "honest paid, friend slashed, trained on it; found by second opinion, recomputation",
+        "honest paid, friend slashed; found by second opinion, recomputation",
         "honest paid, friend enriched, trained on it; found by recomputation",
         "honest paid, friend enriched, trained on it; found by recomputation",
     ),
     "false acceptance, with the friend's fingerprint": (
-        "honest paid, friend slashed, trained on it; found by second opinion, recomputation",
+        "honest paid, friend slashed; found by second opinion, recomputation",
         "honest paid, friend enriched, trained on it; found by recomputation",
         "honest paid, friend enriched, trained on it; found by recomputation",
     ),
