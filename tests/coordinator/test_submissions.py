@@ -7,7 +7,7 @@ import pytest
 
 from shoal.coordinator.database import PoolError
 from shoal.evidence import Process
-from shoal.protocol.messages import HARD, LEASE_S, Heartbeat, Reason, Stats
+from shoal.protocol.messages import HARD, LEASE_S, Heartbeat, Reason, Replay, Stats
 
 from .support import (
     ACCEPTED_FILE,
@@ -125,6 +125,10 @@ def test_a_verdict_cannot_credit_more_than_the_task_allows(harness: Harness) -> 
     for groups in ([*given.groups, given.groups[0]], [more, *given.groups[1:]]):
         with pytest.raises(PoolError, match="more groups or tokens than its task allows"):
             harness.pool.judgement.judge(VALIDATOR, verdict(task.id, groups=groups))
+    for tokens, mismatched in ((2 * most + 1, 0), (0, 2**53 - 1)):
+        with pytest.raises(PoolError, match="more groups or tokens than its task allows"):
+            replay = Replay(tokens=tokens, mismatched=mismatched)
+            harness.pool.judgement.judge(VALIDATOR, verdict(task.id, replay=replay))
     full = given.groups[0].model_copy(update={"tokens": most})
     harness.pool.judgement.judge(VALIDATOR, verdict(task.id, groups=[full, *given.groups[1:]]))
     assert harness.state(task.id) == "accepted"

@@ -129,7 +129,9 @@ class Judgement:
         with self.db.transaction():
             submission = self._get(verdict.submission)
             opinion = self._opinion(submission, validator, verdict)
-            if len(verdict.groups) > submission.groups or any(g.tokens > size * max_tokens for g in verdict.groups):
+            replayed = max(opinion.replay.tokens, opinion.replay.mismatched) if opinion.replay else 0
+            counts = [*(group.tokens for group in verdict.groups), -(-replayed // submission.groups)]
+            if len(verdict.groups) > submission.groups or max(counts) > size * max_tokens:
                 raise PoolError(f"{submission.id}: the verdict has more groups or tokens than its task allows", 400)
             judged = self.checkers.opinions.of(submission.id)
             if any(each.validator == validator for each in judged):
