@@ -23,7 +23,6 @@ from benchmarks.trust.adversary.cheats import CHEATS
 from benchmarks.trust.byzantine import liars
 from shoal.protocol.messages import Evaluation
 from shoal.watch.plot import draw_curve
-from shoal.watch.summary import read_legs
 
 # Metrics that tables, pictures and other benchmarks read. A run's own metrics.jsonl has more.
 KEPT = re.compile(
@@ -88,9 +87,7 @@ def record(folder: Path, cheat: str) -> dict[str, Any]:
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = sorted({name for step in steps for name in step if KEPT.fullmatch(name)})
     metrics = {name: [step.get(name) for step in steps] for name in names}
-    legs = read_legs(folder)
-    estimated = {name: sum(getattr(leg, name) for leg in legs) for name in ("estimated_s", "estimated_bytes")}
-    return {"cheat": cheat} | summary | estimated | {"metrics": metrics}
+    return {"cheat": cheat} | summary | {"metrics": metrics}
 
 
 def plot(label: str) -> None:
@@ -105,13 +102,12 @@ def plot(label: str) -> None:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Return a Markdown row for each run. The estimates that `shoal run` made before it started are in brackets."""
+    """Return a Markdown row for each run."""
     return "\n".join(
         f"| {run['cheat'] or 'seed ' + str(run['seed'])} "
         f"| {run['heldout_before']['sampled']:.2f} → {run['heldout_after']['sampled']:.2f} "
         f"| {run['heldout_before']['greedy']:.2f} → {run['heldout_after']['greedy']:.2f} "
-        f"| {run['wall_s']:.0f} ({run['estimated_s']:.0f}) "
-        f"| {run['peak_together_bytes'] / 2**30:.1f} ({run['estimated_bytes'] / 2**30:.1f}) "
+        f"| {run['wall_s']:.0f} | {run['peak_together_bytes'] / 2**30:.1f} "
         f"| {run['accepted']} | {run['rejected']} | {run['reject_reasons']} |"
         for run in runs
     )

@@ -316,7 +316,7 @@ def case(name: str, ranks: int) -> dict[str, Any]:
             publish_peak, _ = counted.phase()
     sizes = sizes_of(config.to_dict())
     tokens = PROMPT + COMPLETIONS * LENGTH
-    work = Work(1, 1, COMPLETIONS, PROMPT, LENGTH, LENGTH, 1, False, True, tokens, 2, 1, 1)
+    work = Work(PROMPT, LENGTH, reference=False, recomputes=True, row_tokens=tokens, rows=2, at_once=1)
     phases = {
         "load": load_peak,
         "first row": first_peak,

@@ -33,6 +33,11 @@ def test_legs_are_stored_in_the_folder(tmp_path: Path) -> None:
     assert read_legs(tmp_path) == [FIRST, SECOND]
 
 
+def test_legs_that_an_older_version_wrote_with_a_forecast_are_read(tmp_path: Path) -> None:
+    (tmp_path / "legs.json").write_text(json.dumps([{"wall_s": 3.0, "estimated_s": 4.0, "estimated_bytes": 5.0}]))
+    assert read_legs(tmp_path) == [Leg(wall_s=3.0)]
+
+
 @pytest.mark.parametrize(("steps", "finished"), [(2, False), (4, True)])
 def test_a_run_is_finished_only_if_its_summary_covers_all_steps(
     steps: int, finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

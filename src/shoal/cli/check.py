@@ -1,7 +1,7 @@
 """Commands to use before a run: `shoal check`, `shoal config`, `shoal calibrate`.
 
-`shoal check [CONFIG]` prints one line per finding: whether a run works here, how long it takes, how much memory and disk it
-needs, and what to do about a problem. Invariant: it starts and changes nothing. The exit status is 1 if a check fails.
+`shoal check [CONFIG]` prints one line per finding: whether a run works here, how much memory and disk it needs, and what to
+do about a problem. Invariant: it starts and changes nothing. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROMPT = 64  # assumed length in tokens, if the model is not on this machine
 
 
 def add_commands(commands: Commands) -> None:
-    what = "check whether a run works here, and estimate its time, memory and disk"
+    what = "check whether a run works here, and estimate its memory and disk"
     parser = add_command(commands, "check", check, what, "quickstart")
     add_config(parser, required=False)
     parser.add_argument("--dir", type=Path, default=Path(), help="where the run's folder would be (default: here)")
@@ -65,10 +65,10 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
-    """Yield each problem that would stop this run here. If there is none, yield estimates of its time, memory and disk."""
+    """Yield each problem that would stop this run here. If there is none, yield estimates of its memory and disk."""
     from shoal.cli.launch.prepare import check_length, check_model, check_packages, load_tasks
     from shoal.cli.preflight import estimate
-    from shoal.cli.preflight.machine import disk_finding, disk_needs, fails, free_bytes, free_memory, ok
+    from shoal.cli.preflight.machine import disk_finding, disk_needs, fails, free_bytes, free_memory, memory_bytes, ok
     from shoal.model import dtype, sources
 
     if (config.sft.data or config.pretrain.data) and "sources" not in config.tasks.model_fields_set:
@@ -97,12 +97,11 @@ def of_config(config: Config, folder: Path) -> Iterator[CheckLine]:
     if problems:
         return
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
-    measured = {"dtype": picked, "prompt_tokens": prompt, "machine": estimate.measure(picked, config.model.device)}
-    yield from estimate.findings(estimate.forecast(config, measured, estimate.available_cores()), free_memory())
+    yield estimate.memory_finding(estimate.needed_bytes(config, picked, prompt), memory_bytes(), free_memory())
     try:
         needs = disk_needs(config, estimate.model_sizes(name).parameters)
     except estimate.SizesError:
-        return  # the finding about time gives the reason
+        return  # the finding about memory gives the reason
     yield disk_finding(needs, free_bytes(folder))
 
 
@@ -120,7 +119,7 @@ def training_data(config: Config) -> CheckLine:
     except UserError as error:
         what, _, remedy = str(error).partition("; ")
         return fails("config", what, remedy or f"correct {'sft' if config.sft.data else 'pretrain'}.data")
-    return ok("config", "valid, and its data is there; the time, memory and disk of training are not estimated")
+    return ok("config", "valid, and its data is there; the memory and disk of training are not estimated")
 
 
 def config(arguments: argparse.Namespace) -> None:

@@ -72,11 +72,6 @@ def read_evaluations(folder: Path) -> list[Evaluation]:
     return [Evaluation.model_validate(line) for line in Lines(folder / EVALUATIONS).read()]
 
 
-def trained_steps(folder: Path) -> int:
-    """Return how many steps of the run in this folder were trained."""
-    return len({line["step"] for line in Lines(folder / METRICS).read()})
-
-
 class RunRecord:
     """Write the files in `folder`; `say` prints a line for the user."""
 

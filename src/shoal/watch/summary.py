@@ -50,8 +50,6 @@ class Leg:
     peak_rss_bytes: dict[str, int] = field(default_factory=dict)  # by process
     peak_together_bytes: int = 0  # peak of all processes together, with shared pages counted once
     cpu_s: dict[str, float] = field(default_factory=dict)  # CPU time by process
-    estimated_s: float = 0.0  # duration estimated before the start, or 0 without an estimate
-    estimated_bytes: float = 0.0
 
 
 def write_report(
@@ -189,9 +187,10 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def read_legs(folder: Path) -> list[Leg]:
-    """Return the legs of the run in `folder`. A new run has none."""
-    path = folder / LEGS
-    return [Leg(**leg) for leg in read_json(path)] if path.exists() else []
+    """Return the legs of the run in `folder`. A new run has none. Version 0.2.0 also wrote a forecast into each leg."""
+    path, known = folder / LEGS, Leg.__dataclass_fields__
+    legs = read_json(path) if path.exists() else []
+    return [Leg(**{name: value for name, value in leg.items() if name in known}) for leg in legs]
 
 
 def wall_s(folder: Path, now_s: float, *, running: bool) -> float | None:

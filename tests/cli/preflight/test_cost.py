@@ -1,4 +1,4 @@
-"""The formulas for a step's time and memory, checked on a case small enough to compute by hand.
+"""The formulas for a run's memory, checked on a case small enough to compute by hand.
 
 `test_measured` compares them with whole runs; the cases here occur in no measured run.
 """
@@ -9,31 +9,21 @@ import pytest
 
 from shoal.cli.preflight.estimate import (
     BASE_BYTES,
-    COORDINATION_S,
-    LOCAL_BPS,
     SHARED_BYTES,
     SPARE,
-    WRITE_BPS,
     Sizes,
     SizesError,
-    Speed,
     Work,
-    attention_flops,
-    dense_flops,
     memory_of,
     sizes_of,
-    step_seconds,
     together,
     work_of,
 )
 from shoal.config import parse
+from shoal.config.sections import ROW_TOKENS
 
 SIZES = Sizes(hidden=4, intermediate=8, layers=2, width=4, kv_width=2, vocab=10, tied=True)
-WORK = Work(
-    trained=3, generated=4, completions=2, prompt=5, length=3, longest=4, updates=2, reference=False, recomputes=True,
-    row_tokens=100, rows=3, at_once=4, validator_tokens=50,
-)  # fmt: skip
-MACHINE = Speed(dense=500.0, attention=200.0, decode=100.0, bandwidth_Bps=50.0)
+WORK = Work(prompt=5, longest=4, reference=False, recomputes=True, row_tokens=100, rows=3, at_once=4)
 
 
 def test_sizes_are_read_from_a_config_json() -> None:
@@ -69,30 +59,12 @@ def test_the_work_of_a_step_follows_from_its_config() -> None:
             "learner": learner,
         }
     )
-    work = work_of(config, prompt=7, length=9, useful=0.75)
-    assert (work.trained, work.generated, work.at_once, work.passes, work.longest) == (10, 14, 16, 5, 2000)
+    work = work_of(config, 7)
+    assert (work.at_once, work.longest, work.reference, work.recomputes) == (16, 2000, True, True)
+    assert (work.row_tokens, work.rows) == (4000, -(-2 * (7 + 8 * 2000) // 4000))
+    targets = config.tasks.model_copy(update={"length_targets": (6, 12)})
+    work = work_of(config.model_copy(update={"tasks": targets}), 7)
     assert (work.row_tokens, work.rows) == (2 * (7 + 8 * 9), 1), "an update of two groups must fit in one row"
-    assert work_of(config, prompt=7, length=1000).rows == -(-2 * 8007 // 4000)
-
-
-def test_a_steps_time_is_computed_for_each_role() -> None:
-    pairs = 15 + 2 * (3 * 5 + 6)  # prompt with itself; each completion with the prompt and itself: 57
-    dense, attention = 2 * (288 * (5 + 6) + 40 * 6), 4 * 2 * 4 * pairs
-    assert (dense_flops(SIZES, WORK), attention_flops(SIZES, WORK)) == (dense, attention)
-    forward_s = dense / 500 + attention / 200
-    moved_s = 2 * (28 + 3 * 14) * 328 / 50  # the optimizer's state, and the gradients of three rows
-    weights_s = 4 * 2 / 4 * 4 * 2 * 328 / 50  # read once per token until the longest completion has ended
-    caches_s = 4 * 2 * 3 * 6.5 * 16 / 50  # each token reads the 5 + 3 / 2 tokens before it
-    computing_s, prompts_s = 2 * 328 * 4 * 2 * 3 / 100, 2 * 288 * 5 * 4 / 500
-    assert step_seconds(SIZES, WORK, 2, MACHINE) == pytest.approx(
-        {
-            "learner": 4 * 3 * forward_s + moved_s + 656 / WRITE_BPS,
-            "rollouts": weights_s + caches_s + computing_s + prompts_s,
-            "validation": 4 * forward_s,
-            "broadcast": 656 / LOCAL_BPS,
-            "coordination": COORDINATION_S,
-        }
-    )
 
 
 def test_memory_is_the_sum_of_weights_optimizer_state_activations_and_caches() -> None:
@@ -107,5 +79,5 @@ def test_memory_is_the_sum_of_weights_optimizer_state_activations_and_caches() -
     assert whole == learner + 100 * (2 * saved - row)
     memory = memory_of(SIZES, WORK, 4)
     assert memory["worker"] == BASE_BYTES["worker"] + 4 * 328 + 4 * (5 + 4 + SPARE) * 32 + 2 * 4 * 4 * 10
-    assert memory["validator"] == BASE_BYTES["validator"] + 4 * 328 + 2 * 4 * 10 * 50 + 50 * 4 * 52
+    assert memory["validator"] == BASE_BYTES["validator"] + 4 * 328 + ROW_TOKENS * (2 * 4 * 10 + 4 * 52)
     assert together(memory, {"worker": 2}) == 2 * memory["worker"] - SHARED_BYTES

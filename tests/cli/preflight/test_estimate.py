@@ -1,8 +1,7 @@
-"""The forecast of a whole run's time and memory from given speeds, and what `shoal check CONFIG` prints."""
+"""The memory that a whole run needs, what `shoal check CONFIG` prints, and how roles share the cores."""
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,108 +10,57 @@ import pytest
 from shoal.cli.main import DONE, FAILED, main
 from shoal.cli.preflight.estimate import (
     BUNDLED,
-    START_S,
-    USEFUL,
-    Forecast,
-    evaluation,
-    expected_length,
-    findings,
-    forecast,
+    memory_finding,
     memory_of,
-    rollouts_s,
+    needed_bytes,
+    processes,
     share_threads,
-    speed,
-    step_seconds,
+    together,
     work_of,
 )
 from shoal.config import Config, parse
-from shoal.watch.figures import duration, memory
 
 from ..support import sets
 
-CORES = 2
 SIZES = BUNDLED["bundled:smollm2-135m-instruct"]
-MEASURED = {
-    "dtype": "bfloat16",
-    "prompt_tokens": 26,
-    "machine": {"flops": 400e9, "bandwidth_Bps": 10e9, "memory_bytes": 24e9},
-}
 
 
 def settings(**sections: dict[str, Any]) -> Config:
-    return parse(
-        {
-            "run": {"steps": 12},
-            "model": {"name": "bundled:smollm2-135m-instruct"},
-            "sampling": {"max_tokens": 12, "group_size": 8},
-            "coordinator": {"prompts_per_step": 8, "async_level": 1},
-            "learner": {"optimizer_steps_per_step": 1, "row_tokens": 1024, "loss": {"beta": 0.0}},
-            "evaluator": {"n": 128},
-        }
-        | sections
-    )
+    return parse({"model": {"name": "bundled:smollm2-135m-instruct"}} | sections)
 
 
-def whole(config: Config, trained: int = 0, **measured: Any) -> Forecast:
-    run = forecast(config, MEASURED | measured, CORES, trained=trained)
-    assert isinstance(run, Forecast)
-    return run
+@pytest.mark.parametrize(("dtype", "compute_bytes"), [("bfloat16", 2), ("float32", 4)])
+def test_a_runs_memory_is_that_of_all_its_processes(dtype: str, compute_bytes: int) -> None:
+    config = settings()
+    roles = memory_of(SIZES, work_of(config, 26), compute_bytes)
+    assert needed_bytes(config, dtype, 26) == together(roles, processes(config))
 
 
-def test_a_runs_time_is_the_sum_of_its_start_its_steps_and_two_evaluations() -> None:
-    config, cpu = settings(), speed(400e9, 10e9, CORES)
-    work = work_of(config, prompt=26, length=12, useful=USEFUL)
-    assert evaluation(config, work) == replace(work, generated=128, completions=1, at_once=64)
-    step_s = sum(step_seconds(SIZES, work, 2, cpu).values())
-    run = whole(config)
-    assert run.seconds == pytest.approx(START_S + 12 * step_s + 4 * rollouts_s(SIZES, evaluation(config, work), 2, cpu))
-    assert (run.step_s, run.slowest, run.steps) == (step_s, "rollouts", 12)
-    rest = whole(config, trained=9)
-    assert rest.steps == 3 and rest.seconds < run.seconds
-
-
-def test_float32_takes_more_time_and_memory_than_bfloat16() -> None:
-    machine = {"flops": 200e9, "bandwidth_Bps": 10e9, "memory_bytes": 24e9}
-    fast, full = whole(settings()), whole(settings(), dtype="float32", machine=machine)
-    assert full.seconds > 1.2 * fast.seconds
-    work = work_of(settings(), prompt=26, length=12, useful=1)
-    counts = {"learner": 1, "worker": settings().workers.count, "validator": 1, "evaluator": 1}
-    more = {role: memory_of(SIZES, work, 4)[role] - memory_of(SIZES, work, 2)[role] for role in counts}
-    assert full.memory_bytes - fast.memory_bytes == pytest.approx(sum(more[role] * n for role, n in counts.items()))
-
-
-def test_completions_are_as_long_as_the_mean_target_or_the_limit() -> None:
-    targets = {"sampling": {"max_tokens": 300}, "tasks": {"length_targets": [100, 200]}}
-    assert expected_length(parse(targets)) == 150
-    assert expected_length(parse({"sampling": {"max_tokens": 300}})) == 300
-
-
-def test_a_forecast_gives_two_findings_and_too_little_memory_fails() -> None:
-    run = whole(settings())
-    time, needed = findings(run, run.memory_bytes)
-    assert time.text.startswith(f"about {duration(run.seconds)} in bfloat16: 12 steps of ")
-    assert needed.level == "ok" and needed.text == f"about {memory(round(run.memory_bytes))} of 22.4 GiB"
-    _, needed = findings(run, 3 << 30)
-    assert needed.level == "warning" and needed.text.endswith(" of 22.4 GiB, 3.0 GiB free")
-    _, needed = findings(replace(run, machine_bytes=1e9), 1e9)
+def test_too_little_memory_fails_and_too_little_free_memory_warns() -> None:
+    needed = memory_finding(2.0 * 2**30, 8 << 30, 3 << 30)
+    assert (needed.level, needed.text) == ("ok", "about 2.0 GiB of 8.0 GiB")
+    needed = memory_finding(4.0 * 2**30, 8 << 30, 3 << 30)
+    assert (needed.level, needed.text) == ("warning", "about 4.0 GiB of 8.0 GiB, 3.0 GiB free")
+    needed = memory_finding(9.0 * 2**30, 8 << 30, 3 << 30)
     assert needed.level == "fails" and "learner.lora" in needed.remedy
 
 
 def test_a_run_that_cannot_be_estimated_gives_the_reason_instead(tmp_path: Path) -> None:
-    adapters = settings(learner={"lora": {"rank": 4}})
-    assert forecast(adapters, MEASURED, CORES) == "not estimated for adapters"
+    reason = needed_bytes(settings(learner={"lora": {"rank": 4}}), "bfloat16", 26)
+    assert reason == "not estimated for adapters"
+    assert memory_finding(reason, 1, 1).text == reason
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
-    reason = forecast(settings(model={"name": str(tmp_path)}), MEASURED, CORES)
+    reason = needed_bytes(settings(model={"name": str(tmp_path)}), "bfloat16", 26)
     assert isinstance(reason, str) and reason.startswith("not estimated: ") and "lacks" in reason
 
 
-def test_a_check_of_a_config_estimates_time_memory_and_disk(
+def test_a_check_of_a_config_estimates_memory_and_disk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_folder: Path
 ) -> None:
     assert main(["check", "tiny", "--dir", str(tmp_path / "runs")]) == DONE, "a missing folder must be no problem"
     lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
     words = {name: text for _, name, text in lines}  # of two findings with one name, the run's comes last
-    assert "24 steps of " in words["time"] and words["memory"].startswith("about ")
+    assert "time" not in words and words["memory"].startswith("about ")
     assert "rewards and environments passed a trial" in words["tasks"]
     assert [name for _, name, _ in lines].count("disk") == 1 and "during the run" in words["disk"]
     assert not list(tmp_path.iterdir())

@@ -13,22 +13,23 @@ from typing import Any
 from shoal import tasks
 from shoal.cli.arguments import Parser, add_config, add_threads, read_config, say
 from shoal.cli.main import answer
-from shoal.cli.preflight.estimate import SAMPLE, measure, prompt_lengths
 from shoal.config import Config, ConfigError
 from shoal.errors import check_extra
 from shoal.model import sources
 from shoal.tasks.compiling import build_tasks
 from shoal.tasks.environments import try_out
-from shoal.tasks.prompt import TurnFrame
+from shoal.tasks.prompt import TurnFrame, prompt_tokens
 from shoal.tasks.task import GradeError
 from shoal.tasks.taskset import TaskSet
+
+SAMPLE = 64  # prompts whose length is measured
 
 
 def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     """Build the task set, and write it to `task_folder` if given. Fetch, convert or train the model. Pick the dtype.
 
-    Return the model's folder and number of parameters, the picked dtype, the machine's measurements in that dtype, the
-    speed of each dtype tried, the mean length of prompts, and the task set's digest and notes. Raise UserError.
+    Return the model's folder and number of parameters, the picked dtype, the speed of each dtype tried, the
+    mean length of prompts, and the task set's digest and notes. Raise UserError.
     """
     from shoal.model import dtype
 
@@ -41,15 +42,12 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     check_length(config, fetch=True)
     folder = model_folder(config.model.name)
     prompt, parameters = check_model(config, folder, loaded)
-    machine = measure(picked, config.model.device)  # `dtype.pick` measured the speed too, so take the higher figure
-    machine["flops"] = max(machine["flops"], 1e9 * gflops.get(picked, 0.0))
     return {
         "folder": str(folder),
         "parameters": parameters,
         "dtype": picked,
         "tasks": {"digest": loaded.digest, "notes": list(loaded.notes)},
         "prompt_tokens": prompt,
-        "machine": machine,
         "gflops": {name: round(speed, 1) for name, speed in gflops.items()},
     }
 
@@ -113,7 +111,7 @@ def check_model(config: Config, folder: Path, loaded: TaskSet) -> tuple[int, int
     check_config(model, folder)
     parameters = check_weights(folder)
     tokenizer = load_tokenizer(folder)
-    lengths = prompt_lengths(tokenizer, config, loaded.heldout[:SAMPLE])
+    lengths = [len(prompt_tokens(tokenizer, config.tasks, task, 0)) for task in loaded.heldout[:SAMPLE]]
     positions, longest = sources.positions(model.to_dict()), max(lengths)
     if positions is not None and longest + config.sampling.max_tokens > positions:
         raise ConfigError(

@@ -24,7 +24,7 @@ from shoal.cli.launch.children import Child, Children, Usage
 from shoal.cli.launch.members import LOCK, RunProcess, locked, remove_caches
 from shoal.cli.launch.process import Interrupted, listen, signals_interrupt
 from shoal.cli.launch.watch import STALL_S, Watch
-from shoal.cli.preflight.estimate import Forecast, available_cores, findings, forecast
+from shoal.cli.preflight.estimate import available_cores, memory_finding, needed_bytes
 from shoal.cli.preflight.machine import (
     check_space,
     disk_finding,
@@ -32,6 +32,7 @@ from shoal.cli.preflight.machine import (
     explain,
     free_bytes,
     free_memory,
+    memory_bytes,
     used_bytes,
 )
 from shoal.config import Config
@@ -43,7 +44,7 @@ from shoal.protocol.invite import Address, open_payload, read_invite
 from shoal.protocol.messages import Role
 from shoal.shardcast.server import url_of
 from shoal.watch import figures
-from shoal.watch.record import read_evaluations, trained_steps
+from shoal.watch.record import read_evaluations
 from shoal.watch.summary import MODEL, SUMMARY, Leg, all_legs, read_legs, summary_table, write_legs, write_report
 from shoal.watch.terminal.live import LiveView, Terminal
 
@@ -84,7 +85,6 @@ class Swarm:
         self.dashboard = dashboard
         self.started_s = 0.0
         self.status: Status | None = None  # the newest
-        self.estimate: Forecast | str = ""
         self.members = list(members.members(config))
 
     def run(self) -> int:
@@ -175,9 +175,9 @@ class Swarm:
         measured = ", ".join(f"{name} {speed:.0f}" for name, speed in prepared["gflops"].items())
         self._note(f"computing in {prepared['dtype']}" + (f" (GFLOP/s: {measured})" if measured else ""))
         needs, free = disk_needs(self.local_config, prepared["parameters"]), free_bytes(self.out)
-        self.estimate = forecast(self.local_config, prepared, self.cores, trained=trained_steps(self.out))
-        for finding in (*findings(self.estimate, free_memory()), disk_finding(needs, free)):
-            self._note(finding.line())
+        needed = needed_bytes(self.local_config, prepared["dtype"], prepared["prompt_tokens"])
+        self._note(memory_finding(needed, memory_bytes(), free_memory()).line())
+        self._note(disk_finding(needs, free).line())
         check_space(self.out, needs, free)
 
     def _resolve(self, prepared: dict[str, Any]) -> None:
@@ -269,8 +269,6 @@ class Swarm:
             peak_rss_bytes=self.usage.rss_bytes,
             peak_together_bytes=self.usage.together_bytes,
             cpu_s=self.usage.cpu_s(),
-            estimated_s=0.0 if isinstance(self.estimate, str) else self.estimate.seconds,
-            estimated_bytes=0.0 if isinstance(self.estimate, str) else self.estimate.memory_bytes,
         )
         write_legs(self.out, self.legs)
 
