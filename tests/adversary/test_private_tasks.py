@@ -42,7 +42,7 @@ GROUPS, GROUP_SIZE = 2, 4
 REWARD = f'''
 def exact(task, completion):
     """{SECRET}"""
-    if len(completion) % 3 == 0:
+    if task.answer[-1] in "13579":
         raise ValueError(task.answer)  # a message that quotes the answer
     return (len(completion) % 3 - 1) / 2
 '''
@@ -93,7 +93,7 @@ class Pool:
 
 
 def settings(folder: Path) -> Config:
-    rows = [{"text": f"{n:03}+007", "gold": f"{SECRET}{n}", "more": {"shown": n}} for n in range(ROWS)]
+    rows = [{"text": f"{n:03}+007", "gold": f"{SECRET}\n#### {n}", "more": {"shown": n}} for n in range(ROWS)]
     coded = [
         {"question": f"{n:03}+008", "tests": {"kind": "stdin", "cases": [{"input": SECRET, "output": SECRET}]}}
         | {"answer": SECRET, "metadata": {"solution": SECRET}}

@@ -67,11 +67,11 @@ def test_a_worker_is_drained_and_readmitted(tmp_path: Path, nodes: Nodes, capsys
 
 def test_the_evidence_against_a_dismissed_worker_is_deleted_when_it_is_readmitted(tmp_path: Path, nodes: Nodes) -> None:
     evidence = trust.EvidenceTable(nodes.connection)
-    evidence.put("key2", Process(3, {"beyond 0": 20.0}))
+    evidence.put("key2", "validator", Process(3, {"beyond 0": 20.0}))
     nodes.move("key2", "dismiss", "", 0.0)
     assert main(["pool", "readmit", str(tmp_path), "worker-2"]) == 0
     assert state(nodes, "key2") == "active"
-    assert evidence.of("key2").observations == 0
+    assert evidence.of("key2") == {}
 
 
 def test_a_slashed_worker_cannot_be_readmitted(tmp_path: Path, nodes: Nodes) -> None:
