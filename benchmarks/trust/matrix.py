@@ -129,9 +129,9 @@ EXPECTED = {  # by number of colluders: 1, 2, 3
         "honest suspended; found by nobody",
     ),
     "extreme replay figures": (
-        "honest paid; found by nobody",
-        "honest paid; found by nobody",
-        "honest paid; found by nobody",
+        "honest paid; found by coordinator",
+        "honest unpaid, stalls; found by coordinator",
+        "honest waits, stalls; found by coordinator",
     ),
     "extreme spent figures": (
         "honest paid; found by nobody",

@@ -99,7 +99,7 @@ def test_a_coordinator_on_another_machine_continues_where_the_first_was_killed(
         made = make_invite(identity, url=url, run=RUN, role=role, name=name, expires_s=int(time.time()) + 600)  # type: ignore[arg-type]
         node = Node.join(made, tmp_path / name, patience_s=PATIENCE_S, stop=threading.Event())
         received = node.config()
-        assert node.direct and received.coordinator.database == "", "private fields must not be sent"
+        assert node.store.url and received.coordinator.database == "", "private fields must not be sent"
         return node
 
     try:
