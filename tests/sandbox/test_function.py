@@ -152,3 +152,21 @@ def test_limits_may_be_infinite() -> None:
     function = remote(ProgramLimits(wall_s=math.inf, cpu_s=math.inf, memory_bytes=1 << 40))
     assert function.call(["add", 1, 2]).value == 3
     function.close()
+
+
+def test_a_kept_child_answers_many_calls_and_its_limits_decide_nothing() -> None:
+    """Its CPU time is limited over its whole life, so a call that it does not answer is repeated in a fresh child."""
+    burn = (
+        "import os, time\n"
+        "def burn(seconds):\n"
+        "    end = time.process_time() + seconds\n"
+        "    while time.process_time() < end: pass\n"
+        "    return os.getpid()\n"
+    )
+    limits = ProgramLimits(wall_s=60.0, cpu_s=1.0)
+    with Sandbox("plain", limits, preloaded={"burner": burn}) as sandbox:
+        function = RemoteFunction(sandbox, "import burner, channel; channel.serve(burner.burn)")
+        calls = [function.call_kept(seconds) for seconds in (0.0, 0.0, 0.6, 0.6, 5.0, 0.0)]
+    endings = [call.ending for call in calls]
+    assert endings == ["answered"] * 4 + ["timeout", "answered"]
+    assert calls[0].value == calls[1].value == calls[2].value != calls[3].value

@@ -45,7 +45,7 @@ def apply(
     """
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
     template = tokenizer.get_chat_template(options.pop("chat_template", None), options.get("tools"))
-    call = _renderer().call(
+    call = _renderer().call_kept(
         tokenizer.special_tokens_map | options | {"conversations": [chat], "chat_template": template}
     )
     if call.ending == "raised" and not call.detail.startswith("MemoryError"):
