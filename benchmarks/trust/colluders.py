@@ -1,6 +1,6 @@
 """A real pool in virtual time, in which some of three validators collude. `matrix` plays attacks in it.
 
-There is no model: the truth about each file is known, and honest validators sign it. Colluders claim work before anybody
+There is no model: the benchmark knows which files are false, and honest validators sign it. Colluders claim work before anybody
 else does, treat the work of one worker as the attack says, and all other work honestly. An honest validator can judge only
 versions that relays still hold. Files, opinions, the learner's records and the ledger are real, so the real audit runs.
 Left out: HTTP, weights, shares of checks below 1.
@@ -54,7 +54,7 @@ from shoal.watch.record import RunRecord
 STEPS, GROUPS, SIZE, TOKENS, MAX_TOKENS = 8, 2, 2, 3, 64  # TOKENS: of a rollout; MAX_TOKENS: allowed
 ROUND_S, MAX_ROUNDS = 20.0, 200
 WARM_UP = 4  # rounds in which no group is useful, so that later ones fill batches although some work is held
-DRAWN = 4  # of so many accepted submissions, one gets a second opinion
+DRAWN = 4  # every DRAWN-th accepted submission gets a second opinion
 
 
 def identity(number: int) -> Identity:

@@ -24,7 +24,7 @@ CODE = f"import os, pathlib\npathlib.Path(os.environ[{PWNED!r}]).write_text('ran
 
 
 def change(folder: Path, name: str, **fields: Any) -> None:
-    """Set fields of a JSON file, with code beside it that would tell that it ran."""
+    """Set fields of a JSON file, and put a module beside it that leaves a mark if anything runs it."""
     path = folder / name
     settings = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(settings | fields))

@@ -18,9 +18,9 @@ The opinions of at most MAX_OPINIONS validators count. More rejections than acce
     two inexact results      no credit, and the mismatch is counted
     one rejection            costs only the submission
 
-Otherwise the worker gets credit. A validator whose opinion was outvoted is asked for a new fingerprint, and the operator
-is told. If no other validator is live, or none judges within DOUBT_S, the opinions so far decide. So one validator
-alone can neither slash, dismiss nor suspend anybody. If a prefill gives a hard reason, the validator reloads its
+Otherwise the worker gets credit. The coordinator asks an outvoted validator for a new fingerprint, and tells the
+operator. If no other validator is live, or none judges within DOUBT_S, the opinions so far decide. So one validator
+cannot slash, dismiss or suspend anybody. If a prefill gives a hard reason, the validator reloads its
 weights and repeats the prefill before it rejects.
 
 A worker with an inexact submission is asked to reload its weights and to report a new fingerprint. A different

@@ -44,7 +44,7 @@ ONE_VALIDATOR = (
     "one validator: it alone decides what is accepted, and nobody is slashed, dismissed or suspended for a false file;"
     " with two or more (validator.count), they check each other"
 )
-MAX_REFUSED = 8  # refusals of versions that the learner is told
+MAX_REFUSED = 8  # refused versions that the coordinator reports to the learner
 MAX_DOWNLOAD_S = 86_400.0  # limit on a download's duration, and on the time since its end
 
 log = logging.getLogger(__name__)
