@@ -2,12 +2,12 @@
 
     python -m benchmarks.trust.matrix --out benchmarks/results/matrix.json
 
-Each cell is one run of a real `Pool` in virtual time: a database on disk, signed opinions, signed files in a store, eight
-steps. Alice and Bob are honest, and so are the validators that do not collude. The friend is a worker in league with the
-colluders, which claim work before anybody else does. There is no model: the benchmark knows which files are false, and honest
-validators sign it. After the run the real audit checks ledger and files. `recomputation` stands for an audit that judges
-files again with the run's weights. It contradicts a false hard rejection, and a false acceptance or reward in a
-submission that it draws (tests/cli/audit/test_proofs.py does so with a model).
+Each cell is one run of a real `Pool` in virtual time: a database on disk, signed opinions, signed files in a store,
+eight steps. Alice and Bob are honest, and so are the validators that do not collude. The friend is a worker in league
+with the colluders, which claim work before anybody else does. There is no model: the benchmark knows which files are
+false, and honest validators sign the truth. After the run the real audit checks ledger and files. `recomputation` stands for
+an audit that judges files again with the run's weights. It contradicts a false hard rejection, and a false acceptance
+or reward in a submission that it draws (tests/cli/audit/test_proofs.py does so with a model).
 
 One accepted submission in 32 gets a second opinion, at random. So that eight steps show it, every DRAWN-th one gets it
 here. `lies_until_found` measures with the real draw how long a friend is paid for lies. EXPECTED holds every cell.
