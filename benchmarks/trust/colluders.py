@@ -1,9 +1,9 @@
 """A real pool in virtual time, in which some of three validators collude. `matrix` plays attacks in it.
 
-There is no model: the benchmark knows which files are false, and honest validators sign the truth. Colluders claim work before
-anybody else does, treat the work of one worker as the attack says, and all other work honestly. An honest validator can
-judge only versions that relays still hold. Files, opinions, the learner's records and the ledger are real, so the real
-audit runs. Left out: HTTP, weights, shares of checks below 1.
+There is no model: the benchmark knows which files are false, and honest validators sign the truth. Colluders claim work
+before anybody else does, treat the work of one worker as the attack says, and all other work honestly. An honest
+validator can judge only versions that relays still hold. Files, opinions, the learner's records and the ledger are
+real, so the real audit runs. Left out: HTTP, weights, shares of checks below 1.
 """
 
 from collections.abc import Callable
