@@ -26,7 +26,7 @@ def render(options):
 
 @cache
 def _renderer() -> RemoteFunction:
-    sandbox = Sandbox(PLAIN, LIMITS, size=2, preloaded={"renderer": RENDERER})
+    sandbox = Sandbox(PLAIN, LIMITS, preloaded={"renderer": RENDERER})
     return RemoteFunction(sandbox, "import channel, renderer; channel.serve(renderer.render)")
 
 
