@@ -183,7 +183,25 @@ def test_if_the_second_validator_dies_the_first_one_judges_alone(harness: Harnes
     harness.clock.now_s += 31
     harness.beat(VALIDATOR, fingerprint=ONE)
     assert claimable(harness, VALIDATOR) == [], "nobody judges a submission twice"
+    assert harness.state(id) == "uploaded", "a validator that was live a moment ago may come back"
+    harness.clock.now_s += DOUBT_S
+    harness.beat(VALIDATOR, fingerprint=ONE)
+    assert claimable(harness, VALIDATOR) == []
     assert harness.state(id) == "rejected" and confirmed(harness) == 0
+
+
+def test_a_rejection_waits_for_a_validator_that_is_away_for_a_moment(harness: Harness) -> None:
+    """Otherwise a faulty validator's rejection counts alone whenever the other one restarts."""
+    id = uploaded(harness)
+    harness.clock.now_s += 31
+    harness.beat(VALIDATOR, fingerprint=ONE)
+    assert claimable(harness, VALIDATOR) == [id]
+    harness.judge(id, Reason.PROOF, confirmed=False)
+    assert harness.state(id) == "uploaded"
+    harness.beat(OTHER_VALIDATOR, fingerprint=ONE)
+    assert claimable(harness, OTHER_VALIDATOR) == [id]
+    harness.judge(id, validator=OTHER_VALIDATOR, replay=Replay(tokens=100, mismatched=0))
+    assert harness.state(id) == "accepted"
 
 
 def test_a_second_validator_that_cannot_replay_exactly_does_not_refute_the_first(harness: Harness) -> None:
@@ -247,7 +265,7 @@ def test_one_validators_rejections_cost_only_the_submissions(reason: Reason, why
     harness = classes(alice=ONE, first=ONE, second=ONE)
     for _ in range(MISMATCHES if reason is Reason.INEXACT else MISMATCHES + 2):
         if why == "is alone":
-            harness.clock.now_s += 31
+            harness.clock.now_s += DOUBT_S + 31
             harness.beat(VALIDATOR, wants=False, fingerprint=ONE)
         else:
             harness.beat(OTHER_VALIDATOR, wants=False, fingerprint=ONE)
@@ -255,7 +273,7 @@ def test_one_validators_rejections_cost_only_the_submissions(reason: Reason, why
         assert claimable(harness, VALIDATOR) == [id]
         harness.judge(id, reason, confirmed=False)
         if why == "dies":
-            harness.clock.now_s += 31
+            harness.clock.now_s += DOUBT_S + 31
             harness.beat(VALIDATOR, wants=False, fingerprint=ONE)
         elif why != "is alone":
             if why == "holds its lease too long":
@@ -293,7 +311,7 @@ def test_a_doubted_version_is_kept_until_the_doubt_is_settled_or_overdue(harness
         harness.judge(id, Reason.PROOF, validator=OTHER_VALIDATOR)
         assert harness.kinds()[-2:] == ["rejected", "slashed"]
     else:
-        harness.clock.now_s += DOUBT_S
+        harness.clock.now_s += DOUBT_S + 1
         assert claimable(harness, VALIDATOR) == []
         costs_only_the_submission(harness, id)
     assert harness.beat("9" * 64, wants=False).keep == []
@@ -368,7 +386,7 @@ def test_after_the_runs_end_a_rejection_needs_confirmation_too(harness: Harness)
     harness.end()
     harness.judge(id, Reason.PROOF, confirmed=False)
     assert harness.state(id) == "uploaded"
-    harness.clock.now_s += 31
+    harness.clock.now_s += DOUBT_S + 31
     harness.pool.judgement.close_waiting()
     costs_only_the_submission(harness, id)
 

@@ -19,8 +19,8 @@ The opinions of at most MAX_OPINIONS validators count. More rejections than acce
     one rejection            costs only the submission
 
 Otherwise the worker gets credit. The coordinator asks an outvoted validator for a new fingerprint, and tells the
-operator. If no other validator is live, or none judges within DOUBT_S, the opinions so far decide. So one validator
-cannot slash, dismiss or suspend anybody. If a prefill gives a hard reason, the validator reloads its
+operator. If none judges within DOUBT_S, or no other validator was seen within that time, the opinions so far decide. So one
+validator cannot slash, dismiss or suspend anybody. If a prefill gives a hard reason, the validator reloads its
 weights and repeats the prefill before it rejects.
 
 A worker with an inexact submission is asked to reload its weights and to report a new fingerprint. A different
@@ -284,12 +284,13 @@ class Checkers:
         newest = next((version for version in values if version in others), None)
         return newest is not None and values[newest] == others[newest]
 
-    def live_validators(self) -> list[str]:
-        return self.db.nodes.live_validators(self.db.clock())
+    def live_validators(self, ago_s: float = 0.0) -> list[str]:
+        """Return the validators that are live, or were `ago_s` ago or later."""
+        return self.db.nodes.live_validators(self.db.clock() - ago_s)
 
-    def peers(self, worker: str) -> list[str]:
-        """Return the live validators of a worker's class."""
-        return [key for key in self.live_validators() if self.same_class(worker, key)]
+    def peers(self, worker: str, ago_s: float = 0.0) -> list[str]:
+        """Return the live validators of a worker's class, or those that were live `ago_s` ago or later."""
+        return [key for key in self.live_validators(ago_s) if self.same_class(worker, key)]
 
     def may_check(self, validator: str, submission: Submission) -> bool:
         """Return whether this validator may check a submission now.
@@ -303,9 +304,12 @@ class Checkers:
         return validator in eligible or not eligible
 
     def others(self, worker: str, judged: Sequence[Judged]) -> list[str]:
-        """Return the live validators that may give a further opinion. Only the worker's class can replay its work."""
+        """Return the validators that may give a further opinion, now or when they come back within DOUBT_S.
+
+        Only the worker's class can replay its work.
+        """
         inexact = any(each.reason is Reason.INEXACT for each in judged)
-        keys = self.peers(worker) if inexact else self.live_validators()
+        keys = self.peers(worker, DOUBT_S) if inexact else self.live_validators(DOUBT_S)
         return [key for key in keys if all(key != each.validator for each in judged)]
 
     def fingerprint(self, submission: Submission) -> str:
