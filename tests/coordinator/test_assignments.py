@@ -111,16 +111,22 @@ def test_uploaded_and_claimed_work_counts_as_in_progress_and_rejected_work_does_
     assert harness.task(ALICE).number == 1
 
 
-@pytest.mark.parametrize("why", ["held", "in doubt"])
-def test_a_batch_does_not_wait_for_work_that_a_validator_holds_or_doubts(why: str) -> None:
+def test_a_batch_waits_only_for_a_moment_for_work_that_a_validator_holds() -> None:
     harness = staffed_pool(prompts_per_step=2)
-    id = harness.upload().id
+    harness.upload()
     harness.claimed()
-    if why == "in doubt":
-        harness.judge(id, Reason.PROOF, confirmed=False)
     assert harness.beat(BOB).assignment is None, "at first a verdict is to be expected"
     harness.clock.now_s += HELD_S + 1
     harness.beat(OTHER_VALIDATOR, wants=False)
+    assert harness.beat(BOB).assignment is not None
+
+
+def test_a_batch_does_not_wait_for_work_in_doubt() -> None:
+    harness = staffed_pool(prompts_per_step=2)
+    id = harness.upload().id
+    harness.claimed()
+    assert harness.beat(BOB).assignment is None
+    harness.judge(id, Reason.PROOF, confirmed=False)
     assert harness.beat(BOB).assignment is not None
 
 

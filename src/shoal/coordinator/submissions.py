@@ -51,7 +51,7 @@ TABLE: dict[tuple[State, Event], State] = {
     ("validating", "reject"): "rejected",
     ("validating", "drop"): "expired",
 }
-HELD_S = 60.0  # how long a batch waits for a submission that a validator holds, or that is in doubt
+HELD_S = 60.0  # how long a batch waits for a submission that a validator holds
 UNSETTLED: tuple[State, ...] = ("open", "uploaded", "validating")
 EVENT_COLUMNS = {
     *("file_hash", "uploaded_s", "accepted_hash", "validator", "lease_s", "full_check"),
@@ -135,12 +135,12 @@ class Submissions:
     def groups_unjudged(self, now_s: float) -> int:
         """Count the groups in uploaded submissions that somebody will soon judge.
 
-        A submission that is in doubt, or that a validator holds, counts only for HELD_S, so that no batch waits for it.
+        No batch waits for a submission that is in doubt, nor longer than HELD_S for one that a validator holds.
         """
         return self._integer(
             "SELECT coalesce(sum(groups), 0) FROM submissions"
-            " WHERE (state = 'uploaded' AND (opinions = 0 OR uploaded_s >= ?)) OR (state = 'validating' AND lease_s >= ?)",
-            *(now_s - HELD_S, now_s + LEASE_S - HELD_S),
+            " WHERE (state = 'uploaded' AND opinions = 0) OR (state = 'validating' AND lease_s >= ?)",
+            now_s + LEASE_S - HELD_S,
         )
 
     def open_at(self, seen_since_s: float, now_s: float) -> list[tuple[int, float, float]]:
