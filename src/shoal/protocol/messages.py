@@ -40,7 +40,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 LEASE_S = 300.0  # a validator's time from a claim to its verdict
 LARGEST = 2**53 - 1  # largest integer that every JSON reader and SQLite represent exactly
 MAX_SENDERS = 64  # senders of one version that a node reports
-MAX_KEPT = 2  # older versions that origin and relays keep for validators
+MAX_KEPT = 4  # older versions that origin and relays keep for validators
 MAX_IN_FLIGHT = 16  # submissions that a worker generates at once (`workers.in_flight`)
 VERSION = 5  # of this protocol; each side refuses a peer with another version
 
