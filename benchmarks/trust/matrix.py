@@ -115,7 +115,7 @@ EXPECTED = {  # by number of colluders: 1, 2, 3
     ),
     "rejections as spending": (
         "honest paid; found by coordinator",
-        "honest unpaid, stalls; found by coordinator",
+        "honest waits, stalls; found by coordinator",
         "honest waits, stalls; found by coordinator",
     ),
     "rejections as inexact": (
@@ -130,7 +130,7 @@ EXPECTED = {  # by number of colluders: 1, 2, 3
     ),
     "extreme replay figures": (
         "honest paid; found by coordinator",
-        "honest unpaid, stalls; found by coordinator",
+        "honest waits, stalls; found by coordinator",
         "honest waits, stalls; found by coordinator",
     ),
     "extreme spent figures": (
@@ -175,7 +175,7 @@ EXPECTED = {  # by number of colluders: 1, 2, 3
     ),
     "no accepted file": (
         "honest paid; found by coordinator",
-        "honest unpaid, stalls; found by coordinator",
+        "honest waits, stalls; found by coordinator",
         "honest waits, stalls; found by coordinator",
     ),
     "false acceptance": (
@@ -200,7 +200,7 @@ EXPECTED = {  # by number of colluders: 1, 2, 3
     ),
     "leases held": (
         "honest paid; found by nobody",
-        "honest unpaid, stalls; found by nobody",
+        "honest waits, stalls; found by nobody",
         "honest waits, stalls; found by nobody",
     ),
     "repeated verdicts": (
@@ -215,12 +215,12 @@ EXPECTED = {  # by number of colluders: 1, 2, 3
     ),
     "opinions on another submission": (
         "honest paid; found by coordinator",
-        "honest unpaid, stalls; found by coordinator",
+        "honest waits, stalls; found by coordinator",
         "honest waits, stalls; found by coordinator",
     ),
     "opinions on another file": (
         "honest paid; found by coordinator",
-        "honest unpaid, stalls; found by coordinator",
+        "honest waits, stalls; found by coordinator",
         "honest waits, stalls; found by coordinator",
     ),
 }
