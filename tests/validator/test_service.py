@@ -163,6 +163,10 @@ class ScriptedNode(ValidatorsNode):
     limits: list[int]
     verdicts: list[Verdict]
     refusal: RefusedError | None = None
+    refusals: list[int]  # versions
+
+    def refuse(self, version: int, error: Exception) -> None:
+        self.refusals.append(version)
 
     def pause_s(self, min_s: float) -> float:
         return min_s
@@ -191,7 +195,7 @@ class ScriptedNode(ValidatorsNode):
 def scripted(tiny_folder: Path, upload: bytes, refusal: RefusedError | None = None) -> tuple[Validator, ScriptedNode]:
     validator = make_validator(tiny_folder, SETTINGS)
     node = ScriptedNode(policy_version=2, files={ASSIGNMENT.id: upload})
-    node.claims, node.limits, node.verdicts, node.refusal = [claim()], [], [], refusal
+    node.claims, node.limits, node.verdicts, node.refusal, node.refusals = [claim()], [], [], refusal, []
     validator.node = node  # type: ignore[assignment]
     return validator, node
 
@@ -283,8 +287,6 @@ def test_a_version_that_cannot_be_used_is_refused_and_the_loaded_one_stays(
     tiny_folder: Path, file: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     validator, node = scripted(tiny_folder, file)
-    refused: list[int] = []
-    node.refuse = lambda version, error: refused.append(version)  # type: ignore[attr-defined]
     tried: list[int] = []
 
     def fetch(version: int, digest: str | None) -> Any:
@@ -298,7 +300,7 @@ def test_a_version_that_cannot_be_used_is_refused_and_the_loaded_one_stays(
     node.claims = [bad]
     assert validator.run(threading.Event()) == "finished"
     assert not validator.load(9, bad.assignment.policy_digest)
-    assert tried == [9] and refused == [9] and node.verdicts == []
+    assert tried == [9] and node.refusals == [9] and node.verdicts == []
     assert validator.loaded == before and node.policy_version == 2
 
 
@@ -306,12 +308,10 @@ def test_a_template_that_fails_on_a_submission_costs_no_verdict(
     tiny_folder: Path, file: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     validator, node = scripted(tiny_folder, file)
-    refused: list[int] = []
-    node.refuse = lambda version, error: refused.append(version)  # type: ignore[attr-defined]
 
     def check(claims: Any) -> Any:
         raise ChatTemplateError("it exceeds a limit")
 
     monkeypatch.setattr(validator, "check", check)
     assert validator.run(threading.Event()) == "finished"
-    assert refused == [2] and node.verdicts == [] and node.policy_version is None
+    assert node.refusals == [2] and node.verdicts == [] and node.policy_version is None

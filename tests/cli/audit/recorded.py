@@ -13,7 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from benchmarks.trust.colluders import HONEST as SPENT
+from benchmarks.trust.colluders import identity
 from safetensors.torch import save_file
 
 from shoal import config as config_module
@@ -46,7 +47,6 @@ from shoal.protocol.messages import (
     Reason,
     Sample,
     StepReport,
-    ToleranceSpent,
     Verdict,
 )
 from shoal.shardcast.origin import Origin
@@ -63,23 +63,6 @@ from shoal.tasks.compiling import build_tasks
 from shoal.watch.record import RunRecord, RunState
 
 STEPS, NEED, GROUPS, SIZE = 3, 3, 2, 2  # a batch needs NEED groups; a submission has GROUPS groups of SIZE rollouts
-SPENT = ToleranceSpent(
-    exposure=3.0,
-    beyond=(0, 0, 0, 0),
-    better=0.0,
-    worse=0.0,
-    easier=0.0,
-    harder=0.0,
-    proof_exponent_mean=0.1,
-    proof_mantissa_mean=0.1,
-    logprob_error_mean=0.001,
-    distribution=0.0,
-)
-
-
-def identity(number: int) -> Identity:
-    return Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32))
-
 
 COORDINATOR, LEARNER, ORIGIN, VALIDATOR, ALICE, BOB, MALLORY, SECOND = map(identity, range(1, 9))
 VALIDATORS = {"validator": VALIDATOR, "second": SECOND}
